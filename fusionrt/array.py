@@ -1,0 +1,63 @@
+"""The boundary: arrays that are not torch's cross by DLPack, once, and go back as what they were."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Restore = Callable[[torch.Tensor], Any]
+
+
+def is_foreign(value: object) -> bool:
+    return not isinstance(value, torch.Tensor) and (
+        hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"))
+
+
+def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
+    """The same memory as a torch tensor, and how to turn a result into the caller's kind."""
+    numpy, cupy = sys.modules.get("numpy"), sys.modules.get("cupy")
+    try:
+        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+            return _from_numpy(numpy, value), _to_numpy
+        if cupy is not None and isinstance(value, cupy.ndarray):
+            return torch.from_dlpack(value), cupy.from_dlpack
+        return torch.from_dlpack(value), type(value).from_dlpack if hasattr(
+            type(value), "from_dlpack") else _library_from_dlpack(value)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise TypeError(f"{op}: {name} ({type(value).__module__}.{type(value).__qualname__}) cannot be "
+                        f"viewed as a tensor: {error}") from error
+
+
+class _Writeable:
+    """Read-only memory shown as writeable: torch warns about the former, and we never write to inputs."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _from_numpy(numpy: Any, value: Any) -> torch.Tensor:
+    value = numpy.asarray(value)
+    if value.dtype.name == "bfloat16":  # ml_dtypes: NumPy itself knows no such type
+        return torch.from_numpy(value.view(numpy.int16)).view(torch.bfloat16)
+    if not value.flags.writeable:
+        value = numpy.asarray(_Writeable(value))
+    return torch.from_numpy(value)
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes  # whoever passed bfloat16 in NumPy has it
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _library_from_dlpack(value: Any) -> Restore:
+    """`from_dlpack` of the array library that `value` belongs to (array API standard)."""
+    namespace = value.__array_namespace__() if hasattr(value, "__array_namespace__") else None
+    found = getattr(namespace, "from_dlpack", None)
+    return found if found is not None else (lambda tensor: tensor)

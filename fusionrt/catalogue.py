@@ -1,0 +1,71 @@
+"""The registry of public ops: what the README table, the tests, the benchmarks and warmup go through."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from fusionrt.fuse import Fused, fuse_named, on_device
+
+# make(*shape) gives one tensor of the dtype in question: how an op's typical arguments are written.
+Make = Callable[..., Any]
+Example = Callable[[Make], tuple[Any, ...]]
+
+
+class Op(Protocol):
+    """A public op."""
+
+    __name__: str
+    example: Example
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def cuda(self, *args: Any, **kwargs: Any) -> Any: ...
+    def cpu(self, *args: Any, **kwargs: Any) -> Any: ...
+    def reference(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+OPS: dict[str, Op] = {}
+F = TypeVar("F", bound=Callable[..., Any])
+ROWS, COLUMNS = 4096, 4096  # of the examples: any size that is not small gives the same kernels
+
+
+def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example | None = None) -> Any:
+    """Declare an op by its formula. `example` is needed when some argument is not of full shape."""
+    if function is None:
+        return lambda f: pointwise(f, example=example)
+    return _register(fuse_named(function, function.__name__), example)
+
+
+def public(*, example: Example) -> Callable[[F], F]:
+    """Declare an op that chooses between fused functions, or checks its arguments first."""
+
+    def declare(function: F) -> F:
+        names = list(inspect.signature(function).parameters)
+        made = cast(Any, function)
+        made.cuda, made.cpu = (on_device(function, function.__name__, names, d) for d in ("CUDA", "CPU"))
+        return cast(F, _register(made, example))
+
+    return declare
+
+
+def _register(function: Any, example: Example | None) -> Any:
+    name = function.__name__
+    if example is None:
+        required = sum(p.default is p.empty for p in inspect.signature(function).parameters.values())
+
+        def example(make: Make) -> tuple[Any, ...]:
+            return tuple(make(ROWS, COLUMNS) for _ in range(required))
+
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        from fusionrt import reference as formulas
+        return getattr(formulas, name)(*args, **kwargs)
+
+    reference.__name__ = f"{name}.reference"
+    reference.__doc__ = f"The unfused torch formula of {name}."
+    function.example, function.reference = example, reference
+    OPS[name] = function
+    return function
+
+
+__all__ = ["OPS", "Fused", "Op", "pointwise", "public"]

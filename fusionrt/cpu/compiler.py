@@ -1,0 +1,100 @@
+"""Generated Python text to machine code, with Numba; from the cache back into memory, without it.
+
+Numba's own cache keeps pickles in two files that can tear, and overlooks changed callees. Here the
+object code goes into the same one-file, checksummed cache as the GPU's cubins, and llvmlite alone
+loads it: a warm process never imports Numba (half a second).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fusionrt.runtime import cache
+
+# Numba's calling convention: status = f(result*, exception**, arguments...)
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+                              ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+_SCRATCH = ctypes.create_string_buffer(64)  # result and exception of a function that has neither
+Function = Callable[[int, int, int, int, int], int]
+
+_loaded: dict[str, Function] = {}
+_engines: list[Any] = []  # they own the code
+_lock = threading.Lock()
+
+
+@functools.cache
+def target() -> str:
+    """Processor and features: object code runs on no other."""
+    from llvmlite import binding
+    features = sorted(f for f, on in binding.get_host_cpu_features().items() if on)
+    return f"{binding.get_host_cpu_name()} {','.join(features)}"
+
+
+@functools.cache
+def toolchain() -> str:
+    here = Path(__file__).parent
+    mathematics = hashlib.blake2b(b"".join(
+        (here / name).read_bytes() for name in ("storage.py", "math32.py", "math64.py", "memory.py")), digest_size=8)
+    return (f"numba {importlib.metadata.version('numba')} "
+            f"llvmlite {importlib.metadata.version('llvmlite')} {mathematics.hexdigest()}")
+
+
+def key(text: str, acc: str) -> str:
+    return cache.key(source=text, acc=acc, target=target(), toolchain=toolchain())
+
+
+def function(text: str, acc: str, name: str) -> Function:
+    """The kernel as a C function of (pointers, integers, scalars, start, stop)."""
+    identity = key(text, acc)
+    with _lock:
+        if identity not in _loaded:
+            cached, _ = cached_object(text, acc, name)
+            _loaded[identity] = _load(cached)
+        return _loaded[identity]
+
+
+def cached_object(text: str, acc: str, name: str) -> tuple[cache.Entry, bool]:
+    return cache.get_or_build(key(text, acc), lambda: build(text, acc, name), f"{name} (cpu)")
+
+
+def build(text: str, acc: str, name: str) -> cache.Entry:
+    from numba import njit, types
+
+    from fusionrt.cpu import memory
+    scope = memory.scope(acc)
+    exec(compile(text, f"<fusionrt kernel {name}>", "exec"), scope)
+    signature = types.void(types.CPointer(types.int64), types.CPointer(types.int64),
+                           types.CPointer(types.float64), types.int64, types.int64)
+    compiled = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
+                    no_cpython_wrapper=True, no_cfunc_wrapper=True)(scope["kernel"])
+    result = next(iter(compiled.overloads.values()))
+    library = result.library
+    code = library._codegen._tm.emit_object(library._final_module)
+    return cache.Entry({"kernel": name, "arch": "cpu", "target": target().split()[0],
+                        "symbol": result.fndesc.llvm_func_name}, code)
+
+
+@functools.cache
+def _machine() -> Any:
+    from llvmlite import binding
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.Target.from_default_triple().create_target_machine(jit=True)
+
+
+def _load(entry: cache.Entry) -> Function:
+    from llvmlite import binding
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(entry.payload))
+    engine.finalize_object()
+    _engines.append(engine)
+    call = _PROTOTYPE(engine.get_function_address(entry.metadata["symbol"]))
+    scratch = ctypes.addressof(_SCRATCH)
+    return functools.partial(call, scratch, scratch)

@@ -1,0 +1,74 @@
+"""What generated kernels use beside mathematics: typed memory at an address, sums, masks."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from fusionrt.cpu import math32, math64, storage
+from fusionrt.cpu.storage import inline
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def at(typing_context: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), codegen
+
+    return at
+
+
+@inline
+def uint64_of(x):
+    return np.uint64(x)
+
+
+@inline
+def float64_of(x):
+    return np.float64(x)
+
+
+@inline
+def kept(bits, p):
+    """16 random bits against p: true with probability 1 - p."""
+    return np.int32(bits) >= np.int32(p * type(p)(65536) + type(p)(0.5))
+
+
+@inline
+def pairwise_sum(buffer, length):
+    """Sum, folding the upper half onto the lower: vectorises, and the error grows with log(length)."""
+    while length > 1:
+        half = length // 2
+        rest = length - half
+        for j in range(half):
+            buffer[j] += buffer[rest + j]
+        length = rest
+    return buffer[0]
+
+
+def _casting(store: Any, acc: Any) -> Any:
+    """A cast inside an expression goes through the storage type and back."""
+
+    @inline
+    def cast(x):
+        return acc(store(acc(x)))
+
+    return cast
+
+
+def scope(acc: str) -> dict[str, Any]:
+    """Every name that generated text uses, for float32 or float64 arithmetic."""
+    mathematics = math64 if acc == "float64" else math32
+    names = dict(vars(mathematics))
+    integers = ("int8", "uint8", "int16", "int32", "int64", "bool")
+    for dtype in integers:
+        store = getattr(storage, f"cast_{dtype}")
+        names[f"store_{dtype}"] = store
+        names[f"cast_{dtype}"] = _casting(store, mathematics.acc_t)
+    for dtype in ("uint8", "uint16", "int8", "int16", "int32", "int64", "float32", "float64"):
+        names[f"{dtype}_at"] = _pointer_to(getattr(types, dtype))
+    return names | {"uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,
+                    "pairwise_sum": pairwise_sum}

@@ -1,0 +1,171 @@
+"""Numba text for a pointwise problem, and the callable that runs it on CPU tensors.
+
+A kernel walks a linear range of the domain, one run of the innermost dimension at a time, so that
+the inner loop has constant strides (0, 1 or a variable) and vectorises. Sums go to an array of the
+task's own, in float64; the number of tasks follows from the shape alone, so results do as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrt.cpu import compiler, threads
+from fusionrt.expr import emit
+from fusionrt.layout import Ints
+from fusionrt.problem import Operand, Problem
+
+if TYPE_CHECKING:
+    from fusionrt.op import Operator
+
+BLOCK = 1024     # elements a random or summed run is cut into
+SUM_TASKS = 32
+# Storage dtype -> element type of its array: 16-bit floats are bit patterns.
+ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
+
+
+def generate(problem: Problem) -> str:
+    """The kernel's text. `pointers`: inputs, outputs (a task's sums for reduced ones), scratch."""
+    inputs, outputs, sizes = problem.inputs, problem.outputs, problem.sizes
+    summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
+    # Summed over the inner dimension: collected in a buffer, then added pairwise.
+    buffered = [o for o in summed if o.strides[0] == 0]
+    arrays = [(f"{o.name}_data", ELEMENT.get(o.dtype, o.dtype)) for o in inputs]
+    arrays += [(f"{o.name}_data", "float64" if o in summed else ELEMENT.get(o.dtype, o.dtype))
+               for o in outputs]
+    arrays += [(f"bits_{s}", "uint16") for s in problem.streams]
+    arrays += [(f"buffer_{o.name}", problem.acc) for o in buffered]
+    lines = [f"{name} = {dtype}_at(pointers[{k}])" for k, (name, dtype) in enumerate(arrays)]
+    lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
+    operands = [*inputs, *summed]
+    lines += [f"n{d} = integers[{d}]" for d in range(len(sizes))]
+    lines += [f"{o.name}_s{d} = integers[{len(sizes) * (1 + k) + d}]"
+              for k, o in enumerate(operands) for d in range(len(sizes)) if o.strides[d] not in (0, 1)]
+    seed = len(sizes) * (1 + len(operands))
+    body = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"]
+    if problem.streams or buffered:
+        body.append(f"length = min(length, {BLOCK})")
+    for d in range(1, len(sizes)):
+        body += [f"c{d} = row % n{d}", f"row = row // n{d}"] if d < len(sizes) - 1 else [f"c{d} = row"]
+    body += [f"{o.name}_base = {_offset(o)}" for o in operands]
+    for s in problem.streams:
+        body.append(f"fill_random16(bits_{s}, i // 8, (length + 15) // 8, uint64_of(integers[{seed}]), "
+                    f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))")
+    body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
+             for o in inputs if not o.strides[0]]
+    body += ["for j in range(length):", *("    " + line for line in _inner(problem, summed, buffered))]
+    body += [f"{o.name}_data[{o.name}_base] += float64_of(pairwise_sum(buffer_{o.name}, length))"
+             for o in buffered]
+    body.append("i += length")
+    return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
+                      *("    " + line for line in lines), "    i = start", "    while i < stop:",
+                      *("        " + line for line in body), ""])
+
+
+def _offset(operand: Operand) -> str:
+    terms = [f"c{d}" + ("" if stride == 1 else f" * {operand.name}_s{d}")
+             for d, stride in enumerate(operand.strides) if stride]
+    return " + ".join(terms) or "0"
+
+
+def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand]) -> list[str]:
+    lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
+             for o in problem.inputs if o.strides[0]]
+    lines += [f"{s} = bits_{s}[(i & 7) + j]" for s in problem.streams]
+    statements, results = emit(problem.roots, "{} = {}")
+    lines += statements
+    for o, value in zip(problem.outputs, results, strict=True):
+        if o in buffered:
+            lines.append(f"buffer_{o.name}[j] = acc_t({value})")
+        elif o in summed:
+            lines.append(f"{o.name}_data[{o.name}_base + {_step(o)}] += float64_of({value})")
+        else:
+            lines.append(f"{o.name}_data[i + j] = store_{o.dtype}(acc_t({value}))")
+    return lines
+
+
+def _step(operand: Operand) -> str:
+    return "j" if operand.strides[0] == 1 else f"j * {operand.name}_s0"
+
+
+def build(op: Operator, problem: Problem, shape: Ints, kept_strides: Sequence[Ints]
+          ) -> Callable[..., Any]:
+    """A callable of the operator's arguments (and seed) that allocates and computes."""
+    run = compiler.function(generate(problem), problem.acc, problem.name)
+    count = problem.domain.count
+    summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    operands = [*problem.inputs, *(problem.outputs[k] for k in summed)]
+    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
+    positions = [int(o.name[1:]) for o in problem.inputs]
+    scalars = [int(name[1:]) for name in problem.scalars]
+    n_args = len(op.params)
+    sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
+    buffers = len(problem.streams) + sum(problem.outputs[k].strides[0] == 0 for k in summed)
+
+    def call(*args: Any) -> Any:
+        outputs = op.allocate(args[:n_args], shape)
+        rng = args[n_args] if problem.streams else (0, 0, None)
+        seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
+        constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)
+        numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
+        inputs = [args[k].data_ptr() for k in positions]
+        if not summed:
+            task = functools.partial(_task, run, inputs + [o.data_ptr() for o in outputs], constants,
+                                     numbers, buffers)
+            threads.run(task, count, parallel=count >= threads.SERIAL_BELOW, grain=threads.GRAIN)
+        else:
+            _summing(run, problem, inputs, outputs, constants, numbers, buffers, count, sums_of,
+                     kept_strides)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call
+
+
+def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
+          start: int, stop: int) -> None:
+    scratch = ctypes.create_string_buffer(buffers * (BLOCK + 16) * 8)
+    base = ctypes.addressof(scratch)
+    table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
+                        *(base + k * (BLOCK + 16) * 8 for k in range(buffers)))
+    run(_address(table), _address(constants), _address(numbers), start, stop)
+
+
+def _address(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def _summing(run: compiler.Function, problem: Problem, inputs: list[int], outputs: list[torch.Tensor],
+             constants: bytes, numbers: bytes, buffers: int, count: int, sums_of: list[int],
+             kept_strides: Sequence[Ints]) -> None:
+    # A task per part of the domain, never so many that their sums outweigh the domain itself.
+    tasks = max(1, min(SUM_TASKS, count // threads.GRAIN, count // (4 * max(sums_of)) + 1))
+    partials = [torch.zeros((tasks, n), dtype=torch.float64) for n in sums_of]
+    bounds = [count * t // tasks for t in range(tasks + 1)]
+
+    def part(first: int, last: int) -> None:
+        for t in range(first, last):
+            sums = iter(partials)
+            pointers = inputs + [next(sums)[t].data_ptr() if reduced else o.data_ptr() for o, reduced in
+                                 zip(outputs, problem.reduced, strict=True)]
+            _task(run, pointers, constants, numbers, buffers, bounds[t], bounds[t + 1])
+
+    threads.run(part, tasks, parallel=count >= threads.SERIAL_BELOW, grain=1)
+    sums = iter(partials)
+    for o, strides, reduced in zip(outputs, kept_strides, problem.reduced, strict=True):
+        if reduced:
+            total = next(sums)
+            for t in range(1, tasks):
+                total[0] += total[t]
+            o.copy_(total[0].as_strided(o.shape, strides))  # from the order of the walk
+
+
+def _kept(operand: Operand, sizes: Ints) -> int:
+    count = 1
+    for size, stride in zip(sizes, operand.strides, strict=True):
+        count *= size if stride else 1
+    return count

@@ -1,0 +1,48 @@
+"""One range over several cores: a thread pool around functions that release the GIL.
+
+Not Numba's `prange`: its portable layer aborts the process when two threads call it at once, its
+OpenMP layer kills forked children (DataLoader workers), and parallel=True costs seconds to compile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+SERIAL_BELOW = 1 << 17  # elements; a hand-over costs 20 to 30 us, as much as this many additions
+GRAIN = 1024            # range boundaries, a multiple of every vector and of Philox's 8 elements
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None  # its threads did not survive the fork
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def run(task: Callable[[int, int], object], size: int, parallel: bool, grain: int) -> None:
+    """task(start, stop) over [0, size), in as many parts as torch would use threads."""
+    parts = min(torch.get_num_threads(), -(-size // grain)) if parallel else 1
+    if parts == 1:
+        task(0, size)
+        return
+    bounds = [min(size, -(-size * i // (parts * grain)) * grain) for i in range(parts + 1)]
+    futures = [_executor(parts).submit(task, start, stop)
+               for start, stop in zip(bounds[1:-1], bounds[2:], strict=True)]
+    task(bounds[0], bounds[1])
+    for future in futures:
+        future.result()
+
+
+def _executor(size: int) -> ThreadPoolExecutor:
+    global _pool, _pool_size
+    if _pool is None or _pool_size < size:
+        _pool, _pool_size = ThreadPoolExecutor(size, thread_name_prefix="fusionrt"), size
+    return _pool

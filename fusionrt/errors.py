@@ -1,0 +1,28 @@
+"""Exceptions of fusionrt. Their text is part of the interface: tests read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel, or the compiler's log shows a fault (spills, local memory)."""
+
+    def __init__(self, kernel: str, arch: str, options: Sequence[str], log: str, source: str) -> None:
+        super().__init__(f"{kernel}: cannot compile for {arch} with {' '.join(options)}\n{log}\n"
+                         f"source: {source}")
+        self.kernel, self.arch, self.options, self.log, self.source = kernel, arch, options, log, source
+
+
+class CaptureError(RuntimeError):
+    """A kernel that is not loaded yet was called while a CUDA graph is being captured."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(
+            f"{kernel}: this specialisation is not loaded yet, and loading a kernel would break the "
+            "CUDA graph that is being captured. Call the op once with the same dtypes, shapes and "
+            "strides before the capture (fusionrt warmup fills the disk cache, a call loads it).")
+
+
+for _error in (CompileError, CaptureError):
+    _error.__module__ = "fusionrt"  # tracebacks show the public name

@@ -1,0 +1,313 @@
+"""Scalar expressions: a graph of interned nodes, a table of primitives, reverse-mode derivatives, text.
+
+One graph serves every back end. The emitted statements are valid in C++ and in Python alike:
+`acc_t`, `where`, `exp`, ... are defined by `kernels_src/prelude.cuh` on one side and by
+`fusionrt/cpu/math32.py` on the other. Every node is a number of type `acc_t` or a truth value;
+storage types appear only at loads, stores and explicit casts.
+
+Limits: scalars only. No loops, no reductions, no simplifier.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+Leaf = str
+CASTS = ("float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool")
+_INTEGER_CASTS = frozenset(CASTS[3:])
+
+
+class TraceError(TypeError):
+    """A function given to `fuse` does something that cannot become one kernel."""
+
+
+class Expr:
+    """A node: the name of a primitive and its operands. Equal nodes are the same object."""
+
+    __slots__ = ("__weakref__", "args", "op")
+
+    def __init__(self, op: str, args: tuple[Expr | Leaf, ...]) -> None:
+        self.op, self.args = op, args
+
+    __hash__ = object.__hash__
+
+    @property
+    def is_truth(self) -> bool:
+        return self.op in _TRUTH
+
+    def __add__(self, other: Any) -> Expr: return node("add", self, other)
+    def __sub__(self, other: Any) -> Expr: return node("sub", self, other)
+    def __mul__(self, other: Any) -> Expr: return node("mul", self, other)
+    def __truediv__(self, other: Any) -> Expr: return node("div", self, other)
+    def __radd__(self, other: Any) -> Expr: return node("add", other, self)
+    def __rsub__(self, other: Any) -> Expr: return node("sub", other, self)
+    def __rmul__(self, other: Any) -> Expr: return node("mul", other, self)
+    def __rtruediv__(self, other: Any) -> Expr: return node("div", other, self)
+    def __rpow__(self, other: Any) -> Expr: return power(other, self)
+    def __pow__(self, other: Any) -> Expr: return power(self, other)
+    def __neg__(self) -> Expr: return node("neg", self)
+    def __pos__(self) -> Expr: return self
+    def __abs__(self) -> Expr: return node("abs", self)
+    def __floor__(self) -> Expr: return node("floor", self)
+    def __lt__(self, other: Any) -> Expr: return node("lt", self, other)
+    def __le__(self, other: Any) -> Expr: return node("le", self, other)
+    def __gt__(self, other: Any) -> Expr: return node("lt", other, self)
+    def __ge__(self, other: Any) -> Expr: return node("le", other, self)
+    def __eq__(self, other: object) -> Expr: return node("eq", self, other)  # type: ignore[override]
+    def __ne__(self, other: object) -> Expr: return node("ne", self, other)  # type: ignore[override]
+    def __and__(self, other: Any) -> Expr: return node("and", self, other)
+    def __or__(self, other: Any) -> Expr: return node("or", self, other)
+    def __invert__(self) -> Expr: return node("not", self)
+
+    def __round__(self, ndigits: int | None = None) -> Expr:
+        if ndigits is not None:
+            raise TraceError("round(x, n) is not supported: write round(x * 10**n) / 10**n")
+        return node("round", self)
+
+    def __bool__(self) -> NoReturn:
+        raise TraceError("a condition on a traced value (if, and, or, min, max, chained comparison) "
+                         "cannot be decided while tracing: write where(condition, a, b), &, |, ~, "
+                         "minimum(a, b) or maximum(a, b)")
+
+    def __iter__(self) -> NoReturn:
+        raise TraceError("a traced value is one scalar and cannot be looped over: the function is "
+                         "applied to every element already")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TraceError("a traced value is one scalar and cannot be indexed: pass the part of the "
+                         "tensor that you need as an argument of its own")
+
+    def __float__(self) -> NoReturn:
+        raise TraceError("a traced value has no number yet: write fusionrt.exp(x), not math.exp(x); "
+                         "cast(x, 'int32'), not int(x)")
+
+    __int__ = __index__ = __complex__ = __float__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # let Python probe for protocols
+            raise AttributeError(name)
+        raise TraceError(f"a traced value is one scalar and has no attribute {name!r}: write "
+                         "functions and operators; reductions and reshapes stay outside fuse")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
+        """`torch.sigmoid(x)` in a traced function means our `sigmoid(x)`."""
+        name = _TORCH_NAMES.get(func.__name__, func.__name__)
+        if not all(isinstance(a, Expr | numbers.Real) for a in args):
+            raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
+                             "of the fused function")
+        if name not in FUNCTIONS:
+            raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
+                             + ", ".join(sorted(FUNCTIONS)))
+        return FUNCTIONS[name](*args, **(kwargs or {}))
+
+
+_interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+
+
+def node(op: str, *operands: Any) -> Expr:
+    """Build an interned node: equal subexpressions are one object, so they are computed once."""
+    wants_truth = _TRUTH_OPERANDS.get(op, ())
+    args = tuple(a if isinstance(a, str) else _operand(op, a, i in wants_truth)
+                 for i, a in enumerate(operands))
+    key = (op, args)
+    found = _interned.get(key)
+    if found is None:
+        found = _interned[key] = Expr(op, args)
+    return found
+
+
+def _operand(op: str, value: Any, truth: bool) -> Expr:
+    if not isinstance(value, Expr):
+        if not isinstance(value, numbers.Real):
+            raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
+                             "number: a tensor must be an argument of the fused function, not "
+                             "captured by closure")
+        value = node("const", repr(float(value)))
+    if truth and not value.is_truth:
+        return node("ne", value, 0)
+    if value.is_truth and not truth:
+        return node("number", value)
+    return value
+
+
+def argument(name: str) -> Expr:
+    return node("arg", name)
+
+
+def random_bits(stream: int) -> Expr:
+    """32 bits of which the upper 16 are random: one draw per element and stream."""
+    return node("random", f"random{stream}")
+
+
+# name: (spelling in C++ and Python,
+#        vector-Jacobian product (g, out, *operands) -> one gradient, or None for zero, per operand)
+PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
+    "add": ("{} + {}", lambda g, out, a, b: (g, g)),
+    "sub": ("{} - {}", lambda g, out, a, b: (g, -g)),
+    "mul": ("{} * {}", lambda g, out, a, b: (g * b, g * a)),
+    "mul_rn": ("mul_rn({}, {})", lambda g, out, a, b: (g * b, g * a)),  # never contracted to an FMA
+    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -g * out / b)),
+    "neg": ("-{}", lambda g, out, a: (-g,)),
+    "lt": ("{} < {}", lambda *_: (None, None)),
+    "le": ("{} <= {}", lambda *_: (None, None)),
+    "eq": ("{} == {}", lambda *_: (None, None)),
+    "ne": ("{} != {}", lambda *_: (None, None)),
+    "and": ("{} & {}", lambda *_: (None, None)),
+    "or": ("{} | {}", lambda *_: (None, None)),
+    "not": ("logical_not({})", lambda *_: (None,)),
+    "number": ("acc_t({})", lambda *_: (None,)),
+    "where": ("where({}, {}, {})",
+              lambda g, out, c, a, b: (None, where(c, g, 0), where(c, 0, g))),
+    # Ties share the gradient and NaN lets it pass, as torch.minimum does.
+    "minimum": ("minimum({}, {})",
+                lambda g, out, a, b: (_picked(g, a == b, b < a), _picked(g, a == b, a < b))),
+    "maximum": ("maximum({}, {})",
+                lambda g, out, a, b: (_picked(g, a == b, a < b), _picked(g, a == b, b < a))),
+    "clamp": ("minimum(maximum({}, {}), {})",
+              lambda g, out, a, lo, hi: (where((lo <= a) & (a <= hi), g, 0),
+                                         where((a < lo) & (lo < hi), g, 0),
+                                         where((hi < a) | (hi < lo), g, 0))),
+    "abs": ("abs_({})", lambda g, out, a: (where(a < 0, -g, where(0 < a, g, 0)),)),
+    "exp": ("exp({})", lambda g, out, a: (g * out,)),
+    "exp2": ("exp2({})", lambda g, out, a: (g * (out * math.log(2)),)),
+    "expm1": ("expm1({})", lambda g, out, a: (g * (out + 1),)),
+    "log": ("log({})", lambda g, out, a: (g / a,)),
+    "log1p": ("log1p({})", lambda g, out, a: (g / (1 + a),)),
+    "log2": ("log2({})", lambda g, out, a: (g / (a * math.log(2)),)),
+    "sqrt": ("sqrt({})", lambda g, out, a: (g / (2 * out),)),
+    "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
+    "pow": ("pow_({}, {})",
+            lambda g, out, a, b: (where(b == 0, 0, g * (b * pow_(a, b - 1))),
+                                  where((a == 0) & (0 <= b), 0, g * (out * log(a))))),
+    "sin": ("sin({})", lambda g, out, a: (g * cos(a),)),
+    "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
+    "tanh": ("tanh({})", lambda g, out, a: (g * (1 - out * out),)),
+    "erf": ("erf({})", lambda g, out, a: (g * (2 / math.sqrt(math.pi) * exp(-a * a)),)),
+    "sigmoid": ("sigmoid({})", lambda g, out, a: (g * (out * (1 - out)),)),
+    "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
+    "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
+    "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
+    "floor": ("floor({})", lambda *_: (None,)),
+    "round": ("rint({})", lambda *_: (None,)),
+    "trunc": ("trunc({})", lambda *_: (None,)),
+    "kept": ("kept({}, {})", lambda *_: (None, None)),
+    **{f"cast_{t}": (f"cast_{t}({{}})",
+                     (lambda *_: (None,)) if t in _INTEGER_CASTS else (lambda g, out, a: (g,)))
+       for t in CASTS},
+}
+_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept"})
+_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,)}
+_LEAVES = frozenset({"arg", "random", "const"})
+
+
+def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
+    return where(loses, 0, where(tie, 0.5 * g, g))
+
+
+def _function(op: str) -> Callable[..., Expr]:
+    def apply(*operands: Any) -> Expr:
+        return node(op, *operands)
+
+    apply.__name__ = op
+    return apply
+
+
+where, minimum, maximum, clamp = map(_function, ("where", "minimum", "maximum", "clamp"))
+exp, exp2, expm1, log, log1p, log2 = map(
+    _function, ("exp", "exp2", "expm1", "log", "log1p", "log2"))
+sqrt, rsqrt, sin, cos, tanh, erf = map(_function, ("sqrt", "rsqrt", "sin", "cos", "tanh", "erf"))
+sigmoid, softplus, normcdf, normpdf = map(
+    _function, ("sigmoid", "softplus", "normcdf", "normpdf"))
+floor, round_, trunc, abs_, pow_ = map(_function, ("floor", "round", "trunc", "abs", "pow"))
+
+
+def power(base: Any, exponent: Any) -> Expr:
+    """base ** exponent; small constant exponents become products."""
+    if isinstance(exponent, numbers.Real):
+        match float(exponent):
+            case 0.5:
+                return sqrt(base)
+            case -1.0:
+                return node("div", 1, base)
+            case 2.0:
+                return node("mul", base, base)
+            case 3.0:
+                return node("mul", node("mul", base, base), base)
+    return pow_(base, exponent)
+
+
+def cast(value: Any, dtype: object) -> Expr:
+    """Convert to a storage dtype. To integers: toward zero, saturating, NaN becomes 0."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in CASTS:
+        raise TraceError(f"cast: dtype {name!r} is not one of {', '.join(CASTS)}")
+    return node(f"cast_{name}", value)
+
+
+FUNCTIONS: dict[str, Callable[..., Expr]] = {
+    "where": where, "minimum": minimum, "maximum": maximum, "clamp": clamp, "abs": abs_,
+    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "log2": log2,
+    "sqrt": sqrt, "rsqrt": rsqrt, "pow": power, "sin": sin, "cos": cos, "tanh": tanh, "erf": erf,
+    "sigmoid": sigmoid, "softplus": softplus, "normcdf": normcdf, "normpdf": normpdf,
+    "floor": floor, "round": round_, "trunc": trunc, "cast": cast,
+    **{op: _function(op) for op in ("add", "sub", "mul", "div", "neg", "lt", "le", "eq", "ne")},
+}
+_TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
+                "divide": "div", "negative": "neg", "clip": "clamp"}
+
+
+def toposort(roots: Iterable[Expr]) -> list[Expr]:
+    """Every node that the roots need, operands first."""
+    order: dict[Expr, None] = {}
+
+    def visit(n: Expr) -> None:
+        if n not in order:
+            for a in n.args:
+                if isinstance(a, Expr):
+                    visit(a)
+            order[n] = None
+
+    for root in roots:
+        visit(root)
+    return list(order)
+
+
+def leaves(roots: Iterable[Expr], op: str) -> list[str]:
+    """Names of the arguments (`arg`) or random streams (`random`) that the roots really need."""
+    return [str(n.args[0]) for n in toposort(roots) if n.op == op]
+
+
+def gradients(seeds: Mapping[Expr, Expr], wrt: Sequence[Expr]) -> list[Expr]:
+    """Reverse-mode derivative: `seeds` gives the incoming gradient of each output."""
+    grads = dict(seeds)
+    for n in reversed(toposort(seeds)):
+        if n not in grads or n.op in _LEAVES:
+            continue
+        for a, g in zip(n.args, PRIMITIVES[n.op][1](grads[n], n, *n.args), strict=True):
+            if g is not None and isinstance(a, Expr):
+                grads[a] = grads[a] + g if a in grads else g
+    return [grads.get(v, node("const", "0.0")) for v in wrt]
+
+
+def emit(roots: Sequence[Expr], declare: str) -> tuple[list[str], list[str]]:
+    """One assignment a node, in dependency order: (statements, names of the roots).
+
+    `declare` is the form of an assignment: `"{} = {}"`, or `"const auto {} = {};"`.
+    """
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    for n in toposort(roots):
+        if n.op in ("arg", "random"):
+            names[n] = str(n.args[0])
+        elif n.op == "const":
+            names[n] = f"acc_t({n.args[0]})"
+        else:
+            names[n] = f"t{len(lines)}"
+            operands = (names[a] for a in n.args if isinstance(a, Expr))
+            lines.append(declare.format(names[n], PRIMITIVES[n.op][0].format(*operands)))
+    return lines, [names[r] for r in roots]

@@ -1,0 +1,215 @@
+"""`fuse`: a Python function of scalars becomes a function of tensors, in one kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import itertools
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast, overload
+
+import torch
+
+from fusionrt.expr import Expr, TraceError, argument, node, random_bits
+from fusionrt.op import Operator
+
+TraceError.__module__ = "fusionrt"
+
+
+class Fused(Protocol):
+    """What `fuse` returns: the function, and ways to insist on a device."""
+
+    __name__: str
+    operator: Operator
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def cuda(self, *args: Any, **kwargs: Any) -> Any: ...
+    def cpu(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+_streams: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("streams")
+
+
+def kept(p: Any) -> Expr:
+    """In a fused function: true with probability 1 - p, drawn anew for every element.
+
+    Each call in a function draws its own bits. `p` is taken to the nearest 2^-16; the masks come from
+    torch's generator and are recomputed, not stored, for the backward pass.
+
+        where(kept(p), x / (1 - p), 0)      # dropout
+    """
+    try:
+        stream = next(_streams.get())
+    except LookupError:
+        raise TraceError("kept: only inside a fused function") from None
+    return node("kept", random_bits(stream), p)
+
+
+@overload
+def fuse(function: Callable[..., Any], /) -> Fused: ...
+@overload
+def fuse(*, name: str) -> Callable[[Callable[..., Any]], Fused]: ...
+
+
+def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = None) -> Any:
+    """Compile a Python function of scalars into one kernel over tensors, with its gradients.
+
+    The function is called once, with traced values instead of numbers. It may use arithmetic,
+    comparisons, `&`, `|`, `~`, the functions of this package (`where`, `exp`, `erf`, `sigmoid`, `cast`,
+    ...), torch's functions of the same names, other fused functions, and helpers that do the same.
+    It returns one value or a tuple.
+
+    Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that
+    broadcast, of dtype float16, bfloat16, float32, float64, an integer or bool; or Python numbers,
+    whose value can change without a recompilation. Results have torch's promoted dtype, bool for
+    comparisons, or that of an outermost `cast`; 16-bit types are computed in float32.
+
+    Raises TraceError where the function cannot become one kernel, and says what to write instead;
+    TypeError and ValueError name the argument of a call that cannot be served.
+
+        @fusionrt.fuse
+        def gate(x, y):
+            return fusionrt.sigmoid(x) * y + 0.5 * x
+    """
+    if function is None:
+        return lambda f: fuse_named(f, name or f.__name__)
+    return fuse_named(function, function.__name__)
+
+
+def fuse_named(function: Callable[..., Any], name: str) -> Fused:
+    signature = inspect.signature(function)
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
+        if p.default is not p.empty and not isinstance(p.default, numbers.Real):
+            raise TraceError(f"{name}: the default of {p.name} must be a number, got {p.default!r}")
+    params = list(signature.parameters)
+    outputs = trace(function, name, [argument(f"a{i}") for i in range(len(params))],
+                    signature)
+    return entry(Operator(name, params, outputs), function, signature)
+
+
+def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: inspect.Signature
+          ) -> tuple[Expr, ...]:
+    """Call the function with traced values; what it returns is the expression."""
+    keyword = {p.name: a for p, a in zip(signature.parameters.values(), args, strict=True)
+               if p.kind is p.KEYWORD_ONLY}
+    token = _streams.set(itertools.count())
+    try:
+        result = function(*args[:len(args) - len(keyword)], **keyword)
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from None
+    finally:
+        _streams.reset(token)
+    outputs = result if isinstance(result, tuple | list) else (result,)
+    for out in outputs:
+        if not isinstance(out, Expr | numbers.Real):
+            raise TraceError(f"{name}: must return traced values, got {type(out).__name__}")
+    return tuple(out if isinstance(out, Expr) else node("const", repr(float(out))) for out in outputs)
+
+
+def entry(operator: Operator, function: Callable[..., Any], signature: inspect.Signature) -> Fused:
+    """The function that users call, written for its signature: one plan lookup, one launch.
+
+    A call must cost less than one eager torch op, so nothing is looped over or checked twice:
+    whatever is out of the ordinary (another kind of argument, a new shape) goes to `general`.
+    """
+    params = list(signature.parameters.values())
+    scalars = {p.name for p in params if p.default is not p.empty or p.annotation in (
+        float, int, "float", "int")}
+    tensors = [p.name for p in params if p.name not in scalars]
+    names = [p.name for p in params]
+    positional = ", ".join(names)
+    key = ", ".join(f"type({n})" if n in scalars else
+                    f"type({n}), {n}.shape, {n}.dtype, {n}.stride(), {n}.get_device()" for n in names)
+    recording = " or ".join(f"{n}.requires_grad" for n in tensors) or "False"
+    draws = bool(operator.streams)
+    rng = f", _draw({tensors[0]}.device)" if draws and tensors else ""
+    text = f"""def {operator.name}{_parameters(params)}:
+    if _is_compiling():
+        return _general({positional})
+    try:
+        plan = _local.plans[{key},]
+    except (KeyError, AttributeError, TypeError):
+        return _general({positional})
+    if _is_grad_enabled() and ({recording}):
+        return _record(_operator, {rng.removeprefix(", ") or "None"}, {positional})
+    return plan({positional}{rng})
+"""
+    from fusionrt.autograd import record
+
+    def general(*args: Any) -> Any:
+        if any(isinstance(a, Expr) for a in args):
+            with _nested_streams():
+                bound = dict(zip(names, args, strict=True))
+                return function(*(bound[p.name] for p in params if p.kind is not p.KEYWORD_ONLY),
+                                **{p.name: bound[p.name] for p in params if p.kind is p.KEYWORD_ONLY})
+        return operator(*args)
+
+    scope: dict[str, Any] = {
+        "_is_compiling": torch.compiler.is_compiling, "_general": general, "_local": operator.local,
+        "_is_grad_enabled": torch.is_grad_enabled, "_record": record, "_operator": operator,
+        "_draw": operator.draw, **{f"_default_{p.name}": p.default for p in params}}
+    exec(compile(text, f"<fusionrt entry of {operator.name}>", "exec"), scope)
+    made = scope[operator.name]
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    made.__doc__, made.__signature__, made.__wrapped__ = function.__doc__, signature, function
+    made.operator, made.function = operator, function
+    made.cuda, made.cpu = on_device(made, operator.name, names, "CUDA"), on_device(
+        made, operator.name, names, "CPU")
+    return cast(Fused, made)
+
+
+def _parameters(params: list[inspect.Parameter]) -> str:
+    parts, starred = [], False
+    for p in params:
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        parts.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
+    return f"({', '.join(parts)})"
+
+
+@contextlib.contextmanager
+def _nested_streams() -> Iterator[None]:
+    """A fused function inside another draws from the outer one's streams."""
+    if _streams.get(None) is not None:
+        yield
+        return
+    token = _streams.set(itertools.count())
+    try:
+        yield
+    finally:
+        _streams.reset(token)
+
+
+def on_device(function: Callable[..., Any], op: str, names: list[str], device: str
+              ) -> Callable[..., Any]:
+    """`op.cuda` and `op.cpu`: the same function, refusing tensors that are elsewhere."""
+    signature = inspect.signature(function)
+
+    def insist(*args: Any, **kwargs: Any) -> Any:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            where_it_is = _device_of(value)
+            if where_it_is is not None and where_it_is.upper() != device:
+                raise TypeError(f"{op}: {name} must be a {device} tensor, got one on {where_it_is}")
+        return function(*args, **kwargs)
+
+    insist.__name__ = f"{op}.{device.lower()}"
+    insist.__doc__ = f"{op}, refusing tensors that are not on a {device} device."
+    return insist
+
+
+def _device_of(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if hasattr(value, "__cuda_array_interface__"):
+        return "cuda"
+    if hasattr(value, "__array_interface__"):
+        return "cpu"
+    if hasattr(value, "__dlpack_device__"):
+        return {1: "cpu", 2: "cuda"}.get(int(value.__dlpack_device__()[0]), "another device")
+    return None

@@ -1,0 +1,331 @@
+"""An operator: one traced expression, run on whatever device its tensors are on.
+
+The flow of a call: key (dtypes, shapes, strides, device) -> plan, built once -> launch. Gradients
+are operators again: the same expression differentiated, with every gradient of a broadcast operand
+summed to that operand's shape. That class is closed under differentiation, so second and higher
+derivatives need nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusionrt import layout, random
+from fusionrt.array import is_foreign, to_torch
+from fusionrt.expr import Expr, argument, emit, gradients, leaves
+from fusionrt.problem import Operand, Problem
+
+Args = Sequence[Any]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORAGE = {getattr(torch, name): name for name in (
+    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_collected: contextvars.ContextVar[list[Problem] | None] = contextvars.ContextVar("collected", default=None)
+_PLANS_KEPT = 4096  # a thread; with more shapes than that alive, plans are built anew
+
+
+class Operator:
+    """`outputs` are expressions over `a0`, `a1`, ...; output k is summed to the shape of argument
+    `targets[k]` and takes its dtype, or has the full shape and the promoted dtype (None)."""
+
+    def __init__(self, name: str, params: Sequence[str], outputs: Sequence[Expr],
+                 targets: Sequence[int | None] | None = None) -> None:
+        self.name, self.params, self.outputs = name, tuple(params), tuple(outputs)
+        self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
+        self.used = frozenset(leaves(self.outputs, "arg"))
+        self.streams = tuple(dict.fromkeys(leaves(self.outputs, "random")))
+        self.local = threading.local()  # plans: a plan's buffers belong to one thread
+        self._gradients: dict[tuple[bool, ...], Operator] = {}
+
+    def __repr__(self) -> str:
+        return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what is computed; two operators of one name may differ."""
+        text = repr((emit(self.outputs, "{} = {}"), self.targets))
+        return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+    # -- calling ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any) -> Any:
+        """Any arguments: torch tensors, other arrays, numbers."""
+        if any(map(is_foreign, args)):
+            return self._call_foreign(args)
+        tensors = self._check_types(args)
+        if torch.compiler.is_compiling() or any(type(t) not in PLAIN for t in tensors):
+            from fusionrt import library
+            return library.call(self, args)
+        rng = self.draw(tensors[0].device) if self.streams else None
+        return self.apply(args, rng)
+
+    def draw(self, device: torch.device) -> random.Rng:
+        return random.draw(device, 1 + max(int(s.removeprefix("random")) for s in self.streams))
+
+    def apply(self, args: Args, rng: random.Rng | None) -> Any:
+        """Run, and record a gradient if one will be needed."""
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            from fusionrt.autograd import record
+            return record(self, rng, *args)
+        return self.launch(args, rng)
+
+    def launch(self, args: Args, rng: random.Rng | None = None) -> Any:
+        """Run, without autograd: a tensor, or a tuple of several."""
+        plans = self.local.__dict__.setdefault("plans", {})
+        key = call_key(args)
+        plan = plans.get(key)
+        if plan is None or _collected.get() is not None:
+            if len(plans) >= _PLANS_KEPT:
+                plans.clear()
+            plan = plans[key] = self._plan(args, 16)
+        return plan(*args, rng) if self.streams else plan(*args)
+
+    def _call_foreign(self, args: Args) -> Any:
+        converted, restore = [], None
+        for name, a in zip(self.params, args, strict=True):
+            if is_foreign(a):
+                a, back = to_torch(a, self.name, name)
+                restore = restore or back
+            converted.append(a)
+        out = self(*converted)
+        assert restore is not None
+        return tuple(map(restore, out)) if isinstance(out, tuple) else restore(out)
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _check_types(self, args: Args) -> list[torch.Tensor]:
+        tensors = []
+        for name, a in zip(self.params, args, strict=True):
+            if isinstance(a, torch.Tensor):
+                tensors.append(a)
+            elif not isinstance(a, int | float):
+                raise TypeError(f"{self.name}: {name} must be a tensor, an array or a number, "
+                                f"got {type(a).__name__}")
+        if not tensors:
+            raise TypeError(f"{self.name}: at least one argument must be a tensor or an array, got "
+                            + ", ".join(f"{n}={type(a).__name__}"
+                                        for n, a in zip(self.params, args, strict=True)))
+        return tensors
+
+    def check(self, args: Args) -> tuple[layout.Ints, torch.device]:
+        """The broadcast shape and the one device; raises before anything is written."""
+        named = [(n, a) for n, a in zip(self.params, args, strict=True) if isinstance(a, torch.Tensor)]
+        device = named[0][1].device
+        for name, t in named:
+            if t.dtype not in STORAGE:
+                raise TypeError(f"{self.name}: {name} has dtype {t.dtype}; supported are "
+                                + ", ".join(STORAGE.values()))
+            if t.layout != torch.strided:
+                raise TypeError(f"{self.name}: {name} must be a dense tensor, got {t.layout}")
+            if t.device != device:
+                raise ValueError(f"{self.name}: all tensors must be on one device, got "
+                                 + ", ".join(f"{n} on {t.device}" for n, t in named))
+        if device.type not in ("cuda", "cpu", "meta"):
+            raise ValueError(f"{self.name}: {named[0][0]} must be on a CUDA device or the CPU, got {device}")
+        shape = layout.broadcast_shapes([t.shape for _, t in named])
+        if shape is None:
+            names = [n for n, _ in named]
+            raise ValueError(f"{self.name}: {', '.join(names[:-1])} and {names[-1]} must broadcast, got "
+                             + " and ".join(str(tuple(t.shape)) for _, t in named))
+        return shape, device
+
+    def compute_dtype(self, args: Args) -> torch.dtype:
+        """The promoted dtype, as torch's: tensors with dimensions outrank those without."""
+        ranks: dict[bool, torch.dtype] = {}
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                has_dim = a.dim() > 0
+                ranks[has_dim] = torch.promote_types(ranks.get(has_dim, a.dtype), a.dtype)
+        wide, zero = ranks.get(True), ranks.get(False)
+        dtype = wide or zero
+        if wide is not None and zero is not None and zero.is_floating_point and not wide.is_floating_point:
+            dtype = torch.promote_types(wide, zero)
+        assert dtype is not None
+        return dtype
+
+    def output_dtypes(self, args: Args) -> list[torch.dtype]:
+        promoted = self.compute_dtype(args)
+        dtypes = []
+        for root, target in zip(self.outputs, self.targets, strict=True):
+            if target is not None:
+                dtypes.append(args[target].dtype)
+            elif root.is_truth:
+                dtypes.append(torch.bool)
+            elif root.op.startswith("cast_"):
+                dtypes.append(getattr(torch, root.op.removeprefix("cast_")))
+            elif promoted.is_floating_point:
+                dtypes.append(promoted)
+            else:
+                raise TypeError(f"{self.name}: needs a floating-point tensor, got only " + ", ".join(
+                    f"{n} of {a.dtype}" for n, a in zip(self.params, args, strict=True)
+                    if isinstance(a, torch.Tensor)) + "; convert one with .float()")
+        return dtypes
+
+    # -- outputs ---------------------------------------------------------------------------------
+
+    def allocations(self, args: Args, shape: Sequence[int]) -> list[tuple[str, dict[str, Any]]]:
+        """Python text that makes each output from the arguments, and what the text refers to.
+
+        A full output has the layout of the first argument of full shape (so channels_last stays);
+        a reduced one, or one that no argument has the shape of, is contiguous.
+        """
+        tensors = [(f"a{i}", a) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        like, model = next(((n, t) for n, t in tensors if _leads(t, shape)), (None, tensors[0][1]))
+        texts: list[tuple[str, dict[str, Any]]] = []
+        for k, (dtype, target) in enumerate(zip(self.output_dtypes(args), self.targets, strict=True)):
+            names = {f"dtype{k}": dtype, f"shape{k}": tuple(shape), f"device{k}": model.device,
+                     "empty": torch.empty, "empty_like": torch.empty_like}
+            if target is not None and args[target].shape != tuple(shape):
+                names[f"shape{k}"] = tuple(args[target].shape)
+                texts.append((f"empty(shape{k}, dtype=dtype{k}, device=device{k})", names))
+            elif like is None:
+                texts.append((f"empty(shape{k}, dtype=dtype{k}, device=device{k})", names))
+            elif dtype == model.dtype:
+                texts.append((f"empty_like({like})", names))
+            else:
+                texts.append((f"empty_like({like}, dtype=dtype{k})", names))
+        return texts
+
+    def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
+        scope = {f"a{i}": a for i, a in enumerate(args)}
+        return [eval(text, {**names, **scope}) for text, names in self.allocations(args, shape)]
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def problem(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> tuple[
+            Problem, list[layout.Ints]]:
+        """The kernel to build, and each output's strides over the uncollapsed domain."""
+        full = next((o for o in outputs if tuple(o.shape) == shape), None)
+        walk = full.stride() if full is not None else _reference_strides(args, shape)
+        order = layout.memory_order(shape, walk)
+        inputs = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and f"a{i}" in self.used]
+        over = [layout.expand_strides(a.shape, a.stride(), shape) for _, a in inputs]
+        reduced = [target is not None and any(
+            n != 1 and (d < len(shape) - o.dim() or o.shape[d - len(shape) + o.dim()] == 1)
+            for d, n in enumerate(shape)) for target, o in zip(self.targets, outputs, strict=True)]
+        out_over = [layout.reduced_strides(o.shape, shape, order) if r else
+                    layout.expand_strides(shape, walk, shape)
+                    for o, r in zip(outputs, reduced, strict=True)]
+        domain = layout.collapse(shape, order, [*over, *out_over])
+        operands = [Operand(f"a{i}", STORAGE[a.dtype], s)
+                    for (i, a), s in zip(inputs, domain.strides, strict=False)]
+        results = [Operand(f"out{k}", STORAGE[o.dtype], s) for k, (o, s) in
+                   enumerate(zip(outputs, domain.strides[len(inputs):], strict=True))]
+        double = any(o.dtype == torch.float64 for o in outputs) or self.compute_dtype(args) == torch.float64
+        scalars = tuple(f"a{i}" for i, a in enumerate(args)
+                        if not isinstance(a, torch.Tensor) and f"a{i}" in self.used)
+        return Problem(self.name, tuple(operands), scalars, self.outputs, tuple(results),
+                       tuple(reduced), domain.sizes, "float64" if double else "float32",
+                       self.streams), out_over
+
+    def _plan(self, args: Args, alignment: int) -> Callable[..., Any]:
+        shape, device = self.check(args)
+        outputs = self.allocate(args, shape)
+        if 0 in shape:
+            return lambda *args: _pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
+        problem, out_over = self.problem(args, shape, outputs)
+        if device.type == "meta":
+            collected = _collected.get()
+            if collected is not None:
+                collected.append(problem)
+            return lambda *args: _pack(self.allocate(args[:len(self.params)], shape))
+        kept_strides = tuple(over[len(shape) - o.dim():] for o, over in zip(outputs, out_over, strict=True))
+        if device.type == "cpu":
+            from fusionrt.cpu import pointwise as cpu
+            return cpu.build(self, problem, shape, kept_strides)
+        from fusionrt.runtime import launch
+        allocations = self.allocations(args, shape)
+        call = launch.Call(problem, tuple(f"a{i}" for i in range(len(args))),
+                           tuple(text for text, _ in allocations),
+                           {k: v for _, names in allocations for k, v in names.items()},
+                           tuple(tuple(o.shape) for o in outputs), kept_strides, device.index)
+        return launch.build(call, alignment, self._misaligned)
+
+    def _misaligned(self, *args: Any) -> Any:
+        """The same call for pointers that are not multiples of 16 bytes."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        alignment = min((t.data_ptr() & -t.data_ptr() for t in tensors if t.data_ptr()), default=16)
+        plans = self.local.__dict__.setdefault("misaligned", {})
+        key = (alignment, *call_key(args[:len(self.params)]))
+        if key not in plans:
+            if len(plans) >= _PLANS_KEPT:
+                plans.clear()
+            plans[key] = self._plan(args[:len(self.params)], min(8, alignment))
+        return plans[key](*args)
+
+    # -- derivatives -----------------------------------------------------------------------------
+
+    def gradient(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Operator:
+        """The operator of the backward pass: arguments are this one's and the `given` gradients of
+        its outputs, results the gradients of the `needed` arguments, each in that one's shape."""
+        key = (*needed, *given)
+        if key not in self._gradients:
+            n = len(self.params)
+            positions = [k for k, is_given in enumerate(given) if is_given]
+            seeds: dict[Expr, Expr] = {}
+            for i, k in enumerate(positions):
+                seed = argument(f"a{n + i}")
+                out = self.outputs[k]
+                seeds[out] = seeds[out] + seed if out in seeds else seed
+            wrt = [i for i in range(n) if needed[i]]
+            roots = gradients(seeds, [argument(f"a{i}") for i in wrt])
+            flags = "".join(str(int(flag)) for flag in key)
+            self._gradients[key] = Operator(
+                f"{self.name}_backward_{flags}",
+                [*self.params, *(f"grad_output{k}" if len(given) > 1 else "grad_output"
+                                 for k in positions)], roots, wrt)
+        return self._gradients[key]
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """Which outputs have a gradient: not truth values, not integers."""
+        return tuple(not (root.is_truth or root.op.startswith(("cast_int", "cast_uint", "cast_bool")))
+                     for root in self.outputs)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Problem]]:
+    """Calls on meta tensors compute nothing; in here they list the kernels that they would need."""
+    problems: list[Problem] = []
+    token = _collected.set(problems)
+    try:
+        yield problems
+    finally:
+        _collected.reset(token)
+
+
+def call_key(args: Args) -> tuple[Any, ...]:
+    """All that a plan depends on. The generated entry functions build the same tuple."""
+    key: list[Any] = []
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            key += (type(a), a.shape, a.dtype, a.stride(), a.get_device())
+        else:
+            key.append(type(a))
+    return tuple(key)
+
+
+def _leads(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Has the full shape and a memory order of its own (an expanded tensor has none)."""
+    return tensor.shape == tuple(shape) and all(
+        stride != 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _reference_strides(args: Args, shape: layout.Ints) -> layout.Ints:
+    """Memory order of the domain when no output has its full shape."""
+    model = next((a for a in args if isinstance(a, torch.Tensor) and _leads(a, shape)), None)
+    if model is None:
+        return tuple(reversed(layout.dense(tuple(reversed(shape)))))
+    return tuple(torch.empty_like(model, device="meta").stride())
+
+
+def _pack(outputs: list[torch.Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

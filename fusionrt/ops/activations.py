@@ -1,0 +1,171 @@
+"""Activations: ops of their own, parts of a user's fused functions, epilogues of other kernels.
+
+Shapes: any. Dtypes: float16, bfloat16 (computed in float32), float32, float64. Every one has first
+and second derivatives. NaN and infinities pass as in torch, and so do the derivatives at kinks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fusionrt import expr
+from fusionrt.catalogue import pointwise
+from fusionrt.expr import Expr, clamp, exp, expm1, normcdf, where
+
+
+@pointwise
+def relu(x: Expr) -> Expr:
+    """max(x, 0); NaN passes, the derivative at 0 is 0.
+
+    Source: torch.nn.functional.relu. Raises TypeError for integer tensors.
+
+        relu(torch.tensor([-1.0, 2.0]))  # [0., 2.]
+    """
+    return where(x <= 0, 0, x)
+
+
+@pointwise
+def leaky_relu(x: Expr, negative_slope: float = 0.01) -> Expr:
+    """x if x > 0 else negative_slope * x.
+
+    Source: torch.nn.functional.leaky_relu. `negative_slope`: a number (no recompilation) or a tensor.
+
+        leaky_relu(torch.tensor([-1.0, 2.0]), 0.1)  # [-0.1, 2.]
+    """
+    return where(x > 0, x, x * negative_slope)
+
+
+@pointwise
+def elu(x: Expr, alpha: float = 1.0) -> Expr:
+    """x if x > 0 else alpha * (e^x - 1).
+
+    Source: torch.nn.functional.elu (Clevert et al. 2015).
+
+        elu(torch.tensor([-1.0, 2.0]))  # [-0.6321, 2.]
+    """
+    # Only the negative part goes to expm1: its derivative overflows where it is not selected.
+    return where(x > 0, x, alpha * expm1(where(x > 0, 0, x)))
+
+
+@pointwise
+def gelu(x: Expr) -> Expr:
+    """x * Phi(x), with the distribution function of the standard normal: the exact (erf) form.
+
+    Source: torch.nn.functional.gelu (Hendrycks & Gimpel 2016). The tanh form is `gelu_tanh`.
+
+        gelu(torch.tensor([-1.0, 2.0]))  # [-0.1587, 1.9545]
+    """
+    return x * normcdf(x)
+
+
+@pointwise
+def gelu_tanh(x: Expr) -> Expr:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), written as x * sigmoid(2 u).
+
+    Source: torch.nn.functional.gelu(approximate="tanh"). At most 4.8e-4 from `gelu`.
+
+        gelu_tanh(torch.tensor([-1.0, 2.0]))  # [-0.1588, 1.9546]
+    """
+    return x * expr.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
+
+
+@pointwise
+def silu(x: Expr) -> Expr:
+    """x * sigmoid(x), also called swish.
+
+    Source: torch.nn.functional.silu.
+
+        silu(torch.tensor([-1.0, 2.0]))  # [-0.2689, 1.7616]
+    """
+    return x * expr.sigmoid(x)
+
+
+@pointwise
+def sigmoid(x: Expr) -> Expr:
+    """1 / (1 + e^-x).
+
+    Source: torch.sigmoid.
+
+        sigmoid(torch.tensor([0.0]))  # [0.5]
+    """
+    return expr.sigmoid(x)
+
+
+@pointwise
+def tanh(x: Expr) -> Expr:
+    """The hyperbolic tangent.
+
+    Source: torch.tanh.
+
+        tanh(torch.tensor([0.0]))  # [0.]
+    """
+    return expr.tanh(x)
+
+
+@pointwise
+def mish(x: Expr) -> Expr:
+    """x * tanh(log(1 + e^x)), written as x * n / (n + 2) with n = e^x (e^x + 2).
+
+    Source: torch.nn.functional.mish (Misra 2019).
+
+        mish(torch.tensor([-1.0, 2.0]))  # [-0.3034, 1.9440]
+    """
+    e = exp(where(x < 20, x, 20))  # beyond, n / (n + 2) is 1 in double precision
+    n = e * (e + 2)
+    return x * (n / (n + 2))
+
+
+@pointwise
+def softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Expr:
+    """log(1 + e^(beta x)) / beta, and x itself where beta x > threshold.
+
+    Source: torch.nn.functional.softplus.
+
+        softplus(torch.tensor([0.0]))  # [0.6931]
+    """
+    return where(x * beta > threshold, x, expr.softplus(x * beta) / beta)
+
+
+@pointwise
+def hardswish(x: Expr) -> Expr:
+    """x * min(max(x + 3, 0), 6) / 6.
+
+    Source: torch.nn.functional.hardswish (Howard et al. 2019).
+
+        hardswish(torch.tensor([-1.0, 2.0]))  # [-0.3333, 1.6667]
+    """
+    return x * clamp(x + 3, 0, 6) * (1 / 6)
+
+
+@pointwise
+def hardsigmoid(x: Expr) -> Expr:
+    """min(max(x + 3, 0), 6) / 6; the derivative at -3 and 3 is 0.
+
+    Source: torch.nn.functional.hardsigmoid.
+
+        hardsigmoid(torch.tensor([-1.0, 2.0]))  # [0.3333, 0.8333]
+    """
+    return where(x <= -3, 0, where(x >= 3, 1, (x + 3) * (1 / 6)))
+
+
+@pointwise
+def relu6(x: Expr) -> Expr:
+    """min(max(x, 0), 6); the derivative at 0 and 6 is 0.
+
+    Source: torch.nn.functional.relu6.
+
+        relu6(torch.tensor([-1.0, 7.0]))  # [0., 6.]
+    """
+    return where(x <= 0, 0, where(x >= 6, 6, x))
+
+
+@pointwise
+def relu_squared(x: Expr) -> Expr:
+    """max(x, 0)^2.
+
+    Source: Primer (So et al. 2021); torch.relu(x).square().
+
+        relu_squared(torch.tensor([-1.0, 3.0]))  # [0., 9.]
+    """
+    positive = where(x <= 0, 0, x)
+    return positive * positive

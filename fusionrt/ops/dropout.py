@@ -1,0 +1,119 @@
+"""Dropout, fused with what stands before and after it.
+
+An element is dropped with probability p and kept ones are scaled by 1 / (1 - p). The mask is
+recomputed in the backward pass from torch's generator's state and never stored; the same
+`torch.manual_seed` gives the same mask on a GPU and on a CPU. p is taken to the nearest 2^-16.
+With `training=False` or p = 0 nothing is dropped; p = 1 gives zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.expr import Expr, where
+from fusionrt.fuse import fuse, kept
+from fusionrt.ops.activations import gelu, gelu_tanh, relu
+from fusionrt.ops.pointwise import is_tanh
+
+
+def _dropped(x: Expr, p: Expr, scale: Expr) -> Expr:
+    return where(kept(p), x * scale, 0)
+
+
+@fuse(name="gelu_dropout")
+def _gelu_dropout(x: Expr, p: float, scale: float) -> Expr:
+    return _dropped(gelu(x), p, scale)
+
+
+@fuse(name="gelu_tanh_dropout")
+def _gelu_tanh_dropout(x: Expr, p: float, scale: float) -> Expr:
+    return _dropped(gelu_tanh(x), p, scale)
+
+
+@fuse(name="relu_dropout")
+def _relu_dropout(x: Expr, p: float, scale: float) -> Expr:
+    return _dropped(relu(x), p, scale)
+
+
+@fuse(name="dropout_add")
+def _dropout_add(x: Expr, residual: Expr, p: float, scale: float) -> Expr:
+    return _dropped(x, p, scale) + residual
+
+
+@fuse(name="add")
+def _add(x: Expr, residual: Expr) -> Expr:
+    return x + residual
+
+
+@fuse(name="bias_dropout_add")
+def _bias_dropout_add(x: Expr, bias: Expr, residual: Expr, p: float, scale: float) -> Expr:
+    return _dropped(x + bias, p, scale) + residual
+
+
+@fuse(name="bias_add_add")
+def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
+    return x + bias + residual
+
+
+def _scale(op: str, p: float, training: bool) -> float | None:
+    """1 / (1 - p), or None when nothing is dropped."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: p must be a probability in [0, 1], got {p!r}")
+    if not training or p == 0:
+        return None
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),))
+def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: str = "none") -> Any:
+    """dropout(gelu(x), p).
+
+    `approximate`: "none" (erf) or "tanh". Source: F.dropout(F.gelu(x), p, training).
+    Raises ValueError for p outside [0, 1] or another `approximate`.
+
+        gelu_dropout(torch.randn(8, 512), 0.1)
+    """
+    tanh = is_tanh("gelu_dropout", approximate)
+    scale = _scale("gelu_dropout", p, training)
+    if scale is None:
+        return gelu_tanh(x) if tanh else gelu(x)
+    return (_gelu_tanh_dropout if tanh else _gelu_dropout)(x, p, scale)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),))
+def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
+    """dropout(relu(x), p).
+
+    Source: F.dropout(F.relu(x), p, training). Raises ValueError for p outside [0, 1].
+
+        relu_dropout(torch.randn(8, 512), 0.1)
+    """
+    scale = _scale("relu_dropout", p, training)
+    return relu(x) if scale is None else _relu_dropout(x, p, scale)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)))
+def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
+    """dropout(x, p) + residual.
+
+    Source: F.dropout(x, p, training) + residual. Raises ValueError for p outside [0, 1].
+
+        dropout_add(torch.randn(8, 512), torch.randn(8, 512), 0.1)
+    """
+    scale = _scale("dropout_add", p, training)
+    return _add(x, residual) if scale is None else _dropout_add(x, residual, p, scale)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(ROWS, COLUMNS)))
+def bias_dropout_add(x: Any, bias: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
+    """dropout(x + bias, p) + residual; x and residual of shape (..., D), bias (D,).
+
+    Source: F.dropout(x + bias, p, training) + residual. Raises ValueError for p outside [0, 1].
+
+        bias_dropout_add(torch.randn(8, 512), torch.zeros(512), torch.randn(8, 512), 0.1)
+    """
+    scale = _scale("bias_dropout_add", p, training)
+    if scale is None:
+        return _bias_add_add(x, bias, residual)
+    return _bias_dropout_add(x, bias, residual, p, scale)

@@ -1,0 +1,239 @@
+"""Chains of pointwise operations, each in one kernel.
+
+Arguments broadcast as in torch; a result has torch's promoted dtype and the memory format of the
+first argument of full shape. Dtypes: float16, bfloat16 (computed in float32), float32, float64.
+All are differentiable, twice. Every op raises ValueError where shapes do not broadcast or devices
+differ, TypeError for what is no array, and names the argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrt import expr
+from fusionrt.catalogue import COLUMNS, ROWS, Make, pointwise, public
+from fusionrt.expr import Expr, exp, where
+from fusionrt.fuse import fuse
+from fusionrt.ops.activations import gelu, gelu_tanh, mish, relu, silu
+
+
+def _with_bias(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, COLUMNS), make(COLUMNS)
+
+
+@pointwise
+def add_relu(a: Expr, b: Expr) -> Expr:
+    """relu(a + b).
+
+    Source: torch.relu(a + b).
+
+        add_relu(x, residual)
+    """
+    return relu(a + b)
+
+
+@pointwise
+def multiply_relu(a: Expr, b: Expr) -> Expr:
+    """relu(a * b).
+
+    Source: torch.relu(a * b).
+
+        multiply_relu(x, mask)
+    """
+    return relu(a * b)
+
+
+@pointwise
+def add_sigmoid(a: Expr, b: Expr) -> Expr:
+    """sigmoid(a + b).
+
+    Source: torch.sigmoid(a + b).
+
+        add_sigmoid(x, bias)
+    """
+    return expr.sigmoid(a + b)
+
+
+@pointwise
+def mul_tanh(a: Expr, b: Expr) -> Expr:
+    """tanh(a * b).
+
+    Source: torch.tanh(a * b).
+
+        mul_tanh(x, scale)
+    """
+    return expr.tanh(a * b)
+
+
+@pointwise(example=_with_bias)
+def bias_relu(x: Expr, bias: Expr) -> Expr:
+    """relu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
+
+    Source: torch.relu(x + bias). The gradient of the bias is summed in the same kernel.
+
+        bias_relu(torch.randn(8, 512), torch.zeros(512))
+    """
+    return relu(x + bias)
+
+
+@pointwise(example=_with_bias)
+def bias_silu(x: Expr, bias: Expr) -> Expr:
+    """silu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
+
+    Source: torch.nn.functional.silu(x + bias).
+
+        bias_silu(torch.randn(8, 512), torch.zeros(512))
+    """
+    return silu(x + bias)
+
+
+@fuse(name="bias_gelu")
+def _bias_gelu(x: Expr, bias: Expr) -> Expr:
+    return gelu(x + bias)
+
+
+@fuse(name="bias_gelu_tanh")
+def _bias_gelu_tanh(x: Expr, bias: Expr) -> Expr:
+    return gelu_tanh(x + bias)
+
+
+@fuse(name="geglu")
+def _geglu(x: Expr, gate: Expr) -> Expr:
+    return gelu(x) * gate
+
+
+@fuse(name="geglu_tanh")
+def _geglu_tanh(x: Expr, gate: Expr) -> Expr:
+    return gelu_tanh(x) * gate
+
+
+def is_tanh(op: str, approximate: str) -> bool:
+    """Which form of GELU: torch's two names for them, and an error for any other."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{op}: approximate must be 'none' or 'tanh', got {approximate!r}")
+    return approximate == "tanh"
+
+
+@public(example=_with_bias)
+def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
+    """gelu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
+
+    `approximate`: "none" (erf) or "tanh", as in torch. Source: torch.nn.functional.gelu(x + bias).
+    Raises ValueError for another `approximate`.
+
+        bias_gelu(torch.randn(8, 512), torch.zeros(512))
+    """
+    if approximate == "none":
+        return _bias_gelu(x, bias)
+    return _bias_gelu_tanh(x, bias) if is_tanh("bias_gelu", approximate) else None
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)))
+def geglu(x: Any, gate: Any, *, approximate: str = "none") -> Any:
+    """gelu(x) * gate.
+
+    `approximate`: "none" (erf) or "tanh". Source: Shazeer 2020, "GLU Variants Improve Transformer".
+    Raises ValueError for another `approximate`.
+
+        geglu(up.chunk(2, dim=-1)[0], up.chunk(2, dim=-1)[1])
+    """
+    if approximate == "none":
+        return _geglu(x, gate)
+    return _geglu_tanh(x, gate) if is_tanh("geglu", approximate) else None
+
+
+@pointwise
+def reglu(x: Expr, gate: Expr) -> Expr:
+    """relu(x) * gate.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer".
+
+        reglu(x, gate)
+    """
+    return relu(x) * gate
+
+
+@pointwise
+def swish_multiply(x: Expr, gate: Expr) -> Expr:
+    """silu(x) * gate: the gated activation of LLaMA-style MLPs (SwiGLU). x is the activated one.
+
+    Source: torch.nn.functional.silu(x) * gate; Shazeer 2020.
+
+        swish_multiply(x, gate)
+    """
+    return silu(x) * gate
+
+
+@pointwise(example=lambda make: (make(ROWS, COLUMNS), make()))
+def mish_scale(x: Expr, scale: Expr) -> Expr:
+    """scale * mish(x); scale is a number (no recompilation) or a tensor that broadcasts.
+
+    Source: scale * torch.nn.functional.mish(x).
+
+        mish_scale(x, 0.5)
+    """
+    return scale * mish(x)
+
+
+@fuse(name="prelu_bias")
+def _prelu_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
+    y = x + bias
+    return where(y > 0, y, alpha * y)
+
+
+@fuse(name="prelu_then_bias")
+def _prelu_then_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
+    return where(x > 0, x, alpha * x) + bias
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(COLUMNS)))
+def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any:
+    """prelu(x + bias), or prelu(x) + bias with `bias_first=False`; prelu(y) = y if y > 0 else alpha y.
+
+    `alpha`: a number, one element, or one value per channel (dimension 1 of x), as in torch.prelu.
+    `bias`: broadcasts against x: (D,) over the last dimension, (C, 1, 1) over channels of images.
+    Source: torch.nn.functional.prelu. Raises ValueError if alpha has neither 1 nor C elements.
+
+        prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
+    """
+    shape = getattr(alpha, "shape", ())
+    if len(shape) == 1 and len(x.shape) != 2:
+        channels = x.shape[1] if len(x.shape) > 1 else 1
+        if shape[0] not in (1, channels):
+            raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "
+                             f"channels (dimension 1 of x), got {tuple(shape)}")
+        alpha = alpha.reshape((-1,) + (1,) * max(0, len(x.shape) - 2))
+    return (_prelu_bias if bias_first else _prelu_then_bias)(x, alpha, bias)
+
+
+@pointwise
+def add_mul_exp(x: Expr, y: Expr) -> Expr:
+    """exp((x + y) * 2).
+
+    Source: torch.exp((x + y) * 2).
+
+        add_mul_exp(x, y)
+    """
+    return exp((x + y) * 2)
+
+
+@pointwise(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(COLUMNS)))
+def scale_bias_sigmoid(x: Expr, w: Expr, b: Expr) -> Expr:
+    """sigmoid(x * w + b).
+
+    Source: torch.sigmoid(x * w + b).
+
+        scale_bias_sigmoid(torch.randn(8, 512), torch.ones(512), torch.zeros(512))
+    """
+    return expr.sigmoid(x * w + b)
+
+
+@pointwise
+def add_mul_add(x: Expr, y: Expr, z: Expr, w: Expr) -> Expr:
+    """(x + y) * z + w.
+
+    Source: (x + y) * z + w.
+
+        add_mul_add(x, y, z, w)
+    """
+    return (x + y) * z + w

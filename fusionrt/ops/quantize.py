@@ -1,0 +1,110 @@
+"""Affine int8 quantisation and back, per tensor or per channel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.expr import Expr, cast, clamp, node, round_
+from fusionrt.fuse import Fused, fuse
+
+
+def _to_int8(x: Expr) -> Expr:
+    return cast(clamp(round_(x), -128, 127), "int8")
+
+
+@fuse(name="quantize_int8")
+def _quantize(x: Expr, scale: Expr, zero_point: Expr) -> Expr:
+    return _to_int8(x / scale + zero_point)
+
+
+@fuse(name="quantize_int8_by_inverse")
+def _quantize_by_inverse(x: Expr, inverse: float, zero_point: Expr) -> Expr:
+    # torch's CUDA kernel divides by a number as a multiplication with its reciprocal, and rounds
+    # before it adds: an FMA would differ in one of 10^6 elements.
+    return _to_int8(node("mul_rn", x, inverse) + zero_point)
+
+
+def _dequantize_to(dtype: str) -> Fused:
+    def dequantize_int8(q: Expr, scale: Expr, zero_point: Expr) -> Expr:
+        return cast((q - zero_point) * scale, dtype)
+
+    return fuse(name=f"dequantize_int8_{dtype}")(dequantize_int8)
+
+
+_DEQUANTIZE = {dtype: _dequantize_to(dtype) for dtype in ("float16", "bfloat16", "float32")}
+
+
+def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any:
+    """A vector of one value a channel, shaped to broadcast along `dim`."""
+    if dim is None or not hasattr(value, "shape") or len(value.shape) != 1:
+        return value
+    rank = len(x.shape)
+    if not -rank <= dim < rank:
+        raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
+    if value.shape[0] != x.shape[dim]:
+        raise ValueError(f"{op}: {name} must have one value for each of the {x.shape[dim]} channels along "
+                         f"dim {dim}, got {tuple(value.shape)}")
+    return value.reshape((-1,) + (1,) * (rank - 1 - dim % rank))
+
+
+def _check_number(op: str, name: str, value: Any, positive: bool) -> None:
+    if isinstance(value, int | float) and not (math.isfinite(value) and (value > 0 or not positive)):
+        raise ValueError(f"{op}: {name} must be a finite{' positive' if positive else ''} number, "
+                         f"got {value!r}")
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), 0.05, 3.0))
+def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None) -> Any:
+    """clamp(round_half_even(x / scale + zero_point), -128, 127) as int8; NaN becomes 0.
+
+    `scale`, `zero_point`: numbers, or tensors that broadcast; with `dim`, vectors of one value per
+    channel along it. float32 results equal torch's on the same device bit for bit: on CUDA a number
+    divides as a multiplication with its float32 reciprocal. 16-bit inputs are computed in float32.
+    No gradient: the result is an integer.
+    Raises ValueError for a scale that is a number and not finite and positive.
+
+        quantize_int8(torch.randn(8, 512), 0.05, 3)
+    """
+    _check_number("quantize_int8", "scale", scale, positive=True)
+    _check_number("quantize_int8", "zero_point", zero_point, positive=False)
+    scale = _per_channel("quantize_int8", "scale", scale, x, dim)
+    zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
+    if isinstance(scale, int | float) and _on_cuda(x):
+        double = str(getattr(x, "dtype", "")).endswith("float64")
+        inverse = 1 / scale if double else float(np.float32(1) / np.float32(scale))
+        return _quantize_by_inverse(x, inverse, zero_point)
+    return _quantize(x, scale, zero_point)
+
+
+def _on_cuda(x: Any) -> bool:
+    # Meta tensors stand for CUDA ones: warmup runs its examples on them.
+    return x.device.type in ("cuda", "meta") if isinstance(x, torch.Tensor) else hasattr(
+        x, "__cuda_array_interface__")
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0))
+def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None,
+                    dtype: Any = torch.float32) -> Any:
+    """(q - zero_point) * scale, for an int8 tensor q; the result has `dtype` (float32).
+
+    `scale`, `zero_point`, `dim`: as in `quantize_int8`. `dtype`: float16, bfloat16 or float32, of
+    torch or NumPy or by name. Differentiable with respect to tensor scales and zero points.
+    Raises TypeError if q is not int8, ValueError for another dtype or an invalid number.
+
+        dequantize_int8(quantize_int8(x, 0.05), 0.05)
+    """
+    if not str(getattr(q, "dtype", "")).endswith("int8") or str(q.dtype).endswith("uint8"):
+        raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
+    _check_number("dequantize_int8", "scale", scale, positive=True)
+    _check_number("dequantize_int8", "zero_point", zero_point, positive=False)
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else np.dtype(dtype).name
+    if name not in _DEQUANTIZE:
+        raise ValueError(f"dequantize_int8: dtype must be one of {', '.join(_DEQUANTIZE)}, got {name}")
+    scale = _per_channel("dequantize_int8", "scale", scale, q, dim)
+    zero_point = _per_channel("dequantize_int8", "zero_point", zero_point, q, dim)
+    return _DEQUANTIZE[name](q, scale, zero_point)

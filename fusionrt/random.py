@@ -1,0 +1,64 @@
+"""Where the fused dropouts' random numbers come from: torch's generators.
+
+A mask is a function of (seed, offset, element index), so it is recomputed in the backward pass and
+never stored. On a GPU seed and offset are those of torch's CUDA generator, advanced as torch's own
+kernels advance it. Torch's CPU generator (a Mersenne twister) has no offset: we count our draws
+since its seed, so that the same `torch.manual_seed` gives the same masks on a CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+# seed, offset in Philox counters, and instead of both a tensor that holds them on the device
+Rng = tuple[int, int, Any]
+
+
+def draw(device: torch.device, streams: int) -> Rng:
+    """Take `streams` counters from the device's default generator."""
+    if device.type == "meta":
+        return 0, 0, None
+    if device.type != "cuda":
+        return (*_draw_cpu(streams), None)
+    if torch.cuda.is_current_stream_capturing():
+        # The generator's state lives on the device while a graph is captured; a value drawn by a
+        # kernel of torch's is drawn again at every replay.
+        return 0, 0, draw_tensor(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4 * streams)  # torch counts 32-bit values, four to a counter
+    return generator.initial_seed(), offset // 4, None
+
+
+def draw_tensor(device: torch.device) -> torch.Tensor:
+    return torch.randint(-2**63, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+# State in which we left the generator -> (seed, counters drawn since that seed).
+_left: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+_REMEMBERED = 4096
+
+
+def _draw_cpu(streams: int) -> tuple[int, int]:
+    generator = torch.default_generator
+    before = _digest(generator)
+    if before in _left:
+        seed, offset = _left[before]
+    elif before == _digest(torch.Generator().manual_seed(generator.initial_seed())):
+        seed, offset = generator.initial_seed(), 0
+    else:  # others have drawn from it: any value that follows from its state will do
+        seed, offset = int(torch.randint(2**63 - 1, ()).item()), 0
+    torch.rand(())  # advance it, so that a saved and restored state repeats the mask
+    _left[_digest(generator)] = seed, offset + streams
+    if len(_left) > _REMEMBERED:
+        _left.popitem(last=False)
+    return seed & (2**64 - 1), offset
+
+
+def _digest(generator: torch.Generator) -> bytes:
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=16).digest()

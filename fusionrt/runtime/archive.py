@@ -1,0 +1,93 @@
+"""The cache as one file, to carry from the machine that compiles to the machines that run.
+
+An archive is a zip whose members are cache entries under their own names. Importing proves that
+each entry is whole and is what its name says; it cannot prove who made it. Import only archives
+whose maker may run code as you.
+"""
+
+import os
+import re
+import secrets
+import stat
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from fusionrt.runtime import cache
+
+_FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed one: the same entries give the same archive
+_MEMBER_NAME = re.compile(r"([0-9a-f]+)\.frt")
+
+
+class Imported(NamedTuple):
+    imported: int
+    present: int
+    refused: list[tuple[str, str]]  # member name, reason
+
+
+def export_to(file: str | os.PathLike[str]) -> int:
+    """Write every sound entry that load() could find into one archive; return their number."""
+    target = Path(file)
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
+    written: set[str] = set()
+    try:
+        with zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED) as archive:
+            for info, entry in cache.contents():
+                if info.key not in written:
+                    member = zipfile.ZipInfo(f"{info.key}.frt", _FIRST_ZIP_DATE)
+                    blob = cache.encode(info.key, entry)
+                    archive.writestr(member, blob, zipfile.ZIP_DEFLATED)
+                    written.add(info.key)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(written)
+
+
+def import_from(file: str | os.PathLike[str]) -> Imported:
+    """Store the sound entries of an archive that are not yet there; say why others were not."""
+    imported = present = total_bytes = 0
+    refused = []
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        # also what zipfile makes of a future zip version and of names that are not UTF-8
+        raise ValueError(f"{os.fspath(file)} is not an archive of the cache: {error}") from error
+    with archive:
+        for member in archive.infolist():
+            try:
+                total_bytes += member.file_size
+                if total_bytes > cache.MAX_BYTES:
+                    raise cache.DamagedEntryError("the archive is larger than the cache may grow")
+                key, entry = _read_member(archive, member)
+            except cache.DamagedEntryError as damage:
+                refused.append((member.filename, str(damage)))
+                continue
+            if cache.load(key) is not None:
+                present += 1
+            elif cache.store(key, entry) or cache.directory() is None:
+                imported += 1
+            else:
+                refused.append((member.filename, f"cannot write to {cache.directory()}"))
+    return Imported(imported, present, refused)
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[str, cache.Entry]:
+    """Take nothing on trust: any doubt is a DamagedEntryError, before anything is written."""
+    name = _MEMBER_NAME.fullmatch(member.filename)
+    if name is None:
+        raise cache.DamagedEntryError("not the name of an entry")
+    if stat.S_ISLNK(member.external_attr >> 16):
+        raise cache.DamagedEntryError("a symbolic link")
+    if member.file_size > cache.MAX_ENTRY_BYTES:
+        raise cache.DamagedEntryError(f"{member.file_size} bytes, more than an entry may have")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise cache.DamagedEntryError(f"compression method {member.compress_type}")
+    try:
+        with archive.open(member) as stream:
+            blob = stream.read(member.file_size)  # bounded: the stream may hold more than it says
+    except Exception as error:
+        # zipfile answers damage with BadZipFile, zlib.error, EOFError, OSError (a seek before the
+        # start), RuntimeError (encrypted), NotImplementedError: whatever it is, no entry came out.
+        raise cache.DamagedEntryError(f"cannot be unpacked: {error}") from error
+    return name[1], cache.decode(blob, name[1])

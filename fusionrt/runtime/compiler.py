@@ -1,0 +1,88 @@
+"""Source text to cubin, with NVRTC through CuPy's binding. Needs no GPU and no CUDA toolkit.
+
+`cupy.RawModule` would force `-ftz=true`, hide the log, and compile an empty program even on a warm
+hit; the binding below it does none of that. Nothing here is imported while every kernel is cached.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import tempfile
+from typing import Any
+
+from fusionrt.errors import CompileError
+from fusionrt.runtime import cache
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: unused names
+_NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13")
+
+
+@functools.cache
+def toolchain() -> str:
+    """The compiler's identity, from package metadata: asking libnvrtc itself would load it."""
+    for wheel in _NVRTC_WHEELS:
+        try:
+            return f"nvrtc {importlib.metadata.version(wheel)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "nvrtc of the system"
+
+
+def key(text: str, entry: str, arch: str) -> str:
+    return cache.key(source=text, options=OPTIONS, arch=arch, toolchain=toolchain(), entry=entry)
+
+
+def cubin(text: str, entry: str, arch: str, name: str) -> tuple[cache.Entry, bool]:
+    """The compiled kernel and whether it was cached."""
+    return cache.get_or_build(key(text, entry, arch), lambda: build(text, entry, arch, name),
+                              f"{name} ({entry}, {arch})")
+
+
+def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:
+    nvrtc = _nvrtc()
+    options = (*OPTIONS, f"-arch={arch}")
+    program = nvrtc.createProgram(text, f"{entry}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise CompileError(name, arch, options, log or str(error), _dump(text, entry)) from None
+        log, code = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    if not code:  # an arch that NVRTC can only turn into PTX gives success and no bytes
+        raise CompileError(name, arch, options, "NVRTC returned an empty cubin", _dump(text, entry))
+    return cache.Entry({"kernel": name, "entry": entry, "arch": arch, **resources(log)}, code)
+
+
+def _nvrtc() -> Any:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy raises ImportError, RuntimeError or its own, by what is missing
+        raise RuntimeError("compiling a CUDA kernel needs CuPy and NVRTC: pip install "
+                           f"'fusionrt[cuda12]' or 'fusionrt[cuda13]' ({error})") from error
+    return nvrtc
+
+
+def _dump(text: str, entry: str) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix=f"fusionrt-{entry}-", suffix=".cu", delete=False) as f:
+        f.write(text)
+    return f.name
+
+
+def resources(log: str) -> dict[str, int]:
+    """Registers, stack, spills and shared memory from the output of `ptxas -v`."""
+
+    def number(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return {"registers": number(r"Used (\d+) registers"),
+            "stack": number(r"(\d+) bytes stack frame"),
+            "spills": number(r"(\d+) bytes spill stores"),
+            "shared": number(r"(\d+) bytes smem"),
+            "warnings": len(re.findall(r"\(C75\d\d\)", log))}

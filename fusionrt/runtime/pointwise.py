@@ -1,0 +1,329 @@
+"""CUDA text for a pointwise problem: constants, parameter struct, `load` and `finish`.
+
+How an operand is read depends on how it lies in the domain:
+  flat     as the domain is walked: a vector at the linear index
+  vector   a vector at an offset computed once per vector (a bias over the last dimension)
+  splat    one value for the whole vector (a per-row scale)
+  scalar   one value for the whole tensor
+  gather   an offset per element (anything else: permuted, strided, odd inner sizes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fusionrt.expr import emit, leaves
+from fusionrt.layout import Reduction, dense, reduction
+from fusionrt.problem import Operand, Problem
+from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
+
+BLOCK = 128
+REDUCE_BLOCK = 256
+REDUCE_UNROLL = 2
+INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
+
+
+class Source(NamedTuple):
+    """A specialisation's text and how to fill its parameters.
+
+    `values` names a run-time value (an operand, a scalar, `seed`, ...) or holds a constant, one
+    tuple a field of the struct.
+    """
+
+    entry: str
+    text: str
+    params: Params
+    values: tuple[tuple[str | int, ...], ...]
+
+
+class Geometry:
+    """Fields and text for the coordinates of an element, shared by all operands that need them."""
+
+    def __init__(self, problem: Problem, wide: bool) -> None:
+        self.problem, self.wide = problem, wide
+        self.index_t = "unsigned long long" if wide else "unsigned"
+        self.divisor_t = "WideDivisor" if wide else "Divisor"
+        self.fields: list[tuple[Field, tuple[str | int, ...]]] = []
+
+    def index(self, name: str, value: str | int) -> str:
+        self.fields.append((Field(f"{self.index_t} {name}", U64 if self.wide else "I"), (value,)))
+        return f"p.{name}"
+
+    def divisor(self, name: str, value: int) -> str:
+        values = (value,) if self.wide else magic(value)
+        self.fields.append((Field(f"{self.divisor_t} {name}", U64 if self.wide else "III"), values))
+        return f"p.{name}"
+
+    def coordinates(self, index: str) -> list[str]:
+        """Statements for c0, c1, ...: the coordinates of linear element `index`."""
+        last, rest, lines = len(self.problem.sizes) - 1, index, []
+        for d in range(last):
+            lines.append(f"const index_t q{d} = p.size{d}.divide({rest}), "
+                         f"c{d} = {rest} - q{d} * p.size{d}.value;")
+            rest = f"q{d}"
+        return [*lines, f"const index_t c{last} = {rest};"]
+
+    def declare(self, operands: Sequence[Operand]) -> None:
+        """Parameters that `coordinates` and `offset` read, for the operands that need them."""
+        if operands:
+            for d, size in enumerate(self.problem.sizes[:-1]):
+                self.divisor(f"size{d}", size)
+        for o in operands:
+            for d, stride in enumerate(o.strides):
+                if stride not in (0, 1):
+                    self.index(f"{o.name}_stride{d}", stride)
+
+    @staticmethod
+    def offset(operand: Operand) -> str:
+        terms = [f"c{d}" + ("" if stride == 1 else f" * p.{operand.name}_stride{d}")
+                 for d, stride in enumerate(operand.strides) if stride]
+        return " + ".join(terms) or "0"
+
+
+def is_flat(operand: Operand, sizes: Sequence[int]) -> bool:
+    return all(s == f or n == 1 for s, f, n in zip(operand.strides, dense(sizes), sizes, strict=True))
+
+
+def vector_width(problem: Problem, alignment: int) -> int:
+    """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned.
+
+    A reduction over several rows needs rows of whole vectors as well.
+    """
+    flat = [ITEMSIZE[o.dtype] for o in (*problem.inputs, *problem.outputs)
+            if is_flat(o, problem.sizes)]
+    flat = flat or [ITEMSIZE[o.dtype] for o in problem.inputs] or [4]
+    width = max(1, min(16, alignment * max(flat)) // max(flat))
+    if any(problem.reduced) and len(problem.sizes) > 1:
+        while problem.sizes[0] % width:
+            width //= 2
+    return width
+
+
+def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
+    if is_flat(operand, sizes):
+        return "flat"
+    if not any(operand.strides):
+        return "scalar"
+    if width > 1 and sizes[0] % width == 0:
+        inner, outer = operand.strides[0], operand.strides[1:]
+        if inner == 0:
+            return "splat"
+        if inner == 1 and all(s % width == 0 for s in outer):
+            return "vector"
+    return "gather"
+
+
+def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Source:
+    """The whole translation unit. `alignment`: elements to which every pointer is aligned."""
+    wide = problem.domain.count >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
+    width = vector_width(problem, alignment)
+    geometry = Geometry(problem, wide)
+    modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
+    geometry.declare([o for o, mode in modes.items() if mode not in ("flat", "scalar")])
+    if rows is None:
+        geometry.index("count", problem.domain.count)
+        constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = 1, VEC = {width};"]
+        extra: list[str] = []
+    else:
+        constants, extra = _reduction_text(rows, geometry, width, sum(problem.reduced))
+    fields = _fields(problem, geometry, rows is not None)
+    params = Params([field for field, _ in fields])
+    functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
+                 *_load_text(geometry, modes), *_finish_text(problem)]
+    stem = "pointwise" if rows is None else "pointwise_reduce"
+    text = assemble(stem, _constants(problem), functions)
+    return Source(stem, text, params, tuple(values for _, values in fields))
+
+
+def _reach(problem: Problem) -> int:
+    """The largest offset that an operand is read at."""
+    return max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
+                for o in problem.inputs), default=0)
+
+
+def _constants(problem: Problem) -> list[str]:
+    return [f"using acc_t = {'double' if problem.acc == 'float64' else 'float'};",
+            f"constexpr int SIGNIFICANT_BITS = {problem.significant_bits};"]
+
+
+def _fields(problem: Problem, geometry: Geometry, reduces: bool
+            ) -> list[tuple[Field, tuple[str | int, ...]]]:
+    acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
+    fields = [(pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
+    fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
+               for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
+    if reduces:
+        fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
+    if problem.streams:
+        fields.append((Field("unsigned long long seed", U64), ("seed",)))
+        fields.append((Field("unsigned long long random_offset", U64), ("random_offset",)))
+        fields.append((pointer("unsigned long long", "random_state"), ("random_state",)))
+    scalars = [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
+    if acc == "double" and not geometry.wide:
+        return fields + scalars + geometry.fields
+    return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
+
+
+def _load_text(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
+    members, body = [], []
+    modes_in_use = set(modes.values())
+    if modes_in_use & {"vector", "splat"}:
+        body += geometry.coordinates("i")
+    for o, mode in modes.items():
+        lanes = "1" if mode in ("splat", "scalar") else "W"
+        members.append(f"    Pack<{o.dtype}_t, {lanes}> {o.name};")
+        if mode == "flat":
+            body.append(f"tile.{o.name} = load_pack<W, Reuse::STREAM>(p.{o.name} + i);")
+        elif mode != "gather":
+            body.append(f"tile.{o.name} = load_pack<{lanes}, Reuse::CACHED>"
+                        f"(p.{o.name} + ({geometry.offset(o)}));")
+    gathered = [o for o, mode in modes.items() if mode == "gather"]
+    if gathered:
+        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                 *("    " + line for line in geometry.coordinates("(i + v)")),
+                 *(f"    tile.{o.name}.data[v] = load_pack<1, Reuse::CACHED>"
+                   f"(p.{o.name} + ({geometry.offset(o)})).data[0];" for o in gathered), "}"]
+    return ["template <int W> struct Tile {", *members, "};",
+            "template <int W> __device__ __forceinline__ Tile<W> load(const Params& p, index_t i) {",
+            "    Tile<W> tile;", *("    " + line for line in body), "    return tile;", "}"]
+
+
+def _finish_text(problem: Problem) -> list[str]:
+    lines, results = emit(problem.roots, "const auto {} = {};")
+    used = set(leaves(problem.roots, "arg"))
+    full = [o.name for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
+    head = [f"acc_t {name}[W];" for name in full]
+    if problem.streams:
+        head.append("RandomState state = {p.seed, p.random_offset};")
+        head.append("if (p.random_state) state = {p.random_state[0], p.random_state[1] + state.offset};")
+        for stream in problem.streams:
+            head.append(f"const Random<W> bits_{stream}"
+                        f"({{state.seed, state.offset + {stream.removeprefix('random')}}}, i);")
+    body = [f"const acc_t {o.name} = to_acc(tile.{o.name}.data[W <= LANES_OF(tile.{o.name}) ? v : 0]);"
+            for o in problem.inputs if o.name in used]
+    body += [f"const acc_t {name} = p.{name};" for name in problem.scalars]
+    body += [f"const unsigned {s} = bits_{s}.lanes[v];" for s in problem.streams]
+    body += lines
+    sums = 0
+    for o, reduced, result in zip(problem.outputs, problem.reduced, results, strict=True):
+        if reduced:
+            body.append(f"sums[{sums}][v] += {result};")
+            sums += 1
+        else:
+            body.append(f"{o.name}[v] = {result};")
+    accumulators = f", acc_t (&sums)[{sums}][W]" if sums else ""
+    return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
+            "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
+            f"const Tile<W>& tile{accumulators}) {{",
+            *("    " + line for line in head), "#pragma unroll", "    for (int v = 0; v < W; ++v) {",
+            *("        " + line for line in body), "    }",
+            *(f"    store_pack(p.{name} + i, {name});" for name in full), "}"]
+
+
+def _reduction_text(rows: Reduction, geometry: Geometry, width: int, sums: int
+                    ) -> tuple[list[str], list[str]]:
+    lanes = n_lanes(rows, width)
+    unroll = 1 if geometry.problem.acc == "float64" else REDUCE_UNROLL  # two tiles of doubles spill
+    geometry.divisor("vectors", max(1, rows.columns // width))
+    constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
+                 # Registers a thread: 255 for doubles, 84 with several sums, else 64; fewer spill.
+                 f"constexpr int MIN_BLOCKS = {1 if geometry.problem.acc == 'float64' else 3 if sums > 1 else 4};",
+                 f"constexpr int LANES = {lanes}, SUMS = {sums};",
+                 f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};"]
+    geometry.index("columns", rows.columns)
+    geometry.index("rows", rows.n_rows)
+    geometry.index("groups", rows.n_groups)
+    geometry.index("chunks", n_chunks(rows, width, lanes))
+    return constants, [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
+
+
+def n_lanes(rows: Reduction, width: int) -> int:
+    """Threads side by side along the columns, or threads that share a group's sum."""
+    vectors = max(1, rows.columns // width)
+    if not rows.keeps_columns:
+        return REDUCE_BLOCK if rows.n_rows * vectors >= 4 * REDUCE_BLOCK else 32
+    return min(32, 1 << (vectors - 1).bit_length())
+
+
+def n_chunks(rows: Reduction, width: int, lanes: int, blocks: int = 132 * 16) -> int:
+    """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with
+    work for several iterations each. A constant of the shape, so that results are too."""
+    vectors = max(1, rows.columns // width)
+    if rows.keeps_columns:
+        tiles, steps = -(-vectors // lanes) * rows.n_groups, rows.n_rows * lanes // REDUCE_BLOCK
+    else:
+        tiles, steps = -(-rows.n_groups * lanes // REDUCE_BLOCK), rows.n_rows * vectors // lanes
+    return max(1, min(-(-blocks // tiles), steps // (2 * REDUCE_UNROLL)))
+
+
+def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -> list[str]:
+    """`group_base` and `row_base`: first element of the g-th group, of the r-th row."""
+    body, rest, terms = [], "n", []
+    for d, (size, stride) in enumerate(dims):
+        step = geometry.index(f"{kind}_stride{d}", stride)
+        if d < len(dims) - 1:
+            by = geometry.divisor(f"{kind}_size{d}", size)
+            body.append(f"    const index_t q{d} = {by}.divide({rest});")
+            terms.append(f"({rest} - q{d} * {by}.value) * {step}")
+            rest = f"q{d}"
+        else:
+            terms.append(f"{rest} * {step}")
+    return [f"__device__ __forceinline__ index_t {kind}_base(const Params& p, index_t n) {{", *body,
+            f"    return {' + '.join(terms) or '0'};", "}"]
+
+
+def generate_sum(problem: Problem, out_dtype: str) -> Source:
+    """The kernel that adds the partial sums of one reduced output."""
+    acc = "float64" if problem.acc == "float64" else "float32"
+    fields = [(pointer(f"{acc}_t", "partials"), ("partials",)),
+              (pointer(f"{out_dtype}_t", "out", const=False), ("out",)),
+              (Field("unsigned long long chunks", U64), ("chunks",)),
+              (Field("unsigned long long kept", U64), ("kept",))]
+    params = Params([field for field, _ in fields])
+    text = assemble("sum_partials", _constants(problem), [
+        "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
+        f"constexpr int BLOCK = {SUM_BLOCK}, COLUMNS = {SUM_COLUMNS};"])
+    return Source("sum_partials", text, params, tuple(values for _, values in fields))
+
+
+SUM_BLOCK, SUM_COLUMNS = 512, 16
+
+
+class Launch(NamedTuple):
+    """One kernel of a problem: the part of the outputs that it computes."""
+
+    problem: Problem
+    outputs: tuple[int, ...]            # which of the whole problem's outputs
+    rows: Reduction | None
+
+
+def split(problem: Problem) -> list[Launch]:
+    """One launch writes the full outputs and one pattern of reduced ones; another launch for each
+    pattern that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
+    patterns: dict[tuple[bool, ...], list[int]] = {}
+    for k in sorted((k for k, r in enumerate(problem.reduced) if r),
+                    key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
+        kept = tuple(s != 0 for s in problem.outputs[k].strides)
+        finer = next((p for p in patterns if all(a <= b for a, b in zip(kept, p, strict=True))), kept)
+        patterns.setdefault(finer, []).append(k)
+    full = [k for k, r in enumerate(problem.reduced) if not r]
+    launches = []
+    for kept, members in patterns.items() or [(None, [])]:
+        chosen = tuple(full + members)
+        full = []
+        part = _part(problem, chosen)
+        launches.append(Launch(part, chosen, reduction(problem.domain, kept) if kept else None))
+    return launches
+
+
+def _part(problem: Problem, chosen: Sequence[int]) -> Problem:
+    roots = tuple(problem.roots[k] for k in chosen)
+    used = set(leaves(roots, "arg"))
+    random = set(leaves(roots, "random"))
+    return problem._replace(
+        inputs=tuple(o for o in problem.inputs if o.name in used),
+        scalars=tuple(s for s in problem.scalars if s in used), roots=roots,
+        outputs=tuple(problem.outputs[k] for k in chosen),
+        reduced=tuple(problem.reduced[k] for k in chosen),
+        streams=problem.streams if random else ())

@@ -1,0 +1,69 @@
+"""Kernel source: constants + prelude + generated functions + an unchanged template, one text.
+
+The text is what gets hashed, so nothing it depends on can change unseen: there is no include path.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
+            "int16": 2, "int32": 4, "int64": 8, "bool": 1}
+
+
+def directory() -> Path:
+    """Where the templates lie: inside an installed package, beside it in a checkout."""
+    installed = Path(__file__).parents[1] / "kernels_src"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "kernels_src"
+
+
+@functools.cache
+def template(name: str) -> str:
+    return (directory() / name).read_text(encoding="utf-8")
+
+
+def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
+    return "\n".join([*constants, template("prelude.cuh"), "namespace fusionrt {", *functions,
+                      template(f"{stem}.cu"), "}  // namespace fusionrt", ""])
+
+
+class Field(NamedTuple):
+    """One member of a kernel's parameter struct; `format` is its `struct` code."""
+
+    declaration: str
+    format: str
+
+
+POINTER, U32, U64 = "Q", "I", "Q"
+
+
+def pointer(dtype: str, name: str, const: bool = True) -> Field:
+    return Field(f"{'const ' if const else ''}{dtype}* __restrict__ {name}", POINTER)
+
+
+class Params:
+    """A parameter struct, declared in C++ and packed in Python from one list of fields.
+
+    8-byte members stand before 4-byte ones, so neither language inserts padding between them.
+    """
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        assert all(struct.calcsize("=" + a.format[0]) >= struct.calcsize("=" + b.format[0])
+                   for a, b in zip(fields, fields[1:], strict=False)), "fields must not grow in size"
+        self.declaration = "struct Params {\n" + "".join(
+            f"    {f.declaration};\n" for f in fields) + "};"
+        self.packer = struct.Struct("=" + "".join(f.format for f in fields))
+
+
+def magic(divisor: int) -> tuple[int, int, int]:
+    """(value, multiplier, shift) with n // value == (mulhi(n, multiplier) + n) >> shift, n < 2^31.
+
+    Granlund & Montgomery, "Division by Invariant Integers using Multiplication", PLDI 1994.
+    """
+    shift = max(divisor - 1, 0).bit_length()
+    return divisor, ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift

@@ -1,0 +1,362 @@
+// What every template may use: storage types, 16-byte access, scalar mathematics, Philox, reductions.
+//
+// No CUDA header is included: a bare translation unit compiles in 25 ms, cuda_fp16.h + cuda_bf16.h
+// cost 45 ms more and are the most frequent NVRTC installation fault.
+//
+// The runtime puts the specialisation's constants before this file:
+//   using acc_t = float;                    // arithmetic type: float, or double for double tensors
+//   constexpr int SIGNIFICANT_BITS = 8;     // widest floating output: 8 bfloat16, 11 float16, 24, 53
+// 16-bit outputs hide errors below 2^-12, so their mathematics may use the special-function unit
+// directly. float and double use CUDA's accurate functions; nothing is compiled with fast-math.
+
+namespace fusionrt {
+
+// ---------------------------------------------------------------------------------------------
+// Storage types
+
+struct float16_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long long;
+using float32_t = float;
+using float64_t = double;
+struct bool_t { unsigned char bits; };
+
+template <typename T> __device__ __forceinline__ acc_t to_acc(T x) { return static_cast<acc_t>(x); }
+template <> __device__ __forceinline__ acc_t to_acc(bool_t x) { return x.bits ? acc_t(1) : acc_t(0); }
+template <> __device__ __forceinline__ acc_t to_acc(bfloat16_t x) {
+    return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+template <> __device__ __forceinline__ acc_t to_acc(float16_t x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+
+__device__ __forceinline__ unsigned short float16_bits(float x) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ __forceinline__ unsigned short bfloat16_bits(float x) {
+#if __CUDA_ARCH__ >= 800
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#else
+    const unsigned bits = __float_as_uint(x);
+    return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#endif
+}
+
+// To integers: toward zero, saturating, NaN gives 0. PTX converts so by itself down to 32 bits;
+// narrower results are clamped first.
+__device__ __forceinline__ int to_int(float x) { return __float2int_rz(x); }
+__device__ __forceinline__ int to_int(double x) { return __double2int_rz(x); }
+__device__ __forceinline__ int clamped(int x, int lo, int hi) { return min(max(x, lo), hi); }
+// cvt.rzi.s64 turns NaN into the most negative number, unlike its 32-bit form.
+__device__ __forceinline__ int64_t to_int64(float x) { return x != x ? 0 : __float2ll_rz(x); }
+__device__ __forceinline__ int64_t to_int64(double x) { return x != x ? 0 : __double2ll_rz(x); }
+
+template <typename T> __device__ __forceinline__ T from_acc(acc_t x) { return static_cast<T>(x); }
+template <> __device__ __forceinline__ bool_t from_acc(acc_t x) {
+    return {static_cast<unsigned char>(x != acc_t(0))};
+}
+template <> __device__ __forceinline__ float16_t from_acc(acc_t x) { return {float16_bits(x)}; }
+template <> __device__ __forceinline__ bfloat16_t from_acc(acc_t x) { return {bfloat16_bits(x)}; }
+template <> __device__ __forceinline__ int8_t from_acc(acc_t x) { return clamped(to_int(x), -128, 127); }
+template <> __device__ __forceinline__ uint8_t from_acc(acc_t x) { return clamped(to_int(x), 0, 255); }
+template <> __device__ __forceinline__ int16_t from_acc(acc_t x) {
+    return clamped(to_int(x), -32768, 32767);
+}
+template <> __device__ __forceinline__ int32_t from_acc(acc_t x) { return to_int(x); }
+template <> __device__ __forceinline__ int64_t from_acc(acc_t x) { return to_int64(x); }
+
+// A cast inside an expression rounds through the storage type and goes on in acc_t.
+template <typename T> __device__ __forceinline__ acc_t rounded(acc_t x) { return to_acc(from_acc<T>(x)); }
+#define CAST(name) \
+    __device__ __forceinline__ acc_t cast_##name(acc_t x) { return rounded<name##_t>(x); } \
+    __device__ __forceinline__ acc_t cast_##name(bool x) { return rounded<name##_t>(acc_t(x)); }
+CAST(float16) CAST(bfloat16) CAST(float32)
+CAST(int8) CAST(uint8) CAST(int16) CAST(int32) CAST(int64) CAST(bool)
+#undef CAST
+
+// ---------------------------------------------------------------------------------------------
+// Access: W neighbouring elements as few wide transactions
+
+template <typename T, int W> struct Pack {
+    static constexpr int BYTES = W * static_cast<int>(sizeof(T));
+    alignas(BYTES < 16 ? BYTES : 16) T data[W];
+};
+
+// What is read once passes L1 by; what is read again (broadcast operands) may stay there.
+enum class Reuse { STREAM, CACHED };
+
+#define LOAD(bytes, suffix, ...) \
+    if constexpr (REUSE == Reuse::STREAM) \
+        asm volatile("ld.global.nc.L1::no_allocate." suffix : __VA_ARGS__ : "l"(from)); \
+    else \
+        asm volatile("ld.global.nc." suffix : __VA_ARGS__ : "l"(from));
+
+template <int BYTES, Reuse REUSE> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
+    if constexpr (BYTES > 16) {
+        load_bytes<16, REUSE>(from, to);
+        load_bytes<BYTES - 16, REUSE>(static_cast<const char*>(from) + 16, static_cast<char*>(to) + 16);
+    } else if constexpr (BYTES == 16) {
+        unsigned* w = static_cast<unsigned*>(to);
+        LOAD(16, "v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]))
+    } else if constexpr (BYTES == 8) {
+        unsigned* w = static_cast<unsigned*>(to);
+        LOAD(8, "v2.u32 {%0, %1}, [%2];", "=r"(w[0]), "=r"(w[1]))
+    } else if constexpr (BYTES == 4) {
+        LOAD(4, "u32 %0, [%1];", "=r"(*static_cast<unsigned*>(to)))
+    } else if constexpr (BYTES == 2) {
+        LOAD(2, "u16 %0, [%1];", "=h"(*static_cast<unsigned short*>(to)))
+    } else {
+        unsigned byte;
+        LOAD(1, "u8 %0, [%1];", "=r"(byte))
+        *static_cast<unsigned char*>(to) = byte;
+    }
+}
+#undef LOAD
+
+template <int W, Reuse REUSE, typename T> __device__ __forceinline__ Pack<T, W> load_pack(const T* from) {
+    Pack<T, W> pack;
+    load_bytes<Pack<T, W>::BYTES, REUSE>(from, &pack);
+    return pack;
+}
+
+template <int BYTES> __device__ __forceinline__ void store_bytes(void* to, const void* from) {
+    if constexpr (BYTES > 16) {
+        store_bytes<16>(to, from);
+        store_bytes<BYTES - 16>(static_cast<char*>(to) + 16, static_cast<const char*>(from) + 16);
+    } else if constexpr (BYTES == 16) {
+        const unsigned* w = static_cast<const unsigned*>(from);
+        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+    } else if constexpr (BYTES == 8) {
+        const unsigned* w = static_cast<const unsigned*>(from);
+        asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+    } else if constexpr (BYTES == 4) {
+        *static_cast<unsigned*>(to) = *static_cast<const unsigned*>(from);
+    } else if constexpr (BYTES == 2) {
+        *static_cast<unsigned short*>(to) = *static_cast<const unsigned short*>(from);
+    } else {
+        *static_cast<unsigned char*>(to) = *static_cast<const unsigned char*>(from);
+    }
+}
+
+template <typename T, int W> __device__ __forceinline__ void store_pack(T* to, const acc_t (&values)[W]) {
+    Pack<T, W> pack;
+#pragma unroll
+    for (int v = 0; v < W; ++v) pack.data[v] = from_acc<T>(values[v]);
+    store_bytes<Pack<T, W>::BYTES>(to, &pack);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Index arithmetic
+
+// Division by an invariant below 2^31: multiply-high, add, shift (Granlund & Montgomery 1994).
+struct Divisor {
+    unsigned value, multiplier, shift;
+    __device__ __forceinline__ unsigned divide(unsigned n) const {
+        return (__umulhi(n, multiplier) + n) >> shift;
+    }
+};
+struct WideDivisor {
+    unsigned long long value;
+    __device__ __forceinline__ unsigned long long divide(unsigned long long n) const { return n / value; }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Scalar mathematics; names as in fusionrt/expr.py
+
+#define inf __longlong_as_double(0x7ff0000000000000ll)  // how Python spells them in emitted text
+#define nan __longlong_as_double(0x7ff8000000000000ll)
+constexpr bool HALF = SIGNIFICANT_BITS <= 11;
+
+__device__ __forceinline__ float ex2(float x) {  // 2^x, 2 ulp; below 2^-126 gives 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float rcp(float x) {  // 1/x, 1 ulp; 1/inf and 1/huge give 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+__device__ __forceinline__ acc_t where(bool c, acc_t a, acc_t b) { return c ? a : b; }
+__device__ __forceinline__ bool logical_not(bool a) { return !a; }
+// NaN in either operand wins, as in torch.minimum.
+__device__ __forceinline__ acc_t minimum(acc_t a, acc_t b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ acc_t maximum(acc_t a, acc_t b) { return b < a || a != a ? a : b; }
+__device__ __forceinline__ acc_t div(acc_t a, acc_t b) { return a / b; }
+__device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ acc_t abs_(acc_t a) { return ::fabs(a); }
+__device__ __forceinline__ acc_t exp(acc_t a) { return ::exp(a); }
+__device__ __forceinline__ acc_t exp2(acc_t a) { return ::exp2(a); }
+__device__ __forceinline__ acc_t expm1(acc_t a) { return ::expm1(a); }
+__device__ __forceinline__ acc_t log(acc_t a) { return ::log(a); }
+__device__ __forceinline__ acc_t log1p(acc_t a) { return ::log1p(a); }
+__device__ __forceinline__ acc_t log2(acc_t a) { return ::log2(a); }
+__device__ __forceinline__ acc_t sqrt(acc_t a) { return ::sqrt(a); }
+__device__ __forceinline__ acc_t rsqrt(acc_t a) { return ::rsqrt(a); }
+__device__ __forceinline__ acc_t sin(acc_t a) { return ::sin(a); }
+__device__ __forceinline__ acc_t cos(acc_t a) { return ::cos(a); }
+__device__ __forceinline__ acc_t erf(acc_t a) { return ::erf(a); }
+__device__ __forceinline__ acc_t pow_(acc_t a, acc_t b) { return ::pow(a, b); }
+__device__ __forceinline__ acc_t floor(acc_t a) { return ::floor(a); }
+__device__ __forceinline__ acc_t rint(acc_t a) { return ::rint(a); }
+__device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
+
+__device__ __forceinline__ acc_t sigmoid(acc_t a) {
+    if constexpr (HALF) return rcp(1.0f + ex2(-LOG2_E * a));
+    else return acc_t(1) / (acc_t(1) + ::exp(-a));
+}
+
+__device__ __forceinline__ acc_t tanh(acc_t a) {
+    if constexpr (SIGNIFICANT_BITS == 8) {  // tanh.approx is good to 2^-11: a quarter of half an ulp
+        float y;
+        asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(static_cast<float>(a)));
+        return y;
+    } else if constexpr (HALF) {  // (1 - e) / (1 + e); near 0, where that cancels, tanh(a) = a
+        const float magnitude = ::fabsf(a), e = ex2(-2.0f * LOG2_E * magnitude);
+        const float y = ::copysignf((1.0f - e) * rcp(1.0f + e), a);
+        return magnitude < 0.01f ? a : (a != a ? a : y);
+    } else {
+        return ::tanh(a);
+    }
+}
+
+// log(1 + e^a) = max(a, 0) + log(1 + e^-|a|)
+__device__ __forceinline__ acc_t softplus(acc_t a) {
+    if constexpr (HALF) {
+        const float e = ex2(-LOG2_E * ::fabsf(a));
+        const float tail = e < 0.002f ? e - 0.5f * e * e : LN_2 * lg2(1.0f + e);
+        return maximum(a, acc_t(0)) + tail;
+    } else {
+        return maximum(a, acc_t(0)) + ::log1p(::exp(-::fabs(a)));
+    }
+}
+
+// exp(-a^2/2); shared by normcdf and normpdf, so that a GELU's backward needs it once.
+__device__ __forceinline__ acc_t gaussian(acc_t a) {
+    if constexpr (HALF) {
+        return ex2(-0.5f * LOG2_E * a * a);
+    } else if constexpr (sizeof(acc_t) == 4) {
+        // The rounding of a^2 alone would cost |a^2| / 4 ulp: carry it along.
+        const float square = a * a, residue = ::fmaf(a, a, -square);
+        const float e = ::expf(-0.5f * square);
+        return square < 1e30f ? ::fmaf(-0.5f * residue, e, e) : e;
+    } else {
+        return ::exp(acc_t(-0.5) * a * a);
+    }
+}
+__device__ __forceinline__ acc_t normpdf(acc_t a) { return gaussian(a) * acc_t(0.3989422804014327); }
+
+// The distribution function of the standard normal: erfc(-a / sqrt 2) / 2.
+// Lower tail: exp(-t^2/2) Q(t) for t = |a|, where Q is a polynomial in u = 1 / (1 + c t) without
+// constant term, fitted to least relative error (reweighted least squares on Chebyshev points);
+// upper half by symmetry. Relative error of Q: 2.4e-4 (bfloat16), 3.6e-5 (float16), 3.7e-8 (float).
+__device__ __forceinline__ acc_t normcdf(acc_t a) {
+    if constexpr (sizeof(acc_t) == 8) {
+        return ::normcdf(a);
+    } else {
+        const float t = ::fabsf(a);
+        float tail;
+        if constexpr (SIGNIFICANT_BITS == 8) {
+            const float u = rcp(::fmaf(0.5f, t, 1.0f));
+            tail = ::fmaf(::fmaf(::fmaf(-0.12574512f, u, 0.24522994f), u, 0.17955680f), u, 0.20084158f) * u;
+        } else if constexpr (HALF) {
+            const float u = rcp(::fmaf(0.38f, t, 1.0f));
+            tail = ::fmaf(::fmaf(::fmaf(::fmaf(-0.089929283f, u, 0.18887872f), u, 0.091977887f),
+                                 u, 0.15783007f), u, 0.15122508f) * u;
+        } else {
+            const float u = 1.0f / ::fmaf(0.21f, t, 1.0f);
+            float q = -0.071295291f;
+            q = ::fmaf(q, u, 0.28180677f);
+            q = ::fmaf(q, u, -0.32649747f);
+            q = ::fmaf(q, u, 0.34499112f);
+            q = ::fmaf(q, u, -0.090775460f);
+            q = ::fmaf(q, u, 0.12347324f);
+            q = ::fmaf(q, u, 0.069569476f);
+            q = ::fmaf(q, u, 0.085012473f);
+            tail = ::fmaf(q, u, 0.083715148f) * u;
+        }
+        tail *= gaussian(a);
+        return a > 0 ? 1.0f - tail : tail;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Random numbers: Philox4x32-7 (Salmon et al. 2011; seven rounds pass BigCrush), counter-based.
+// Element i of an output takes lane i % 8 of counter (offset, i / 8): 16 random bits, kept in the
+// upper half of a word. The same seed and offset give the same bits on every device and layout.
+
+struct RandomState { unsigned long long seed, offset; };
+
+__device__ __forceinline__ void philox(RandomState state, unsigned long long group, unsigned (&w)[4]) {
+    w[0] = static_cast<unsigned>(state.offset), w[1] = static_cast<unsigned>(state.offset >> 32);
+    w[2] = static_cast<unsigned>(group), w[3] = static_cast<unsigned>(group >> 32);
+    unsigned k0 = static_cast<unsigned>(state.seed), k1 = static_cast<unsigned>(state.seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 7; ++round) {
+        const unsigned long long p0 = 0xD2511F53ull * w[0], p1 = 0xCD9E8D57ull * w[2];
+        w[0] = static_cast<unsigned>(p1 >> 32) ^ w[1] ^ k0;
+        w[2] = static_cast<unsigned>(p0 >> 32) ^ w[3] ^ k1;
+        w[1] = static_cast<unsigned>(p1);
+        w[3] = static_cast<unsigned>(p0);
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+// Bits of elements i .. i + W - 1; i is a multiple of W (any i for W == 1).
+template <int W> struct Random {
+    unsigned lanes[W];
+    __device__ __forceinline__ Random(RandomState state, unsigned long long i) {
+        unsigned w[4];
+        if constexpr (W >= 8) {
+#pragma unroll
+            for (int v = 0; v < W; ++v) {
+                if (v % 8 == 0) philox(state, (i + v) / 8, w);
+                lanes[v] = v % 2 ? w[v % 8 / 2] & 0xffff0000u : w[v % 8 / 2] << 16;
+            }
+        } else {
+            philox(state, i / 8, w);
+            const int first = static_cast<int>(i % 8);
+            if constexpr (W >= 2) {
+#pragma unroll
+                for (int v = 0; v < W; v += 2) {
+                    const int word = first / 2 + v / 2;
+                    const unsigned low = word & 1 ? w[1] : w[0], high = word & 1 ? w[3] : w[2];
+                    const unsigned bits = word & 2 ? high : low;
+                    lanes[v] = bits << 16, lanes[v + 1] = bits & 0xffff0000u;
+                }
+            } else {
+                const unsigned low = first & 2 ? w[1] : w[0], high = first & 2 ? w[3] : w[2];
+                const unsigned bits = first & 4 ? high : low;
+                lanes[0] = first & 1 ? bits & 0xffff0000u : bits << 16;
+            }
+        }
+    }
+};
+
+// True with probability 1 - p, p taken to the nearest 2^-16.
+__device__ __forceinline__ bool kept(unsigned bits, acc_t p) {
+    const unsigned threshold = static_cast<unsigned>(p * acc_t(65536) + acc_t(0.5));
+    return threshold < 65536u ? bits >= threshold << 16 : false;
+}
+
+}  // namespace fusionrt
