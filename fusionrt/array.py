@@ -12,7 +12,7 @@ Restore = Callable[[torch.Tensor], Any]
 
 
 def is_foreign(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) and (
+    return not isinstance(value, torch.Tensor | int | float) and (
         hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"))
 
 

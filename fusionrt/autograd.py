@@ -2,74 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
     from fusionrt.random import Rng
 
 
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 class Recorded(torch.autograd.Function):
-    """Saves the inputs that the backward expression reads, and of the others only the shape."""
+    """An operator on ordinary tensors; intercepted calls are recorded by `library`."""
 
     @staticmethod
-    def forward(ctx: Any, op: Operator, rng: Rng | None, *args: Any) -> Any:
+    def forward(ctx: Any, op: Operator, plan: Callable[..., Any], rng: Rng | None, *args: Any) -> Any:
         ctx.op, ctx.rng = op, rng
         ctx.set_materialize_grads(False)
-        out = op.launch(args, rng)
-        outputs = out if isinstance(out, tuple) else (out,)
-        fixed = [o for o in outputs if not o.is_floating_point()]
-        if fixed:
-            ctx.mark_non_differentiable(*fixed)
-        needed = ctx.needs_input_grad[2:]
-        reads = op.gradient(needed, op.differentiable).used if any(op.differentiable) else frozenset()
-        saved, ctx.others = [], []
-        for i, a in enumerate(args):
-            if isinstance(a, torch.Tensor) and f"a{i}" in reads:
-                saved.append(a)
-                ctx.others.append(None)
-            elif isinstance(a, torch.Tensor):
-                ctx.others.append((a.shape, a.dtype, a.device))
-            else:
-                ctx.others.append(a)
-        ctx.save_for_backward(*saved)
+        out = plan(*args, rng) if op.streams else plan(*args)
+        if not all(op.differentiable):
+            outputs = out if isinstance(out, tuple) else (out,)
+            ctx.mark_non_differentiable(*(o for o, d in zip(outputs, op.differentiable, strict=True) if not d))
+        save(ctx, op, args, ctx.needs_input_grad[3:])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = iter(ctx.saved_tensors)
-        args = [next(saved) if other is None else _stand_in(other) if isinstance(other, tuple) else other
-                for other in ctx.others]
-        return (None, None, *backward(ctx.op, args, grads, ctx.needs_input_grad[2:], ctx.rng))
+        call, rng = type(ctx.op).apply, ctx.rng
+        if is_watched() or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
+            from fusionrt import library
+            device = next((g.device for g in grads if g is not None), None)
+            call, rng = library.apply, rng and library.packed(rng, device)
+        return (None, None, None,
+                *backward(ctx.op, restore(ctx), grads, ctx.needs_input_grad[3:], rng, call))
 
 
-def _stand_in(description: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
-    """A tensor of which only shape and dtype matter, in one element of memory."""
-    shape, dtype, device = description
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+def is_watched() -> bool:
+    """Whether torch must see each operation: Dynamo, a dispatch mode (FakeTensorMode, make_fx, selective
+    checkpointing), a torch.func transform, forward-mode differentiation."""
+    return bool(torch.compiler.is_compiling() or dispatch_modes() or transforms_active()
+                or forward_ad._current_level >= 0)
 
 
-def backward(op: Operator, args: list[Any], grads: tuple[Any, ...], needed: tuple[bool, ...],
-             rng: Rng | None) -> list[Any]:
+def save(ctx: Any, op: Operator, args: Sequence[Any], needed: Sequence[bool], *more: torch.Tensor) -> None:
+    """Keep the arguments that the backward expression reads, of other tensors a description, and `more`."""
+    reads = op.read_by_backward(tuple(needed))
+    ctx.save_for_backward(*[a for a, read in zip(args, reads, strict=True)
+                            if read and isinstance(a, torch.Tensor)], *more)
+    ctx.others = [a if not isinstance(a, torch.Tensor) else None if read else (a.shape, a.dtype, a.device)
+                  for a, read in zip(args, reads, strict=True)] + [None] * len(more)
+
+
+def restore(ctx: Any) -> list[Any]:
+    """What `save` was given; a tensor of which only the description matters has one element of memory."""
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if other is None else other if not isinstance(other, tuple) else
+            torch.empty((), dtype=other[1], device=other[2]).expand(other[0]) for other in ctx.others]
+
+
+def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool], rng: Any,
+             call: Callable[[Operator, list[Any], Any], Any]) -> list[Any]:
     """Gradients of the needed arguments, None for the others."""
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
         return [None] * len(args)
-    gradient = op.gradient(needed, given)
+    gradient = op.gradient(tuple(needed), given)
     inputs = [*args, *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
-    out = gradient.apply(inputs, rng if gradient.streams else None)
+    out = call(gradient, inputs, rng if gradient.streams else None)
     results = iter(out if isinstance(out, tuple) else (out,))
     return [next(results) if n else None for n in needed]
 
 
-# `Function.apply` first unwraps functorch's dead wrappers in Python, two fifths of its cost; outside
-# of functorch's transforms there is nothing to unwrap, and the C implementation is called directly.
-_apply = super(torch.autograd.function._SingleLevelFunction, Recorded).apply
-
-
-def record(op: Operator, rng: Rng | None, *args: Any) -> Any:
-    if torch._C._are_functorch_transforms_active():
-        return Recorded.apply(op, rng, *args)
-    return _apply(op, rng, *args)
+# `Function.apply` first unwraps functorch's dead wrappers in Python, two fifths of its cost. Calls in
+# functorch's transforms do not come here, so there is nothing to unwrap.
+record = super(torch.autograd.function._SingleLevelFunction, Recorded).apply

@@ -112,8 +112,8 @@ _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 def node(op: str, *operands: Any) -> Expr:
     """Build an interned node: equal subexpressions are one object, so they are computed once."""
     wants_truth = _TRUTH_OPERANDS.get(op, ())
-    args = tuple(a if isinstance(a, str) else _operand(op, a, i in wants_truth)
-                 for i, a in enumerate(operands))
+    args = operands if op in _LEAVES else tuple(
+        _operand(op, a, i in wants_truth) for i, a in enumerate(operands))
     key = (op, args)
     found = _interned.get(key)
     if found is None:
@@ -151,7 +151,10 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "sub": ("{} - {}", lambda g, out, a, b: (g, -g)),
     "mul": ("{} * {}", lambda g, out, a, b: (g * b, g * a)),
     "mul_rn": ("mul_rn({}, {})", lambda g, out, a, b: (g * b, g * a)),  # never contracted to an FMA
-    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -g * out / b)),
+    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -(g / b * out))),
+    "reciprocal": ("reciprocal({})", lambda g, out, a: (-g * (out * out),)),
+    # 1 / a for 2^-126 < |a| < 2^126: what is out of range need not be looked after.
+    "near_reciprocal": ("near_reciprocal({})", lambda g, out, a: (-g * (out * out),)),
     "neg": ("-{}", lambda g, out, a: (-g,)),
     "lt": ("{} < {}", lambda *_: (None, None)),
     "le": ("{} <= {}", lambda *_: (None, None)),
@@ -175,7 +178,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "abs": ("abs_({})", lambda g, out, a: (where(a < 0, -g, where(0 < a, g, 0)),)),
     "exp": ("exp({})", lambda g, out, a: (g * out,)),
     "exp2": ("exp2({})", lambda g, out, a: (g * (out * math.log(2)),)),
-    "expm1": ("expm1({})", lambda g, out, a: (g * (out + 1),)),
+    "expm1": ("expm1({})", lambda g, out, a: (g * exp(a),)),  # out + 1 cancels
     "log": ("log({})", lambda g, out, a: (g / a,)),
     "log1p": ("log1p({})", lambda g, out, a: (g / (1 + a),)),
     "log2": ("log2({})", lambda g, out, a: (g / (a * math.log(2)),)),
@@ -188,8 +191,12 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
     "tanh": ("tanh({})", lambda g, out, a: (g * (1 - out * out),)),
     "erf": ("erf({})", lambda g, out, a: (g * (2 / math.sqrt(math.pi) * exp(-a * a)),)),
-    "sigmoid": ("sigmoid({})", lambda g, out, a: (g * (out * (1 - out)),)),
+    "sigmoid": ("sigmoid({})",
+                lambda g, out, a: (g * (out * node("sigmoid_complement", a, out)),)),
+    # 1 - sigmoid(a), given both; a function of a alone.
+    "sigmoid_complement": ("sigmoid_complement({}, {})", lambda g, out, a, s: (-g * (s * out), None)),
     "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
+    "tanh_softplus": ("tanh_softplus({})", lambda g, out, a: (g * _tanh_softplus_slope(a),)),
     "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
     "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
     "floor": ("floor({})", lambda *_: (None,)),
@@ -203,6 +210,16 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
 _TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept"})
 _TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,)}
 _LEAVES = frozenset({"arg", "random", "const"})
+# Neither language has names for these.
+_NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
+               "nan": "div(acc_t(0.0), acc_t(0.0))"}
+
+
+def _tanh_softplus_slope(a: Expr) -> Expr:
+    """4 e (e + 1) / (n + 2)^2 with e = e^a, n = e (e + 2): few products, and no cancellation."""
+    e = exp(where(a < 20, a, 20))
+    r = near_reciprocal(e * (e + 2) + 2)
+    return where(a < 20, (4 * r) * (r * (e * (e + 1))), 0)
 
 
 def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
@@ -221,9 +238,10 @@ where, minimum, maximum, clamp = map(_function, ("where", "minimum", "maximum", 
 exp, exp2, expm1, log, log1p, log2 = map(
     _function, ("exp", "exp2", "expm1", "log", "log1p", "log2"))
 sqrt, rsqrt, sin, cos, tanh, erf = map(_function, ("sqrt", "rsqrt", "sin", "cos", "tanh", "erf"))
-sigmoid, softplus, normcdf, normpdf = map(
-    _function, ("sigmoid", "softplus", "normcdf", "normpdf"))
+sigmoid, softplus, tanh_softplus, normcdf, normpdf = map(
+    _function, ("sigmoid", "softplus", "tanh_softplus", "normcdf", "normpdf"))
 floor, round_, trunc, abs_, pow_ = map(_function, ("floor", "round", "trunc", "abs", "pow"))
+reciprocal, near_reciprocal = map(_function, ("reciprocal", "near_reciprocal"))
 
 
 def power(base: Any, exponent: Any) -> Expr:
@@ -233,7 +251,7 @@ def power(base: Any, exponent: Any) -> Expr:
             case 0.5:
                 return sqrt(base)
             case -1.0:
-                return node("div", 1, base)
+                return reciprocal(base)
             case 2.0:
                 return node("mul", base, base)
             case 3.0:
@@ -254,7 +272,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "log2": log2,
     "sqrt": sqrt, "rsqrt": rsqrt, "pow": power, "sin": sin, "cos": cos, "tanh": tanh, "erf": erf,
     "sigmoid": sigmoid, "softplus": softplus, "normcdf": normcdf, "normpdf": normpdf,
-    "floor": floor, "round": round_, "trunc": trunc, "cast": cast,
+    "floor": floor, "round": round_, "trunc": trunc, "cast": cast, "reciprocal": reciprocal,
     **{op: _function(op) for op in ("add", "sub", "mul", "div", "neg", "lt", "le", "eq", "ne")},
 }
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
@@ -305,7 +323,7 @@ def emit(roots: Sequence[Expr], declare: str) -> tuple[list[str], list[str]]:
         if n.op in ("arg", "random"):
             names[n] = str(n.args[0])
         elif n.op == "const":
-            names[n] = f"acc_t({n.args[0]})"
+            names[n] = _NOT_FINITE.get(str(n.args[0]), f"acc_t({n.args[0]})")
         else:
             names[n] = f"t{len(lines)}"
             operands = (names[a] for a in n.args if isinstance(a, Expr))

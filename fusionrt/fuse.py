@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast, overload
 
 import torch
 
+from fusionrt import dispatch
 from fusionrt.expr import Expr, TraceError, argument, node, random_bits
 from fusionrt.op import Operator
 
@@ -86,6 +87,8 @@ def fuse_named(function: Callable[..., Any], name: str) -> Fused:
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
         if p.default is not p.empty and not isinstance(p.default, numbers.Real):
             raise TraceError(f"{name}: the default of {p.name} must be a number, got {p.default!r}")
+    if not name.isidentifier():
+        name = "fused"  # a lambda
     params = list(signature.parameters)
     outputs = trace(function, name, [argument(f"a{i}") for i in range(len(params))],
                     signature)
@@ -112,34 +115,8 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
 
 
 def entry(operator: Operator, function: Callable[..., Any], signature: inspect.Signature) -> Fused:
-    """The function that users call, written for its signature: one plan lookup, one launch.
-
-    A call must cost less than one eager torch op, so nothing is looped over or checked twice:
-    whatever is out of the ordinary (another kind of argument, a new shape) goes to `general`.
-    """
     params = list(signature.parameters.values())
-    scalars = {p.name for p in params if p.default is not p.empty or p.annotation in (
-        float, int, "float", "int")}
-    tensors = [p.name for p in params if p.name not in scalars]
     names = [p.name for p in params]
-    positional = ", ".join(names)
-    key = ", ".join(f"type({n})" if n in scalars else
-                    f"type({n}), {n}.shape, {n}.dtype, {n}.stride(), {n}.get_device()" for n in names)
-    recording = " or ".join(f"{n}.requires_grad" for n in tensors) or "False"
-    draws = bool(operator.streams)
-    rng = f", _draw({tensors[0]}.device)" if draws and tensors else ""
-    text = f"""def {operator.name}{_parameters(params)}:
-    if _is_compiling():
-        return _general({positional})
-    try:
-        plan = _local.plans[{key},]
-    except (KeyError, AttributeError, TypeError):
-        return _general({positional})
-    if _is_grad_enabled() and ({recording}):
-        return _record(_operator, {rng.removeprefix(", ") or "None"}, {positional})
-    return plan({positional}{rng})
-"""
-    from fusionrt.autograd import record
 
     def general(*args: Any) -> Any:
         if any(isinstance(a, Expr) for a in args):
@@ -149,28 +126,13 @@ def entry(operator: Operator, function: Callable[..., Any], signature: inspect.S
                                 **{p.name: bound[p.name] for p in params if p.kind is p.KEYWORD_ONLY})
         return operator(*args)
 
-    scope: dict[str, Any] = {
-        "_is_compiling": torch.compiler.is_compiling, "_general": general, "_local": operator.local,
-        "_is_grad_enabled": torch.is_grad_enabled, "_record": record, "_operator": operator,
-        "_draw": operator.draw, **{f"_default_{p.name}": p.default for p in params}}
-    exec(compile(text, f"<fusionrt entry of {operator.name}>", "exec"), scope)
-    made = scope[operator.name]
+    made: Any = dispatch.entry(operator, signature, general)
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
     made.__doc__, made.__signature__, made.__wrapped__ = function.__doc__, signature, function
     made.operator, made.function = operator, function
     made.cuda, made.cpu = on_device(made, operator.name, names, "CUDA"), on_device(
         made, operator.name, names, "CPU")
     return cast(Fused, made)
-
-
-def _parameters(params: list[inspect.Parameter]) -> str:
-    parts, starred = [], False
-    for p in params:
-        if p.kind is p.KEYWORD_ONLY and not starred:
-            parts.append("*")
-            starred = True
-        parts.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
-    return f"({', '.join(parts)})"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Operators as torch.library ops: for torch.compile, export, FakeTensor and other tensor subclasses.
+"""Operators as torch.library ops: for torch.compile, export, FakeTensor, torch.func, tensor subclasses.
 
 The boundary costs 9 us a call more than the direct path, so eager code does not cross it; Dynamo
 does (`is_compiling`), and sees one opaque functional op with a fake implementation and a gradient.
@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from fusionrt import random
-from fusionrt.autograd import backward
+from fusionrt.autograd import backward, forward_ad, restore, save, transforms_active
 from fusionrt.op import Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
 _overloads: dict[tuple[Operator, str], Any] = {}
-_names: set[str] = set()
 
 
 @torch.compiler.allow_in_graph
@@ -27,7 +26,36 @@ def _call(handle: int, *args: Any) -> Any:
     if op.streams:
         tensor = next(a for a in args if isinstance(a, torch.Tensor))
         rng = random.draw_tensor(tensor.device)
+    if transforms_active() or forward_ad._current_level >= 0:
+        return Transformed.apply(op, rng, *args)
     return apply(op, args, rng)
+
+
+class Transformed(torch.autograd.Function):
+    """For torch.func, which does not take what `register_autograd` makes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Operator, rng: torch.Tensor | None, *args: Any) -> Any:
+        return apply(op, args, rng)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op, rng, *args = inputs
+        save(ctx, ctx.op, args, ctx.needs_input_grad[2:], *([] if rng is None else [rng]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        args = restore(ctx)
+        rng = args.pop() if ctx.op.streams else None
+        return (None, None, *backward(ctx.op, args, grads, ctx.needs_input_grad[2:], rng,
+                                      lambda op, args, rng: Transformed.apply(op, rng, *args)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"{ctx.op.name}: forward-mode differentiation (jvp, jacfwd, forward_ad) is "
+                                  "not implemented; use reverse mode (grad, vjp, jacrev)")
 
 
 _handles: list[Operator] = []
@@ -46,9 +74,7 @@ def _handle(op: Operator) -> int:
 
 def apply(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
     """Through the dispatcher: one tensor, or a tuple."""
-    numbers_as_floats = [a if isinstance(a, torch.Tensor) else float(a) for a in args]
-    out = overload(op, args)(*numbers_as_floats, *([rng] if op.streams else []))
-    return out[0] if len(op.outputs) == 1 else tuple(out)
+    return overload(op, args)(*args, *([rng] if op.streams else []))
 
 
 def overload(op: Operator, args: Any) -> Any:
@@ -61,32 +87,31 @@ def overload(op: Operator, args: Any) -> Any:
 
 
 def _define(op: Operator, kinds: str) -> Any:
-    name = f"{op.name}_{kinds}"
-    if name in _names:  # another operator of this name, with another expression
-        name = f"{op.name}_{op.digest}_{kinds}"
-    _names.add(name)
-    params = ", ".join(f"{'Tensor' if kind == 't' else 'float'} a{i}" for i, kind in enumerate(kinds))
+    # With the digest, as graphs of Inductor's cache and saved programs know their ops by name only.
+    name = f"{op.name}_{op.digest}_{kinds}"
+    params = ", ".join(f"{'Tensor' if kind == 't' else 'Scalar'} a{i}" for i, kind in enumerate(kinds))
     params += ", Tensor rng" if op.streams else ""
-    _library.define(f"{name}({params}) -> Tensor[]")
+    returns = ", ".join(["Tensor"] * len(op.outputs))
+    _library.define(f"{name}({params}) -> {f'({returns})' if len(op.outputs) > 1 else returns}")
     n = len(kinds)
 
-    def run(*args: Any) -> list[torch.Tensor]:
-        out = op.launch(args[:n], _unpacked(args[n]) if op.streams else None)
-        return list(out) if isinstance(out, tuple) else [out]
+    def run(*args: Any) -> Any:
+        return op.launch(args[:n], _unpacked(args[n]) if op.streams else None)
 
-    def fake(*args: Any) -> list[torch.Tensor]:
+    def fake(*args: Any) -> Any:
         shape = torch.broadcast_shapes(*(a.shape for a in args[:n] if isinstance(a, torch.Tensor)))
-        return op.allocate(args[:n], shape)
+        out = op.allocate(args[:n], shape)
+        return out[0] if len(out) == 1 else tuple(out)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.numbers = [None if isinstance(a, torch.Tensor) else a for a in inputs]
-        ctx.save_for_backward(*(a for a in inputs if isinstance(a, torch.Tensor)))
+        ctx.set_materialize_grads(False)
+        save(ctx, op, inputs[:n], ctx.needs_input_grad[:n], *inputs[n:])
 
-    def backwards(ctx: Any, grads: Any) -> Any:
-        saved = iter(ctx.saved_tensors)
-        args = [next(saved) if number is None else number for number in ctx.numbers]
+    def backwards(ctx: Any, *grads: Any) -> Any:
+        args = restore(ctx)
         rng = args.pop() if op.streams else None
-        return (*_backward(op, args, grads, ctx.needs_input_grad[:n], rng), *([None] if op.streams else []))
+        found = backward(op, args, grads, ctx.needs_input_grad[:n], rng, apply)
+        return (*found, *([None] if op.streams else []))
 
     _library.impl(name, run, "CPU")
     _library.impl(name, run, "CUDA")
@@ -96,15 +121,10 @@ def _define(op: Operator, kinds: str) -> Any:
     return getattr(torch.ops.fusionrt, name).default
 
 
-def _backward(op: Operator, args: list[Any], grads: Any, needed: tuple[bool, ...], rng: Any) -> list[Any]:
-    given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
-    if not any(given) or not any(needed):
-        return [None] * len(args)
-    gradient = op.gradient(needed, given)
-    out = apply(gradient, [*args, *(g for g, is_given in zip(grads, given, strict=True) if is_given)],
-                rng if gradient.streams else None)
-    results = iter(out if isinstance(out, tuple) else (out,))
-    return [next(results) if n else None for n in needed]
+def packed(rng: random.Rng, device: torch.device | None) -> torch.Tensor:
+    seed, offset, state = rng
+    return torch.tensor([seed, offset], dtype=torch.uint64, device=device).view(
+        torch.int64) if state is None else state
 
 
 def _unpacked(rng: torch.Tensor) -> random.Rng:
@@ -113,5 +133,3 @@ def _unpacked(rng: torch.Tensor) -> random.Rng:
     seed, offset = (int(x) & (2**64 - 1) for x in rng.tolist())
     return seed, offset, None
 
-
-assert backward

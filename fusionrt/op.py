@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from fusionrt import layout, random
+from fusionrt import dispatch, layout, random
 from fusionrt.array import is_foreign, to_torch
+from fusionrt.autograd import is_watched, record
 from fusionrt.expr import Expr, argument, emit, gradients, leaves
-from fusionrt.problem import Operand, Problem
+from fusionrt.problem import Operand, Problem, Result
 
 Args = Sequence[Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,6 +30,7 @@ STORAGE = {getattr(torch, name): name for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _collected: contextvars.ContextVar[list[Problem] | None] = contextvars.ContextVar("collected", default=None)
+_meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
 _PLANS_KEPT = 4096  # a thread; with more shapes than that alive, plans are built anew
 
 
@@ -44,6 +46,7 @@ class Operator:
         self.streams = tuple(dict.fromkeys(leaves(self.outputs, "random")))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
         self._gradients: dict[tuple[bool, ...], Operator] = {}
+        self._reads: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
@@ -58,27 +61,72 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Any arguments: torch tensors, other arrays, numbers."""
+        watched = is_watched()
+        if not watched:  # a traced call has symbolic sizes, which a key would make constants
+            key = call_key(args)
+            site = self.local.__dict__.setdefault("sites", {}).get(key)
+            if site is not None:
+                return self._resume(key, site, args)
         if any(map(is_foreign, args)):
             return self._call_foreign(args)
         tensors = self._check_types(args)
-        if torch.compiler.is_compiling() or any(type(t) not in PLAIN for t in tensors):
+        if watched or any(type(t) not in PLAIN for t in tensors):
             from fusionrt import library
             return library.call(self, args)
-        rng = self.draw(tensors[0].device) if self.streams else None
-        return self.apply(args, rng)
+        plan = self.plan(args)
+        run = self._run(plan, args)
+        if tensors[0].device.type != "meta":
+            if len(self.local.sites) >= _PLANS_KEPT:
+                self.local.sites.clear()
+            self.local.sites[key] = dispatch.guard(*tensors), run
+        return run(*args)
+
+    def _resume(self, key: tuple[Any, ...], site: tuple[Any, Any], args: Args) -> Any:
+        """A kind of call that was made before, but not last: the entry function's next guess."""
+        check, run = site
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if not check(*tensors):  # made under another dispatch state: autocast, inference mode
+            site = self.local.sites[key] = dispatch.guard(*tensors), run
+        self.local.site = site
+        return run(*args)
+
+    def _run(self, plan: Callable[..., Any], args: Args) -> Callable[..., Any]:
+        """The plan, with what a call of these arguments needs beside it: random numbers, a gradient."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        device, streams = tensors[0].device, bool(self.streams)
+        if not any(t.requires_grad for t in tensors):
+            return (lambda *args: plan(*args, self.draw(device))) if streams else plan
+
+        def recorded(*args: Any) -> Any:
+            rng = self.draw(device) if streams else None
+            if torch.is_grad_enabled():
+                return record(self, plan, rng, *args)
+            return plan(*args, rng) if streams else plan(*args)
+
+        return recorded
 
     def draw(self, device: torch.device) -> random.Rng:
-        return random.draw(device, 1 + max(int(s.removeprefix("random")) for s in self.streams))
+        return random.draw(device, self.counters)
+
+    @functools.cached_property
+    def counters(self) -> int:
+        """Philox counters that an element's draws take."""
+        return 1 + max(int(s.removeprefix("random")) for s in self.streams)
 
     def apply(self, args: Args, rng: random.Rng | None) -> Any:
-        """Run, and record a gradient if one will be needed."""
+        """Run with given random numbers, and record a gradient if one will be needed."""
+        plan = self.plan(args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            from fusionrt.autograd import record
-            return record(self, rng, *args)
-        return self.launch(args, rng)
+            return record(self, plan, rng, *args)
+        return plan(*args, rng) if self.streams else plan(*args)
 
     def launch(self, args: Args, rng: random.Rng | None = None) -> Any:
         """Run, without autograd: a tensor, or a tuple of several."""
+        plan = self.plan(args)
+        return plan(*args, rng) if self.streams else plan(*args)
+
+    def plan(self, args: Args) -> Callable[..., Any]:
+        """A callable of the arguments (and random numbers), made once for each kind of call."""
         plans = self.local.__dict__.setdefault("plans", {})
         key = call_key(args)
         plan = plans.get(key)
@@ -86,7 +134,13 @@ class Operator:
             if len(plans) >= _PLANS_KEPT:
                 plans.clear()
             plan = plans[key] = self._plan(args, 16)
-        return plan(*args, rng) if self.streams else plan(*args)
+        return plan
+
+    def _resolving(self, *args: Any) -> Any:
+        """torch negates some views lazily (`z.conj().imag`): kernels read memory as it is."""
+        n = len(self.params)
+        resolved = [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args[:n]]
+        return self.launch(resolved, *args[n:])
 
     def _call_foreign(self, args: Args) -> Any:
         converted, restore = [], None
@@ -96,7 +150,8 @@ class Operator:
                 restore = restore or back
             converted.append(a)
         out = self(*converted)
-        assert restore is not None
+        if restore is None or any(isinstance(a, torch.Tensor) for a in args):
+            return out  # among other arrays torch's tensors decide: they may need a gradient
         return tuple(map(restore, out)) if isinstance(out, tuple) else restore(out)
 
     # -- checks ----------------------------------------------------------------------------------
@@ -171,32 +226,20 @@ class Operator:
 
     # -- outputs ---------------------------------------------------------------------------------
 
-    def allocations(self, args: Args, shape: Sequence[int]) -> list[tuple[str, dict[str, Any]]]:
-        """Python text that makes each output from the arguments, and what the text refers to.
-
-        A full output has the layout of the first argument of full shape (so channels_last stays);
-        a reduced one, or one that no argument has the shape of, is contiguous.
-        """
-        tensors = [(f"a{i}", a) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        like, model = next(((n, t) for n, t in tensors if _leads(t, shape)), (None, tensors[0][1]))
-        texts: list[tuple[str, dict[str, Any]]] = []
-        for k, (dtype, target) in enumerate(zip(self.output_dtypes(args), self.targets, strict=True)):
-            names = {f"dtype{k}": dtype, f"shape{k}": tuple(shape), f"device{k}": model.device,
-                     "empty": torch.empty, "empty_like": torch.empty_like}
-            if target is not None and args[target].shape != tuple(shape):
-                names[f"shape{k}"] = tuple(args[target].shape)
-                texts.append((f"empty(shape{k}, dtype=dtype{k}, device=device{k})", names))
-            elif like is None:
-                texts.append((f"empty(shape{k}, dtype=dtype{k}, device=device{k})", names))
-            elif dtype == model.dtype:
-                texts.append((f"empty_like({like})", names))
-            else:
-                texts.append((f"empty_like({like}, dtype=dtype{k})", names))
-        return texts
-
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
-        scope = {f"a{i}": a for i, a in enumerate(args)}
-        return [eval(text, {**names, **scope}) for text, names in self.allocations(args, shape)]
+        """The outputs. A full one has the layout of the first argument of full shape (so channels_last
+        stays); a reduced one, or one that no argument has the shape of, is contiguous."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        model = next((t for t in tensors if _leads(t, shape)), None)
+        outputs = []
+        for dtype, target in zip(self.output_dtypes(args), self.targets, strict=True):
+            reduces = target is not None and args[target].shape != tuple(shape)
+            if model is None or reduces:
+                size = args[target].shape if reduces else shape
+                outputs.append(torch.empty(size, dtype=dtype, device=tensors[0].device))
+            else:
+                outputs.append(torch.empty_like(model, dtype=dtype))
+        return outputs
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -228,6 +271,8 @@ class Operator:
 
     def _plan(self, args: Args, alignment: int) -> Callable[..., Any]:
         shape, device = self.check(args)
+        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
+            return self._resolving
         outputs = self.allocate(args, shape)
         if 0 in shape:
             return lambda *args: _pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
@@ -237,17 +282,14 @@ class Operator:
             if collected is not None:
                 collected.append(problem)
             return lambda *args: _pack(self.allocate(args[:len(self.params)], shape))
-        kept_strides = tuple(over[len(shape) - o.dim():] for o, over in zip(outputs, out_over, strict=True))
+        results = [Result(tuple(o.shape), o.stride(), o.dtype, over[len(shape) - o.dim():])
+                   for o, over in zip(outputs, out_over, strict=True)]
         if device.type == "cpu":
             from fusionrt.cpu import pointwise as cpu
-            return cpu.build(self, problem, shape, kept_strides)
+            return cpu.build(problem, results, len(args))
         from fusionrt.runtime import launch
-        allocations = self.allocations(args, shape)
-        call = launch.Call(problem, tuple(f"a{i}" for i in range(len(args))),
-                           tuple(text for text, _ in allocations),
-                           {k: v for _, names in allocations for k, v in names.items()},
-                           tuple(tuple(o.shape) for o in outputs), kept_strides, device.index)
-        return launch.build(call, alignment, self._misaligned)
+        return launch.build(launch.Call(problem, results, len(args), device.index), alignment,
+                            self._misaligned)
 
     def _misaligned(self, *args: Any) -> Any:
         """The same call for pointers that are not multiples of 16 bytes."""
@@ -284,7 +326,14 @@ class Operator:
                                  for k in positions)], roots, wrt)
         return self._gradients[key]
 
-    @property
+    def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which arguments' values the gradients of the needed ones depend on."""
+        if needed not in self._reads:
+            used = self.gradient(needed, self.differentiable).used if any(self.differentiable) else ()
+            self._reads[needed] = tuple(f"a{i}" in used for i in range(len(self.params)))
+        return self._reads[needed]
+
+    @functools.cached_property
     def differentiable(self) -> tuple[bool, ...]:
         """Which outputs have a gradient: not truth values, not integers."""
         return tuple(not (root.is_truth or root.op.startswith(("cast_int", "cast_uint", "cast_bool")))
@@ -292,22 +341,29 @@ class Operator:
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[Problem]]:
-    """Calls on meta tensors compute nothing; in here they list the kernels that they would need."""
+def collecting(device: str = "cuda") -> Iterator[list[Problem]]:
+    """Calls on meta tensors compute nothing; in here they list the kernels that they would need on
+    a `device` ("cuda" or "cpu")."""
     problems: list[Problem] = []
-    token = _collected.set(problems)
+    token, meaning = _collected.set(problems), _meta_means.set(device)
     try:
         yield problems
     finally:
         _collected.reset(token)
+        _meta_means.reset(meaning)
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """Of a meta tensor, the device that it stands for."""
+    return _meta_means.get() if tensor.device.type == "meta" else tensor.device.type
 
 
 def call_key(args: Args) -> tuple[Any, ...]:
-    """All that a plan depends on. The generated entry functions build the same tuple."""
+    """All that a plan depends on."""
     key: list[Any] = []
     for a in args:
         if isinstance(a, torch.Tensor):
-            key += (type(a), a.shape, a.dtype, a.stride(), a.get_device())
+            key += (type(a), a.shape, a.dtype, a.stride(), a.device, a.requires_grad, a.is_neg())
         else:
             key.append(type(a))
     return tuple(key)

@@ -6,7 +6,7 @@ The GPU and the CPU runtime take the same description. Operands are named by pos
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusionrt.expr import Expr
 from fusionrt.layout import Domain, Ints
@@ -16,6 +16,15 @@ class Operand(NamedTuple):
     name: str
     dtype: str
     strides: Ints          # over the collapsed domain, innermost first
+
+
+class Result(NamedTuple):
+    """How an output is allocated, and the order in which a reduced one is computed."""
+
+    shape: Ints
+    strides: Ints
+    dtype: Any             # of torch
+    walk_strides: Ints     # dense in the order in which the domain is walked
 
 
 class Problem(NamedTuple):

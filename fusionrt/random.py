@@ -9,10 +9,24 @@ since its seed, so that the same `torch.manual_seed` gives the same masks on a C
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections import OrderedDict
 from typing import Any
 
 import torch
+
+# A generator is read and moved on in two steps: two threads must not take the same counters.
+_lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it at the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
 
 # seed, offset in Philox counters, and instead of both a tensor that holds them on the device
 Rng = tuple[int, int, Any]
@@ -23,15 +37,17 @@ def draw(device: torch.device, streams: int) -> Rng:
     if device.type == "meta":
         return 0, 0, None
     if device.type != "cuda":
-        return (*_draw_cpu(streams), None)
+        with _lock:
+            return (*_draw_cpu(streams), None)
     if torch.cuda.is_current_stream_capturing():
         # The generator's state lives on the device while a graph is captured; a value drawn by a
         # kernel of torch's is drawn again at every replay.
         return 0, 0, draw_tensor(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4 * streams)  # torch counts 32-bit values, four to a counter
+    with _lock:
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4 * streams)  # torch counts 32-bit values, four to a counter
     return generator.initial_seed(), offset // 4, None
 
 

@@ -13,10 +13,15 @@
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
 //   SUMS                          number of reduced outputs
 //   group_base(p, g), row_base(p, r)      first element of a group, of a row within it
-//   finish<W>(p, i, tile, sums)   as before, and add to sums[k][v]
+//   finish<W>(p, i, tile, draws, sums)    as before, and add to sums[k][v]
 //   p.columns, p.rows, p.groups, p.chunks, p.partials      partials[k][chunk][group][column]
 
 template <int W> using Sums = acc_t[SUMS][W];
+
+template <int W> __device__ __forceinline__ void finish_at(const Params& p, index_t i, const Tile<W>& tile,
+                                                           Sums<W>& sums) {
+    finish<W>(p, i, tile, draws<W>(p, i), sums);
+}
 
 __device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, index_t chunks) {
     return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
@@ -41,11 +46,11 @@ __device__ __forceinline__ void sum_columns(const Params& p) {
             for (int u = 0; u < UNROLL; ++u) tiles_[u] = load<VEC>(p, base + row_base(p, row + u * DEPTH));
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u)
-                finish<VEC>(p, base + row_base(p, row + u * DEPTH), tiles_[u], sums);
+                finish_at<VEC>(p, base + row_base(p, row + u * DEPTH), tiles_[u], sums);
         }
         for (; row < end; row += DEPTH) {
             const index_t i = base + row_base(p, row);
-            finish<VEC>(p, i, load<VEC>(p, i), sums);
+            finish_at<VEC>(p, i, load<VEC>(p, i), sums);
         }
     }
 
@@ -70,6 +75,13 @@ __device__ __forceinline__ acc_t warp_sum(acc_t x) {
     return x;
 }
 
+// First element of the j-th vector of a group, rows after one another.
+__device__ __forceinline__ index_t vector_base(const Params& p, index_t j) {
+    if (p.rows == 1) return j * VEC;
+    const index_t row = p.vectors.divide(j);
+    return row_base(p, row) + (j - row * (p.columns / VEC)) * VEC;
+}
+
 __device__ __forceinline__ void sum_everything(const Params& p) {
     constexpr int TEAMS = BLOCK / LANES;
     const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
@@ -82,10 +94,18 @@ __device__ __forceinline__ void sum_everything(const Params& p) {
         const index_t vectors = p.columns / VEC, total = p.rows * vectors;
         const index_t end = chunk_begin(total, chunk + 1, p.chunks);
         acc_t wide[SUMS][VEC] = {};
-        for (index_t j = chunk_begin(total, chunk, p.chunks) + lane; j < end; j += LANES) {
-            const index_t row = p.rows == 1 ? 0 : p.vectors.divide(j);
-            const index_t i = base + row_base(p, row) + (j - row * vectors) * VEC;
-            finish<VEC>(p, i, load<VEC>(p, i), wide);
+        index_t j = chunk_begin(total, chunk, p.chunks) + lane;
+        for (; j + (UNROLL - 1) * LANES < end; j += UNROLL * LANES) {
+            Tile<VEC> tiles[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) tiles[u] = load<VEC>(p, base + vector_base(p, j + u * LANES));
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u)
+                finish_at<VEC>(p, base + vector_base(p, j + u * LANES), tiles[u], wide);
+        }
+        for (; j < end; j += LANES) {
+            const index_t i = base + vector_base(p, j);
+            finish_at<VEC>(p, i, load<VEC>(p, i), wide);
         }
 #pragma unroll
         for (int k = 0; k < SUMS; ++k)
@@ -94,7 +114,7 @@ __device__ __forceinline__ void sum_everything(const Params& p) {
         // Only a single row may be ragged: with several, VEC divides the columns.
         if (VEC > 1 && chunk == p.chunks - 1)
             for (index_t c = vectors * VEC + lane; c < p.columns; c += LANES)
-                finish<1>(p, base + c, load<1>(p, base + c), sums);
+                finish_at<1>(p, base + c, load<1>(p, base + c), sums);
     }
 
     __shared__ acc_t shared[BLOCK / 32];

@@ -189,6 +189,10 @@ __device__ __forceinline__ float rcp(float x) {  // 1/x, 1 ulp; 1/inf and 1/huge
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ __forceinline__ float refined_rcp(float x) {  // 1/x, 1 ulp, for 2^-120 < |x| < 2^120
+    const float y = rcp(x);
+    return ::fmaf(y, ::fmaf(-x, y, 1.0f), y);
+}
 __device__ __forceinline__ float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -202,10 +206,33 @@ __device__ __forceinline__ bool logical_not(bool a) { return !a; }
 __device__ __forceinline__ acc_t minimum(acc_t a, acc_t b) { return a < b || a != a ? a : b; }
 __device__ __forceinline__ acc_t maximum(acc_t a, acc_t b) { return b < a || a != a ? a : b; }
 __device__ __forceinline__ acc_t div(acc_t a, acc_t b) { return a / b; }
+// IEEE division is 10 instructions and a call for what is out of range; 16-bit results need less.
+__device__ __forceinline__ acc_t reciprocal(acc_t a) {
+    if constexpr (HALF) {
+        float y;
+        asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(static_cast<float>(a)));
+        return y;
+    } else {
+        return acc_t(1) / a;
+    }
+}
+__device__ __forceinline__ acc_t near_reciprocal(acc_t a) {
+    if constexpr (HALF) return rcp(a);
+    else if constexpr (sizeof(acc_t) == 4) return refined_rcp(a);
+    else return acc_t(1) / a;
+}
 __device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ acc_t abs_(acc_t a) { return ::fabs(a); }
-__device__ __forceinline__ acc_t exp(acc_t a) { return ::exp(a); }
+__device__ __forceinline__ acc_t exp(acc_t a) {
+    if constexpr (HALF) {  // the product's rounding costs |a| / 2 ulp of float: far below 16 bits
+        float y;
+        asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(LOG2_E * static_cast<float>(a)));
+        return y;
+    } else {
+        return ::exp(a);
+    }
+}
 __device__ __forceinline__ acc_t exp2(acc_t a) { return ::exp2(a); }
 __device__ __forceinline__ acc_t expm1(acc_t a) { return ::expm1(a); }
 __device__ __forceinline__ acc_t log(acc_t a) { return ::log(a); }
@@ -222,8 +249,20 @@ __device__ __forceinline__ acc_t rint(acc_t a) { return ::rint(a); }
 __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
 
 __device__ __forceinline__ acc_t sigmoid(acc_t a) {
-    if constexpr (HALF) return rcp(1.0f + ex2(-LOG2_E * a));
-    else return acc_t(1) / (acc_t(1) + ::exp(-a));
+    if constexpr (HALF) {
+        return rcp(1.0f + ex2(-LOG2_E * a));
+    } else if constexpr (sizeof(acc_t) == 4) {
+        const float d = 1.0f + ::expf(-a);
+        return d < 1e37f ? refined_rcp(d) : rcp(d);
+    } else {
+        return acc_t(1) / (acc_t(1) + ::exp(-a));
+    }
+}
+
+// 1 - sigmoid(a); the subtraction cancels where sigmoid(a) is near 1.
+__device__ __forceinline__ acc_t sigmoid_complement(acc_t a, acc_t sigmoid_of_a) {
+    if constexpr (HALF) return acc_t(1) - sigmoid_of_a;
+    else return sigmoid(-a);
 }
 
 __device__ __forceinline__ acc_t tanh(acc_t a) {
@@ -251,6 +290,13 @@ __device__ __forceinline__ acc_t softplus(acc_t a) {
     }
 }
 
+// tanh(log(1 + e^a)) = n / (n + 2) with n = e^a (e^a + 2); beyond 20 it is 1 in double precision.
+__device__ __forceinline__ acc_t tanh_softplus(acc_t a) {
+    const acc_t e = exp(where(a < acc_t(20), a, acc_t(20)));
+    const acc_t n = e * (e + acc_t(2));
+    return n * near_reciprocal(n + acc_t(2));
+}
+
 // exp(-a^2/2); shared by normcdf and normpdf, so that a GELU's backward needs it once.
 __device__ __forceinline__ acc_t gaussian(acc_t a) {
     if constexpr (HALF) {
@@ -274,17 +320,17 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
     if constexpr (sizeof(acc_t) == 8) {
         return ::normcdf(a);
     } else {
-        const float t = ::fabsf(a);
         float tail;
         if constexpr (SIGNIFICANT_BITS == 8) {
-            const float u = rcp(::fmaf(0.5f, t, 1.0f));
+            const float u = rcp(::fmaf(0.5f, ::fabsf(a), 1.0f));
             tail = ::fmaf(::fmaf(::fmaf(-0.12574512f, u, 0.24522994f), u, 0.17955680f), u, 0.20084158f) * u;
         } else if constexpr (HALF) {
-            const float u = rcp(::fmaf(0.38f, t, 1.0f));
+            const float u = rcp(::fmaf(0.38f, ::fabsf(a), 1.0f));
             tail = ::fmaf(::fmaf(::fmaf(::fmaf(-0.089929283f, u, 0.18887872f), u, 0.091977887f),
                                  u, 0.15783007f), u, 0.15122508f) * u;
         } else {
-            const float u = 1.0f / ::fmaf(0.21f, t, 1.0f);
+            const float t = ::fminf(::fabsf(a), 1e4f);  // its refinement makes 0 * inf of infinity
+            const float u = refined_rcp(::fmaf(0.21f, t, 1.0f));
             float q = -0.071295291f;
             q = ::fmaf(q, u, 0.28180677f);
             q = ::fmaf(q, u, -0.32649747f);
@@ -302,18 +348,30 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
 
 // ---------------------------------------------------------------------------------------------
 // Random numbers: Philox4x32-7 (Salmon et al. 2011; seven rounds pass BigCrush), counter-based.
-// Element i of an output takes lane i % 8 of counter (offset, i / 8): 16 random bits, kept in the
-// upper half of a word. The same seed and offset give the same bits on every device and layout.
+// The walk over the output is cut into blocks of 512 elements with 64 counters each: counter g of a
+// block serves elements 4g .. 4g+3 of its first half and the same of its second half, 16 bits for
+// each. So a thread that holds four neighbours from either half needs one Philox for eight elements,
+// whatever the size of its vectors. The same seed and offset give the same bits on a CPU.
 
 struct RandomState { unsigned long long seed, offset; };
+constexpr int HALF_BLOCK = 256;
 
-__device__ __forceinline__ void philox(RandomState state, unsigned long long group, unsigned (&w)[4]) {
+// One instruction; the compiler adds the cross terms of a 64-bit product although they are zero.
+__device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
+    unsigned long long product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+template <typename I> __device__ __forceinline__ I counter_of(I i) { return (i >> 9) << 6 | ((i >> 2) & 63); }
+
+__device__ __forceinline__ void philox(RandomState state, unsigned long long counter, unsigned (&w)[4]) {
     w[0] = static_cast<unsigned>(state.offset), w[1] = static_cast<unsigned>(state.offset >> 32);
-    w[2] = static_cast<unsigned>(group), w[3] = static_cast<unsigned>(group >> 32);
+    w[2] = static_cast<unsigned>(counter), w[3] = static_cast<unsigned>(counter >> 32);
     unsigned k0 = static_cast<unsigned>(state.seed), k1 = static_cast<unsigned>(state.seed >> 32);
 #pragma unroll
     for (int round = 0; round < 7; ++round) {
-        const unsigned long long p0 = 0xD2511F53ull * w[0], p1 = 0xCD9E8D57ull * w[2];
+        const unsigned long long p0 = wide_product(0xD2511F53u, w[0]), p1 = wide_product(0xCD9E8D57u, w[2]);
         w[0] = static_cast<unsigned>(p1 >> 32) ^ w[1] ^ k0;
         w[2] = static_cast<unsigned>(p0 >> 32) ^ w[3] ^ k1;
         w[1] = static_cast<unsigned>(p1);
@@ -322,41 +380,50 @@ __device__ __forceinline__ void philox(RandomState state, unsigned long long gro
     }
 }
 
-// Bits of elements i .. i + W - 1; i is a multiple of W (any i for W == 1).
-template <int W> struct Random {
-    unsigned lanes[W];
-    __device__ __forceinline__ Random(RandomState state, unsigned long long i) {
-        unsigned w[4];
-        if constexpr (W >= 8) {
-#pragma unroll
-            for (int v = 0; v < W; ++v) {
-                if (v % 8 == 0) philox(state, (i + v) / 8, w);
-                lanes[v] = v % 2 ? w[v % 8 / 2] & 0xffff0000u : w[v % 8 / 2] << 16;
-            }
-        } else {
-            philox(state, i / 8, w);
-            const int first = static_cast<int>(i % 8);
-            if constexpr (W >= 2) {
-#pragma unroll
-                for (int v = 0; v < W; v += 2) {
-                    const int word = first / 2 + v / 2;
-                    const unsigned low = word & 1 ? w[1] : w[0], high = word & 1 ? w[3] : w[2];
-                    const unsigned bits = word & 2 ? high : low;
-                    lanes[v] = bits << 16, lanes[v + 1] = bits & 0xffff0000u;
-                }
-            } else {
-                const unsigned low = first & 2 ? w[1] : w[0], high = first & 2 ? w[3] : w[2];
-                const unsigned bits = first & 4 ? high : low;
-                lanes[0] = first & 1 ? bits & 0xffff0000u : bits << 16;
-            }
-        }
-    }
+// One element's 16 bits: a half of a word. Low halves belong to even elements.
+struct Lane { unsigned word; bool high; };
+
+// The bits of W neighbours, two to a word.
+template <int W> struct Lanes {
+    static constexpr int WORDS = W < 2 ? 1 : W / 2;
+    unsigned words[WORDS];
+    bool high;  // of a single element
+    __device__ __forceinline__ Lane operator[](int v) const { return {words[v / 2], W == 1 ? high : v % 2 == 1}; }
 };
 
+// Elements i .. i + W - 1, where W divides i, so that they lie in one half of a block.
+template <int W, typename I> __device__ __forceinline__ Lanes<W> draw(RandomState state, I i) {
+    Lanes<W> lanes;
+    lanes.high = i & 1;
+    const bool second = i & HALF_BLOCK;
+#pragma unroll
+    for (int v = 0; v < W; v += 4) {
+        unsigned w[4];
+        philox(state, counter_of(i) + v / 4, w);
+        const unsigned low = second ? w[2] : w[0], high = second ? w[3] : w[1];
+        if constexpr (W >= 4) lanes.words[v / 2] = low, lanes.words[v / 2 + 1] = high;
+        else lanes.words[0] = i & 2 ? high : low;
+    }
+    return lanes;
+}
+
+// The elements at i and those at i + HALF_BLOCK: both halves of every counter are used.
+template <int W, typename I>
+__device__ __forceinline__ void draw_pair(RandomState state, I i, Lanes<W>& first, Lanes<W>& second) {
+    static_assert(W >= 4, "narrower vectors use part of a counter");
+#pragma unroll
+    for (int v = 0; v < W; v += 4) {
+        unsigned w[4];
+        philox(state, counter_of(i) + v / 4, w);
+        first.words[v / 2] = w[0], first.words[v / 2 + 1] = w[1];
+        second.words[v / 2] = w[2], second.words[v / 2 + 1] = w[3];
+    }
+}
+
 // True with probability 1 - p, p taken to the nearest 2^-16.
-__device__ __forceinline__ bool kept(unsigned bits, acc_t p) {
+__device__ __forceinline__ bool kept(Lane lane, acc_t p) {
     const unsigned threshold = static_cast<unsigned>(p * acc_t(65536) + acc_t(0.5));
-    return threshold < 65536u ? bits >= threshold << 16 : false;
+    return (lane.high ? lane.word >> 16 : lane.word & 0xffffu) >= threshold;
 }
 
 }  // namespace fusionrt

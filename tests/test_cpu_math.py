@@ -297,22 +297,26 @@ def test_philox():
         assert list(call(np.array(counter, np.uint32), np.array(key, np.uint32))) == expected
 
 
-def test_fill_random16():
-    seed, offset, first, groups = 0x123456789ABCDEF0, 0xFEDCBA9876543210, 2**32 - 20, 41
-    out = np.full(8 * groups + 8, 7, np.uint16)
-    storage.fill_random16(out, np.uint64(first), groups, np.uint64(seed), np.uint64(offset))
-    expected = []
-    for group in range(first, first + groups):  # passes the carry into the high word
-        counter = [offset & 0xFFFFFFFF, offset >> 32, group & 0xFFFFFFFF, group >> 32]
-        for word in philox_reference(counter, [seed & 0xFFFFFFFF, seed >> 32]):
-            expected += [word & 0xFFFF, word >> 16]
-    assert out[:-8].tolist() == expected
-    assert (out[-8:] == 7).all()
+def test_fill_random():
+    seed, offset, first, blocks = 0x123456789ABCDEF0, 0xFEDCBA9876543210, 2**26 - 1, 2
+    words = np.full(128 * blocks + 4, 7, np.uint64)
+    storage.fill_random(words, np.int64(first), blocks, np.uint64(seed), np.uint64(offset))
+    expected = np.zeros((blocks, 2, 256), np.uint16)
+    for block in range(blocks):  # passes the carry into the counter's high word
+        for g in range(64):
+            n = (first + block) * 64 + g
+            counter = [offset & 0xFFFFFFFF, offset >> 32, n & 0xFFFFFFFF, n >> 32]
+            lanes = [half for word in philox_reference(counter, [seed & 0xFFFFFFFF, seed >> 32])
+                     for half in (word & 0xFFFF, word >> 16)]
+            expected[block, 0, 4 * g:4 * g + 4] = lanes[:4]
+            expected[block, 1, 4 * g:4 * g + 4] = lanes[4:]
+    assert (words[:-4].view(np.uint16) == expected.reshape(-1)).all()
+    assert (words[-4:] == 7).all()
 
 
 def test_random16_looks_uniform():
     out = np.empty(2**20, np.uint16)
-    storage.fill_random16(out, np.uint64(0), out.size // 8, np.uint64(42), np.uint64(0))
+    storage.fill_random(out.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(0))
     counts = np.bincount(out >> 8, minlength=256)
     chi_square = ((counts - out.size / 256) ** 2 / (out.size / 256)).sum()
     assert 150 < chi_square < 375  # 255 degrees of freedom: five standard deviations
@@ -324,7 +328,7 @@ def test_random16_looks_uniform():
         correlation = (centred[lag:] * centred[:-lag]).mean() * 12
         assert abs(correlation) < 5 / math.sqrt(out.size)
     other = np.empty_like(out)
-    storage.fill_random16(other, np.uint64(0), out.size // 8, np.uint64(42), np.uint64(4))
+    storage.fill_random(other.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(4))
     assert (other == out).mean() < 1e-3
 
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,14 @@ Function = Callable[[int, int, int, int, int], int]
 _loaded: dict[str, Function] = {}
 _engines: list[Any] = []  # they own the code
 _lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 @functools.cache

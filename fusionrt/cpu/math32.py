@@ -24,7 +24,7 @@ from fusionrt.cpu.storage import (
     cast_uint8,
     copysign,
     div,
-    fill_random16,
+    fill_random,
     float_to_bits,
     float_to_half,
     floor,
@@ -51,11 +51,12 @@ from fusionrt.cpu.storage import (
 __all__ = [
     "abs_", "acc_t", "cast_bfloat16", "cast_bool", "cast_float16", "cast_float32", "cast_int8",
     "cast_int16", "cast_int32", "cast_int64", "cast_uint8", "cos", "div", "erf", "exp", "exp2",
-    "expm1", "fill_random16", "floor", "fma", "isnan_", "load_bfloat16", "load_bool",
+    "expm1", "fill_random", "floor", "fma", "isnan_", "load_bfloat16", "load_bool",
     "load_float16", "load_float32", "load_float64", "load_int8", "load_int16", "load_int32",
     "load_int64", "load_uint8", "log", "log1p", "log2", "logical_not", "maximum", "minimum",
-    "mul_rn", "normcdf", "normpdf", "philox7", "pow_", "rint", "rsqrt", "sigmoid", "sin", "softplus",
-    "sqrt", "store_bfloat16", "store_float16", "store_float32", "store_float64", "tanh",
+    "mul_rn", "near_reciprocal", "normcdf", "normpdf", "philox7", "pow_", "reciprocal", "rint", "rsqrt",
+    "sigmoid", "sigmoid_complement", "sin", "softplus",
+    "sqrt", "store_bfloat16", "store_float16", "store_float32", "store_float64", "tanh", "tanh_softplus",
     "trunc", "where",
 ]
 
@@ -342,6 +343,29 @@ def normpdf(x):
     square = a * a
     k, r = _exp_reduce(acc_t(-0.5) * square, acc_t(-0.5) * fma(a, a, -square))
     return _scale(_exp_mantissa(r) * INV_SQRT_2PI, k)
+
+
+@inline
+def reciprocal(x):
+    """1 / x."""
+    return ONE / x
+
+
+near_reciprocal = reciprocal
+
+
+@inline
+def tanh_softplus(x):
+    """tanh(log(1 + e^x)) = n / (n + 2), n = e^x (e^x + 2); beyond 20 it is 1 in double precision."""
+    e = exp(where(x > acc_t(20.0), acc_t(20.0), x))
+    n = e * (e + acc_t(2.0))
+    return n / (n + acc_t(2.0))
+
+
+@inline
+def sigmoid_complement(x, sigmoid_of_x):
+    """1 - sigmoid(x), without the cancellation where sigmoid(x) is near 1."""
+    return where(x < ZERO, ONE - sigmoid_of_x, sigmoid(-x))
 
 
 # --- calls of libm --------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def scope(acc: str) -> dict[str, Any]:
         store = getattr(storage, f"cast_{dtype}")
         names[f"store_{dtype}"] = store
         names[f"cast_{dtype}"] = _casting(store, mathematics.acc_t)
-    for dtype in ("uint8", "uint16", "int8", "int16", "int32", "int64", "float32", "float64"):
+    for dtype in ("uint8", "uint16", "uint64", "int8", "int16", "int32", "int64", "float32", "float64"):
         names[f"{dtype}_at"] = _pointer_to(getattr(types, dtype))
     return names | {"uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,
                     "pairwise_sum": pairwise_sum}

@@ -11,19 +11,16 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusionrt.cpu import compiler, threads
 from fusionrt.expr import emit
 from fusionrt.layout import Ints
-from fusionrt.problem import Operand, Problem
+from fusionrt.problem import Operand, Problem, Result
 
-if TYPE_CHECKING:
-    from fusionrt.op import Operator
-
-BLOCK = 1024     # elements a random or summed run is cut into
+BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
 SUM_TASKS = 32
 # Storage dtype -> element type of its array: 16-bit floats are bit patterns.
 ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -41,6 +38,10 @@ def generate(problem: Problem) -> str:
     arrays += [(f"bits_{s}", "uint16") for s in problem.streams]
     arrays += [(f"buffer_{o.name}", problem.acc) for o in buffered]
     lines = [f"{name} = {dtype}_at(pointers[{k}])" for k, (name, dtype) in enumerate(arrays)]
+    lines += [f"words_{s} = uint64_at(pointers[{len(inputs) + len(outputs) + k}])"
+              for k, s in enumerate(problem.streams)]
+    if problem.streams:
+        lines += ["drawn = 0", "drawn_end = start"]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
     operands = [*inputs, *summed]
     lines += [f"n{d} = integers[{d}]" for d in range(len(sizes))]
@@ -53,9 +54,12 @@ def generate(problem: Problem) -> str:
     for d in range(1, len(sizes)):
         body += [f"c{d} = row % n{d}", f"row = row // n{d}"] if d < len(sizes) - 1 else [f"c{d} = row"]
     body += [f"{o.name}_base = {_offset(o)}" for o in operands]
-    for s in problem.streams:
-        body.append(f"fill_random16(bits_{s}, i // 8, (length + 15) // 8, uint64_of(integers[{seed}]), "
-                    f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))")
+    if problem.streams:
+        body += ["if i + length > drawn_end:", "    drawn = i - (i & 511)",
+                 "    n_blocks = 2 if (i & 511) + length <= 1024 else 3",
+                 *(f"    fill_random(words_{s}, drawn // 512, n_blocks, uint64_of(integers[{seed}]), "
+                   f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))"
+                   for s in problem.streams), "    drawn_end = drawn + 512 * n_blocks"]
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
              for o in inputs if not o.strides[0]]
     body += ["for j in range(length):", *("    " + line for line in _inner(problem, summed, buffered))]
@@ -76,7 +80,7 @@ def _offset(operand: Operand) -> str:
 def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand]) -> list[str]:
     lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
              for o in problem.inputs if o.strides[0]]
-    lines += [f"{s} = bits_{s}[(i & 7) + j]" for s in problem.streams]
+    lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
     statements, results = emit(problem.roots, "{} = {}")
     lines += statements
     for o, value in zip(problem.outputs, results, strict=True):
@@ -93,8 +97,7 @@ def _step(operand: Operand) -> str:
     return "j" if operand.strides[0] == 1 else f"j * {operand.name}_s0"
 
 
-def build(op: Operator, problem: Problem, shape: Ints, kept_strides: Sequence[Ints]
-          ) -> Callable[..., Any]:
+def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and seed) that allocates and computes."""
     run = compiler.function(generate(problem), problem.acc, problem.name)
     count = problem.domain.count
@@ -103,24 +106,23 @@ def build(op: Operator, problem: Problem, shape: Ints, kept_strides: Sequence[In
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     positions = [int(o.name[1:]) for o in problem.inputs]
     scalars = [int(name[1:]) for name in problem.scalars]
-    n_args = len(op.params)
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     buffers = len(problem.streams) + sum(problem.outputs[k].strides[0] == 0 for k in summed)
 
     def call(*args: Any) -> Any:
-        outputs = op.allocate(args[:n_args], shape)
+        inputs = [args[k].data_ptr() for k in positions]
+        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) for r in results]
         rng = args[n_args] if problem.streams else (0, 0, None)
         seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
         constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)
         numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
-        inputs = [args[k].data_ptr() for k in positions]
         if not summed:
             task = functools.partial(_task, run, inputs + [o.data_ptr() for o in outputs], constants,
                                      numbers, buffers)
             threads.run(task, count, parallel=count >= threads.SERIAL_BELOW, grain=threads.GRAIN)
         else:
             _summing(run, problem, inputs, outputs, constants, numbers, buffers, count, sums_of,
-                     kept_strides)
+                     [r.walk_strides for r in results])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call

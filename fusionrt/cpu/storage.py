@@ -335,24 +335,21 @@ def philox7(c0, c1, c2, c3, k0, k1):
 
 
 @inline
-def fill_random16(out, first_group, n_groups, seed, offset):
-    """out[8 * j : 8 * j + 8] = the 8 random uint16 of group first_group + j, for j < n_groups.
+def fill_random(words, first_block, n_blocks, seed, offset):
+    """The random bits of blocks of 512 elements, 16 for each element, as 64-bit words.
 
-    A group is one philox7: counter (low, high word of offset, low, high word of the group), key
-    (low, high word of seed); of each word of the result the low half comes first.
+    Counter g of a block's 64 is one philox7: counter (low, high word of offset, low, high word of
+    64 block + g), key (low, high word of seed). Its first two words are the bits of elements
+    4g .. 4g+3 of the block, low halves first, its last two those of the same 256 elements later.
     """
     mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    seed, offset, first = np.uint64(seed), np.uint64(offset), np.uint64(first_group)
+    seed, offset = np.uint64(seed), np.uint64(offset)
     k0, k1 = np.uint32(seed & mask), np.uint32(seed >> half)
     c0, c1 = np.uint32(offset & mask), np.uint32(offset >> half)
-    for j in range(n_groups):
-        group = first + np.uint64(j)
-        w0, w1, w2, w3 = philox7(c0, c1, np.uint32(group & mask), np.uint32(group >> half), k0, k1)
-        out[8 * j] = np.uint16(w0)
-        out[8 * j + 1] = np.uint16(w0 >> np.uint32(16))
-        out[8 * j + 2] = np.uint16(w1)
-        out[8 * j + 3] = np.uint16(w1 >> np.uint32(16))
-        out[8 * j + 4] = np.uint16(w2)
-        out[8 * j + 5] = np.uint16(w2 >> np.uint32(16))
-        out[8 * j + 6] = np.uint16(w3)
-        out[8 * j + 7] = np.uint16(w3 >> np.uint32(16))
+    for block in range(n_blocks):
+        first = np.uint64(first_block + block) * np.uint64(64)
+        for g in range(64):
+            counter = first + np.uint64(g)
+            w0, w1, w2, w3 = philox7(c0, c1, np.uint32(counter & mask), np.uint32(counter >> half), k0, k1)
+            words[128 * block + g] = np.uint64(w0) | np.uint64(w1) << half
+            words[128 * block + 64 + g] = np.uint64(w2) | np.uint64(w3) << half

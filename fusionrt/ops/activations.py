@@ -10,7 +10,7 @@ import math
 
 from fusionrt import expr
 from fusionrt.catalogue import pointwise
-from fusionrt.expr import Expr, clamp, exp, expm1, normcdf, where
+from fusionrt.expr import Expr, expm1, normcdf, reciprocal, tanh_softplus, where
 
 
 @pointwise
@@ -104,15 +104,13 @@ def tanh(x: Expr) -> Expr:
 
 @pointwise
 def mish(x: Expr) -> Expr:
-    """x * tanh(log(1 + e^x)), written as x * n / (n + 2) with n = e^x (e^x + 2).
+    """x * tanh(log(1 + e^x)).
 
     Source: torch.nn.functional.mish (Misra 2019).
 
         mish(torch.tensor([-1.0, 2.0]))  # [-0.3034, 1.9440]
     """
-    e = exp(where(x < 20, x, 20))  # beyond, n / (n + 2) is 1 in double precision
-    n = e * (e + 2)
-    return x * (n / (n + 2))
+    return x * tanh_softplus(x)
 
 
 @pointwise
@@ -123,18 +121,18 @@ def softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Expr:
 
         softplus(torch.tensor([0.0]))  # [0.6931]
     """
-    return where(x * beta > threshold, x, expr.softplus(x * beta) / beta)
+    return where(x * beta > threshold, x, expr.softplus(x * beta) * reciprocal(beta))
 
 
 @pointwise
 def hardswish(x: Expr) -> Expr:
-    """x * min(max(x + 3, 0), 6) / 6.
+    """x * min(max(x + 3, 0), 6) / 6; the derivative is 0 at -3 and 1 at 3, as in torch 2.8 and later.
 
     Source: torch.nn.functional.hardswish (Howard et al. 2019).
 
         hardswish(torch.tensor([-1.0, 2.0]))  # [-0.3333, 1.6667]
     """
-    return x * clamp(x + 3, 0, 6) * (1 / 6)
+    return x * where(x <= -3, 0, where(x >= 3, 1, (x + 3) * (1 / 6)))
 
 
 @pointwise

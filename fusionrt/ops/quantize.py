@@ -11,6 +11,7 @@ import torch
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.expr import Expr, cast, clamp, node, round_
 from fusionrt.fuse import Fused, fuse
+from fusionrt.op import device_type
 
 
 def _to_int8(x: Expr) -> Expr:
@@ -82,8 +83,7 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
 
 
 def _on_cuda(x: Any) -> bool:
-    # Meta tensors stand for CUDA ones: warmup runs its examples on them.
-    return x.device.type in ("cuda", "meta") if isinstance(x, torch.Tensor) else hasattr(
+    return device_type(x) == "cuda" if isinstance(x, torch.Tensor) else hasattr(
         x, "__cuda_array_interface__")
 
 

@@ -42,6 +42,9 @@ def cubin(text: str, entry: str, arch: str, name: str) -> tuple[cache.Entry, boo
 
 
 def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:
+    if arch.rstrip("af") not in supported():
+        raise RuntimeError(f"{name}: NVRTC {version()} cannot compile for {arch}, only for "
+                           f"{', '.join(supported())}; upgrade the package nvidia-cuda-nvrtc")
     nvrtc = _nvrtc()
     options = (*OPTIONS, f"-arch={arch}")
     program = nvrtc.createProgram(text, f"{entry}.cu", (), ())
@@ -57,6 +60,16 @@ def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:
     if not code:  # an arch that NVRTC can only turn into PTX gives success and no bytes
         raise CompileError(name, arch, options, "NVRTC returned an empty cubin", _dump(text, entry))
     return cache.Entry({"kernel": name, "entry": entry, "arch": arch, **resources(log)}, code)
+
+
+def supported() -> tuple[str, ...]:
+    """The architectures that NVRTC knows. Loads it, half a second."""
+    return tuple(f"sm_{number}" for number in _nvrtc().getSupportedArchs())
+
+
+def version() -> str:
+    """NVRTC's own, as 13.0."""
+    return ".".join(map(str, _nvrtc().getVersion()))
 
 
 def _nvrtc() -> Any:

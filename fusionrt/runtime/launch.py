@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Problem
+from fusionrt.problem import Problem, Result
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import pointwise
 from fusionrt.runtime.source import ITEMSIZE
@@ -46,12 +46,20 @@ class Call(NamedTuple):
     """What an operator knows of one kind of call."""
 
     problem: Problem
-    arguments: tuple[str, ...]        # of the operator: a0, a1, ...
-    allocate: tuple[str, ...]         # Python text that makes each output
-    names: dict[str, Any]             # what that text refers to
-    kept_shapes: tuple[tuple[int, ...] | None, ...]  # shape, and in-memory strides, of reduced ones
-    kept_strides: tuple[tuple[int, ...] | None, ...]
+    results: Sequence[Result]
+    n_arguments: int                  # of the operator: a0, a1, ...
     device: int
+
+    @property
+    def arguments(self) -> list[str]:
+        return [f"a{i}" for i in range(self.n_arguments)]
+
+
+try:  # Inductor's: half the cost of torch.empty_strided; on the current device, as we are
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided
+except ImportError:
+    def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 def build(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +89,7 @@ def _pointwise(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Ca
     problem = call.problem
     source = pointwise.generate(problem, _elements(problem, alignment))
     width = pointwise.vector_width(problem, _elements(problem, alignment))
-    grid = -(-problem.domain.count // (pointwise.BLOCK * width))
+    grid = -(-problem.domain.count // pointwise.tile(problem, width))
     kernel = Kernel(source, grid, pointwise.BLOCK, call.device, problem.name)
     pointers = {o.name: f"p_{o.name}" for o in problem.inputs}
     pointers |= {o.name: f"{o.name}.data_ptr()" for o in problem.outputs}
@@ -89,17 +97,18 @@ def _pointwise(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Ca
                "random_state": "rng[2].data_ptr() if rng[2] is not None else 0"}
     values = [(pointers | special).get(v, v) if isinstance(v, str) else str(v) for v in kernel.values]
     lines = [f"{pointers[o.name]} = {o.name}.data_ptr()" for o in problem.inputs]
-    arguments = ", ".join(call.arguments + (("rng",) if problem.streams else ()))
+    arguments = ", ".join([*call.arguments, *(["rng"] if problem.streams else [])])
     if alignment == 16 and problem.inputs:
         lines.append(f"if ({' | '.join(pointers[o.name] for o in problem.inputs)}) & 15: "
                      f"return misaligned({arguments})")
-    lines += [f"{o.name} = {text}" for o, text in zip(problem.outputs, call.allocate, strict=True)]
+    lines += [f"{o.name} = empty({r.shape}, {tuple(r.strides)}, {r.dtype})"
+              for o, r in zip(problem.outputs, call.results, strict=True)]
     lines.append(f"pack(buffer, 0, {', '.join(values)})")
     lines.append(f"launch({kernel.function}, {grid}, 1, 1, {kernel.block}, 1, 1, 0, "
                  f"stream({call.device}), {kernel.parameters}, 0)")
     lines.append("return " + ", ".join(o.name for o in problem.outputs))
     text = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-    scope = {**call.names, "pack": kernel.packer.pack_into, "buffer": kernel.buffer, "kernel": kernel,
+    scope = {"torch": torch, "empty": empty_strided, "pack": kernel.packer.pack_into, "buffer": kernel.buffer, "kernel": kernel,
              "launch": cuda.driver().launchKernel, "stream": raw_stream, "misaligned": misaligned}
     exec(text, scope)
     return scope["run"]
@@ -135,10 +144,6 @@ def _reducing(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Cal
     problem = call.problem
     stages = [_stage(call, launch, alignment) for launch in pointwise.split(problem)]
     acc = getattr(torch, problem.acc)
-    allocate = {o.name: eval(f"lambda {', '.join(call.arguments)}: {text}", dict(call.names))
-                for o, text, reduced in zip(problem.outputs, call.allocate, problem.reduced, strict=True)
-                if not reduced}
-
     def run(*args: Any) -> Any:
         tensors: dict[str, Any] = dict(zip(call.arguments, args, strict=False))
         rng = args[-1] if problem.streams else (0, 0, None)
@@ -150,8 +155,9 @@ def _reducing(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Cal
                   "random_state": 0 if rng[2] is None else rng[2].data_ptr()}
         outputs: list[Any] = [None] * len(problem.outputs)
         for k, o in enumerate(problem.outputs):
-            if o.name in allocate:
-                outputs[k] = allocate[o.name](*args[:len(call.arguments)])
+            if not problem.reduced[k]:
+                shape, strides, dtype, _ = call.results[k]
+                outputs[k] = empty_strided(shape, strides, dtype)
                 known[o.name] = outputs[k].data_ptr()
         for stage in stages:
             _run_stage(stage, call, known, outputs, acc)
@@ -166,7 +172,7 @@ def _stage(call: Call, launch: pointwise.Launch, alignment: int) -> _Stage:
     source = pointwise.generate(part, elements, rows)
     width = pointwise.vector_width(part, elements)
     if rows is None:
-        grid = -(-part.domain.count // (pointwise.BLOCK * width))
+        grid = -(-part.domain.count // pointwise.tile(part, width))
         return _Stage(launch, Kernel(source, grid, pointwise.BLOCK, call.device, part.name), 0, ())
     lanes = pointwise.n_lanes(rows, width)
     chunks = pointwise.n_chunks(rows, width, lanes)
@@ -198,10 +204,8 @@ def _run_stage(stage: _Stage, call: Call, known: dict[str, Any], outputs: list[A
     stage.kernel({**known, "partials": partials.data_ptr()})
     for position, (k, kernel) in enumerate(zip(reduced, stage.sums, strict=True)):
         operand = call.problem.outputs[k]
-        shape, strides = call.kept_shapes[k], call.kept_strides[k]
-        assert shape is not None and strides is not None
+        shape, _, dtype, strides = call.results[k]
         exact = _kept(operand.strides, call.problem.sizes) == rows.kept
-        dtype = getattr(torch, operand.dtype)
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device) if exact else \
             torch.empty(rows.kept, dtype=acc, device=device)
         kernel({"partials": partials[position].data_ptr(), "out": out.data_ptr(),

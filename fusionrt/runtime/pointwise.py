@@ -19,6 +19,7 @@ from fusionrt.problem import Operand, Problem
 from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
 
 BLOCK = 128
+MIN_BLOCKS = 8  # that must fit on an SM: 64 registers a thread; without a limit ptxas spills to reach 32
 REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
@@ -100,6 +101,20 @@ def vector_width(problem: Problem, alignment: int) -> int:
     return width
 
 
+def unroll(problem: Problem, width: int) -> int:
+    """Vectors a thread: two where one operand alone would keep too few bytes in flight; four where
+    pairs share random numbers, and all their keys."""
+    operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
+    if width < 4:
+        return 1
+    return 4 if problem.streams else 2 if operands == 1 else 1
+
+
+def tile(problem: Problem, width: int) -> int:
+    """Elements a block."""
+    return BLOCK * unroll(problem, width) * width
+
+
 def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
     if is_flat(operand, sizes):
         return "flat"
@@ -123,14 +138,15 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
     geometry.declare([o for o, mode in modes.items() if mode not in ("flat", "scalar")])
     if rows is None:
         geometry.index("count", problem.domain.count)
-        constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = 1, VEC = {width};"]
+        constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
+                     f"constexpr int MIN_BLOCKS = {MIN_BLOCKS};"]
         extra: list[str] = []
     else:
         constants, extra = _reduction_text(rows, geometry, width, sum(problem.reduced))
     fields = _fields(problem, geometry, rows is not None)
     params = Params([field for field, _ in fields])
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-                 *_load_text(geometry, modes), *_finish_text(problem)]
+                 *_load_text(geometry, modes), *_draws_text(problem), *_finish_text(problem)]
     stem = "pointwise" if rows is None else "pointwise_reduce"
     text = assemble(stem, _constants(problem), functions)
     return Source(stem, text, params, tuple(values for _, values in fields))
@@ -189,21 +205,32 @@ def _load_text(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
             "    Tile<W> tile;", *("    " + line for line in body), "    return tile;", "}"]
 
 
+def _draws_text(problem: Problem) -> list[str]:
+    """Random bits: a member of `Draws` per stream; stream k takes the k-th counter from the offset."""
+    state, single, both = [], [], []
+    if problem.streams:
+        state = ["    RandomState state = {p.seed, p.random_offset};",
+                 "    if (p.random_state) state = {p.random_state[0], p.random_state[1] + state.offset};"]
+    for stream in problem.streams:
+        at = f"RandomState{{state.seed, state.offset + {stream.removeprefix('random')}}}, i"
+        single.append(f"    draws.{stream} = draw<W>({at});")
+        both.append(f"    draw_pair<W>({at}, a.{stream}, b.{stream});")
+    return ["template <int W> struct Draws {", *(f"    Lanes<W> {s};" for s in problem.streams), "};",
+            "template <int W> __device__ __forceinline__ Draws<W> draws(const Params& p, index_t i) {",
+            "    Draws<W> draws;", *state, *single, "    return draws;", "}",
+            "template <int W> __device__ __forceinline__ void draw_both(const Params& p, index_t i, "
+            "Draws<W>& a, Draws<W>& b) {", *state, *both, "}"]
+
+
 def _finish_text(problem: Problem) -> list[str]:
     lines, results = emit(problem.roots, "const auto {} = {};")
     used = set(leaves(problem.roots, "arg"))
     full = [o.name for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
     head = [f"acc_t {name}[W];" for name in full]
-    if problem.streams:
-        head.append("RandomState state = {p.seed, p.random_offset};")
-        head.append("if (p.random_state) state = {p.random_state[0], p.random_state[1] + state.offset};")
-        for stream in problem.streams:
-            head.append(f"const Random<W> bits_{stream}"
-                        f"({{state.seed, state.offset + {stream.removeprefix('random')}}}, i);")
     body = [f"const acc_t {o.name} = to_acc(tile.{o.name}.data[W <= LANES_OF(tile.{o.name}) ? v : 0]);"
             for o in problem.inputs if o.name in used]
     body += [f"const acc_t {name} = p.{name};" for name in problem.scalars]
-    body += [f"const unsigned {s} = bits_{s}.lanes[v];" for s in problem.streams]
+    body += [f"const Lane {s} = draws.{s}[v];" for s in problem.streams]
     body += lines
     sums = 0
     for o, reduced, result in zip(problem.outputs, problem.reduced, results, strict=True):
@@ -215,7 +242,7 @@ def _finish_text(problem: Problem) -> list[str]:
     accumulators = f", acc_t (&sums)[{sums}][W]" if sums else ""
     return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
             "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
-            f"const Tile<W>& tile{accumulators}) {{",
+            f"const Tile<W>& tile, const Draws<W>& draws{accumulators}) {{",
             *("    " + line for line in head), "#pragma unroll", "    for (int v = 0; v < W; ++v) {",
             *("        " + line for line in body), "    }",
             *(f"    store_pack(p.{name} + i, {name});" for name in full), "}"]

@@ -1,0 +1,149 @@
+"""What a fresh process pays before its first result: imports, then compiling or loading a kernel.
+
+Every figure is the median over fresh processes, in milliseconds. `cold`: the kernel caches are
+empty; `warm`: an earlier process filled them. Files are in the operating system's cache either way.
+The first call is split: importing torch and making the CUDA context are not counted; then `import
+fusionrt`, its own modules with the traced catalogue, third-party modules that the call needs
+(cupy_backends on a GPU, llvmlite on a CPU; NVRTC or Numba too if it compiles), and the rest of the
+first call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import results
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = ("what", "cache", "ms", "spread_ms", "import_fusionrt", "own_modules", "third_party",
+           "first_call", "second_call", "absent")
+# What follows the common beginning; `stage(name)` notes the milliseconds since the stage before.
+BEGIN = """
+import json, time
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+a, b = torch.randn(64, 1024, device=device), torch.randn(64, 1024, device=device)
+wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+torch.relu(a + b); wait()
+stages, before = {}, time.perf_counter()
+def stage(name):
+    global before
+    wait()
+    now = time.perf_counter()
+    stages[name], before = (now - before) * 1e3, time.perf_counter()
+"""
+END = "\nprint(json.dumps(stages))\n"
+OURS = """
+import fusionrt as frt
+stage("import_fusionrt")
+frt.add_relu
+stage("own_modules")
+if device == "cuda":
+    import cupy_backends.cuda.api.driver
+    if COLD:
+        from cupy_backends.cuda.libs import nvrtc
+        nvrtc.getVersion()
+else:
+    import llvmlite.binding
+    if COLD:
+        import numba
+stage("third_party")
+frt.add_relu(a, b)
+stage("first_call")
+frt.add_relu(a, b)
+stage("second_call")
+"""
+COMPILE = """
+add_relu = torch.compile(lambda a, b: torch.relu(a + b), dynamic=False)
+add_relu(a, b)
+stage("first_call")
+add_relu(a, b)
+stage("second_call")
+"""
+TRITON = """
+from benchmarks.triton_add_relu import add_relu
+stage("third_party")
+add_relu(a, b)
+stage("first_call")
+add_relu(a, b)
+stage("second_call")
+"""
+
+
+def main() -> None:
+    parser = results.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=5, help="a figure; default: %(default)s")
+    options = parser.parse_args()
+    n = 2 if options.quick else options.processes
+    run = results.Results(f"startup-{results.kind()}", __doc__, options)
+    _imports(run, n)
+    for what, code in (("fusionrt.add_relu", OURS), ("torch.compile of relu(a + b)", COMPILE),
+                       ("add_relu in Triton", TRITON)):
+        if what == "add_relu in Triton" and results.kind() != "gpu":
+            run.add(what=what, cache=None, absent="no GPU")
+            continue
+        for cache in ("cold", "warm"):
+            _first_call(run, what, code, cache, n)
+    run.finish(COLUMNS)
+
+
+def _imports(run: results.Results, n: int) -> None:
+    """Wall time of whole processes: bare Python, and Python that imports something."""
+    codes = {"python": "pass", "import fusionrt": "import fusionrt",
+             "import torch": "import torch", "import torch, fusionrt": "import torch, fusionrt"}
+    samples: dict[str, list[float]] = {name: [] for name in codes}
+    for name in [*codes] * (n + 1):
+        samples[name].append(_process(codes[name], {})[0])
+    bare = statistics.median(samples["python"][1:])
+    for name, (_, *taken) in samples.items():  # without the first, which reads files from the disk
+        middle = statistics.median(taken)
+        run.add(what=name, cache=None, ms=middle, spread_ms=max(taken) - min(taken),
+                over_python_ms=middle - bare)
+
+
+def _first_call(run: results.Results, what: str, code: str, cache: str, n: int) -> None:
+    text = f"COLD = {cache == 'cold'}\n{BEGIN}{code}{END}"
+    taken = []
+    try:
+        with tempfile.TemporaryDirectory() as shared:
+            if cache == "warm":
+                _process(text.replace("COLD = False", "COLD = True", 1), _caches(shared))
+            for _ in range(n):
+                with tempfile.TemporaryDirectory() as fresh:
+                    folder = shared if cache == "warm" else fresh
+                    taken.append(json.loads(_process(text, _caches(folder))[1].splitlines()[-1]))
+    except RuntimeError as error:
+        run.add(what=what, cache=cache, absent=str(error))
+        return
+    stages = {name: statistics.median(one[name] for one in taken) for name in taken[0]}
+    whole = [sum(one.values()) - one["second_call"] for one in taken]
+    run.add(what=what, cache=cache, ms=statistics.median(whole), spread_ms=max(whole) - min(whole),
+            **stages)
+
+
+def _caches(folder: str) -> dict[str, str]:
+    return {name: str(Path(folder) / name) for name in (
+        "FUSIONRT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR",
+        "CUDA_CACHE_PATH")}
+
+
+def _process(code: str, environment: dict[str, str]) -> tuple[float, str]:
+    """Milliseconds and output of a fresh Python."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+    taken = (time.perf_counter() - start) * 1e3
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1][:200])
+    return taken, done.stdout
+
+
+if __name__ == "__main__":
+    main()

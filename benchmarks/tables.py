@@ -1,0 +1,209 @@
+"""The generated parts of README.md: `<!-- table: NAME -->` ... `<!-- end -->`.
+
+Every figure comes from a file of `benchmarks/results`; where there is none, the table says so. A
+test compares README.md with what `render` makes of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER, Row, cell, span
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "Not measured yet."
+SWEEP = tuple(1 << k for k in (13, 17, 20, 24, 29))  # the sizes that README shows
+
+
+def render(text: str, folder: Path = FOLDER) -> str:
+    """The text with every marked block filled anew; KeyError for a table that is not known."""
+    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]](folder)}\n{found[3]}", text)
+
+
+def load(folder: Path, name: str) -> Row | None:
+    """A result file; None if there is none, or only that of an interrupted or partial run."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text())
+    return content if content["complete"] and not content["quick"] else None
+
+
+def measured(name: str) -> Callable[[Callable[[list[Row]], str]], Callable[[Path], str]]:
+    """A table of the rows of one result file, with a line that says where they were measured."""
+    def declare(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
+        def table(folder: Path) -> str:
+            content = load(folder, name)
+            if content is None:
+                return NOT_MEASURED
+            return f"{make(content['rows'])}\n\n{_where(content, name)}"
+        return table
+    return declare
+
+
+def _where(content: Row, name: str) -> str:
+    machine, versions = content["machine"], content["versions"]
+    place = machine["gpu"] or f"{machine['cpu']}, {machine['torch_threads']} threads"
+    parts = [place, f"torch {versions['torch']}", f"fusionrt {versions['fusionrt']}"]
+    if versions.get("driver"):
+        parts.insert(1, f"driver {versions['driver']}")
+    for ceiling, rows in content["ceilings"].items():
+        parts.append(f"{ceiling} {span(rows)}")
+    failed = sum("error" in row for row in content["rows"])
+    parts += content.get("notes", [])
+    parts += [f"rows that failed: {failed}"] if failed else []
+    return f"*{', '.join(parts)}; {content['date']}; `benchmarks/results/{name}.json`.*"
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{cell(float(value))}×"
+
+
+def _count(n: int) -> str:
+    """4096 Ki as 4 Mi; decimal numbers as 5 M."""
+    for unit, size in (("Mi", 1 << 20), ("Ki", 1 << 10), ("M", 10**6), ("K", 10**3)):
+        if n >= size and n % (size // (10 if unit == "M" else 1)) == 0:
+            return f"{n / size:g} {unit}"
+    return str(n)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8",
+            "activations": "Activations"}
+
+
+def ops(folder: Path) -> str:
+    """From the catalogue: call, and the first line of the docstring."""
+    import fusionrt.ops  # noqa: F401
+    from fusionrt.catalogue import OPS
+    lines = ["| op | computes |", "| --- | --- |"]
+    for module, title in FAMILIES.items():
+        members = {n: op for n, op in OPS.items() if op.__module__.endswith(f".{module}")}
+        lines.append(f"| **{title}** | |")
+        for name, op in sorted(members.items()):
+            first = (inspect.getdoc(op) or "").split("\n")[0].replace("|", "\\|")
+            lines.append(f"| `{name}({_parameters(op)})` | {first} |")
+    return "\n".join(lines)
+
+
+def _parameters(op: Any) -> str:
+    """Names and defaults, without annotations."""
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(op).parameters.values()]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+# -- GPU -------------------------------------------------------------------------------------------
+
+@measured("pointwise_large-gpu")
+def pointwise_large(rows: list[Row]) -> str:
+    """An op a row; fraction of the copy bandwidth, and times eager takes as long."""
+    found = {(r["op"], r["dtype"], r["direction"]): r for r in rows if "error" not in r}
+    wanted = [(d, w) for d in ("float32", "bfloat16", "float16") for w in ("forward", "backward")]
+
+    def one(op: str, dtype: str, direction: str) -> str:
+        row = found.get((op, dtype, direction))
+        return f"{row['of_copy']:.2f} ({_times(row['vs_eager'])})" if row else "–"
+
+    return markdown(["op", *(f"{dtype} {direction}" for dtype, direction in wanted)],
+                    [[f"`{op}`", *(one(op, *w) for w in wanted)]
+                     for op in dict.fromkeys(row["op"] for row in rows)])
+
+
+@measured("pointwise_large-gpu")
+def against_compile(rows: list[Row]) -> str:
+    return _compared([r for r in rows if r.get("vs_compile")], ("op", "dtype"), ("direction",))
+
+
+@measured("pointwise_sweep-gpu")
+def pointwise_sweep(rows: list[Row]) -> str:
+    shown = [r for r in rows if r["table"] == "sweep" and r["elements"] in SWEEP]
+    return _compared(shown, ("op", "dtype"), ("elements",))
+
+
+@measured("pointwise_sweep-gpu")
+def sweep_host(rows: list[Row]) -> str:
+    shown = [r for r in rows if "host_us" in r and r["elements"] == SWEEP[0]]
+    return _compared(shown, ("op",), ("dtype",), "host_")
+
+
+@measured("pointwise_sweep-gpu")
+def three_way_device(rows: list[Row]) -> str:
+    return _three_way(rows, "")
+
+
+@measured("pointwise_sweep-gpu")
+def three_way_wall(rows: list[Row]) -> str:
+    return _three_way(rows, "wall_")
+
+
+def _three_way(rows: list[Row], stem: str) -> str:
+    """One below the other: the two ops have their own sizes."""
+    shown = [r for r in rows if r["table"] == "three-way"]
+    return _compared(shown, ("op", "elements"), ("dtype",), stem)
+
+
+def _compared(rows: list[Row], down: Sequence[str], across: Sequence[str], stem: str = "") -> str:
+    """Our microseconds, and how many times as long eager and torch.compile take."""
+    def key(row: Row, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(_count(row[n]) if n == "elements" else f"`{row[n]}`" if n == "op" else row[n]
+                     for n in names)
+
+    rows = [r for r in rows if "error" not in r]
+    cells = {(key(r, down), key(r, across)): f"{cell(float(r[f'{stem}us']))} "
+             f"({_times(r.get(f'{stem}vs_eager'))}, {_times(r.get(f'{stem}vs_compile'))})"
+             for r in rows}
+    columns = list(dict.fromkeys(key(r, across) for r in rows))
+    lines = list(dict.fromkeys(key(r, down) for r in rows))
+    return markdown([" ".join(down), *(" ".join(c) for c in columns)],
+                    [[" ".join(line), *(cells.get((line, c), "–") for c in columns)]
+                     for line in lines])
+
+
+@measured("launch_overhead-gpu")
+def launch_overhead(rows: list[Row]) -> str:
+    return markdown(["call", "group", "host µs", "of a torch.add", "latency µs"],
+                    [[r["call"], r["group"], cell(r["host_us"]), cell(r["vs_torch.add"]),
+                      cell(r.get("latency_us"))] for r in rows])
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+def _startup(rows: list[Row]) -> str:
+    return markdown(["fresh process", "cache", "ms", "imports of ours", "of others", "first call"],
+                    [[r["what"], cell(r["cache"]), cell(r["ms"]),
+                      cell(r["own_modules"] + r["import_fusionrt"] if "own_modules" in r else None),
+                      cell(r.get("third_party")), cell(r.get("first_call"))]
+                     for r in rows if "absent" not in r])
+
+
+def _warmup(rows: list[Row]) -> str:
+    return markdown(["architecture", "cache", "seconds", "kernels", "MB", "threads"],
+                    [[r["arch"], r["cache"], cell(r["seconds"]), str(r["compiled"] + r["present"]),
+                      cell(r["MB"]), str(r["jobs"])] for r in rows if "error" not in r])
+
+
+@measured("pointwise_cpu")
+def pointwise_cpu(rows: list[Row]) -> str:
+    return _compared(rows, ("op", "direction"), ("dtype", "elements"))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "ops": ops, "pointwise_large": pointwise_large, "against_compile": against_compile,
+    "pointwise_sweep": pointwise_sweep, "sweep_host": sweep_host,
+    "three_way_device": three_way_device, "three_way_wall": three_way_wall,
+    "launch_overhead": launch_overhead,
+    "startup_gpu": measured("startup-gpu")(_startup),
+    "startup_cpu": measured("startup-cpu")(_startup),
+    "warmup": measured("warmup_time-gpu")(_warmup), "pointwise_cpu": pointwise_cpu}

@@ -1,0 +1,267 @@
+"""The command `fusionrt`. Whatever is heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import fusionrt
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fusionrt.warmup import Progress, Summary
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fusionrt.__version__, prog_name="fusionrt")
+def main() -> None:
+    """Fused GPU kernels: fill and tend the kernel cache, examine the installation."""
+
+
+def _console() -> Console:
+    from rich.console import Console
+    console = Console()
+    return console if console.is_terminal else Console(width=200)  # nothing folded in a pipe
+
+
+@contextlib.contextmanager
+def _for_users(*expected: type[Exception]) -> Iterator[None]:
+    """What users can cause is said in one line, without a traceback."""
+    try:
+        yield
+    except expected as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        raise click.ClickException(text) from error
+
+
+# -- warmup ----------------------------------------------------------------------------------------
+
+@main.command()
+@click.option("--arch", default="native", show_default=True, metavar="NAMES",
+              help="native (visible GPUs, or the CPU), all (every GPU's), cpu, or sm_80,sm_90,...")
+@click.option("--ops", metavar="NAMES", help="Only these ops.  [default: all]")
+@click.option("--dtypes", metavar="NAMES",
+              help="all adds float64.  [default: float32,bfloat16,float16]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile on so many threads.")
+@click.option("--module", metavar="NAMES", help="Modules with fused functions of your own.")
+@click.option("--no-backward", is_flag=True, help="For inference: no gradients.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def warmup(arch: str, ops: str | None, dtypes: str | None, jobs: int | None, module: str | None,
+           no_backward: bool, as_json: bool) -> None:
+    """Compile kernels into the cache; needs no GPU.
+
+    The exit status is 1 when a kernel could not be compiled.
+    """
+    if module is not None:
+        _search_working_directory()
+    with _for_users(ValueError), _progress(hidden=as_json) as progress:
+        from fusionrt.warmup import warmup as run
+        summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(summary)))
+    else:
+        _show_summary(summary)
+    if summary.failed:
+        raise SystemExit(1)
+
+
+def _search_working_directory() -> None:
+    """As `python -m` does: a script of pip's has its own directory there instead."""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, str(Path.cwd()))
+
+
+@contextlib.contextmanager
+def _progress(hidden: bool) -> Iterator[Progress | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = _console()
+    if hidden or not console.is_terminal:
+        yield None
+        return
+    from rich import progress
+    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(),
+               progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("looking for kernels", total=None)
+        yield lambda done, total, name: bar.update(
+            task, completed=done, total=total, description=name)
+
+
+def _show_summary(summary: Summary) -> None:
+    from rich.table import Table
+    table = Table()
+    values = {"compiled": summary.compiled, "already there": summary.present,
+              "failed": len(summary.failed), "seconds": f"{summary.seconds:.1f}",
+              "bytes": f"{summary.bytes:,}"}
+    for column in values:
+        table.add_column(column, justify="right")
+    table.add_row(*map(str, values.values()))
+    _console().print(table)
+    for line in summary.failures:
+        click.echo(f"failed: {line}", err=True)
+
+
+# -- cache -----------------------------------------------------------------------------------------
+
+@main.group()
+def cache() -> None:
+    """Look at the kernel cache, tidy it, carry it to another machine."""
+
+
+def _where() -> str:
+    from fusionrt.runtime import cache
+    folder = cache.directory()
+    return "the memory of this process" if folder is None else str(folder)
+
+
+@cache.command()
+def path() -> None:
+    """Print the directory of the cache."""
+    from fusionrt.runtime import cache
+    folder = cache.directory()
+    if folder is None:
+        raise click.ClickException("there is no directory for the cache; fusionrt doctor says why")
+    click.echo(folder)
+
+
+@cache.command("list")
+def list_() -> None:
+    """List the kernels, the last used ones first."""
+    from rich.table import Table
+
+    from fusionrt.runtime import cache
+    infos = sorted(cache.entries(), key=lambda info: -info.last_used)
+    if not infos:
+        click.echo(f"no kernels in {_where()}")
+        return
+    table = Table("kernel", "arch")
+    for column in ("size", "registers", "age"):
+        table.add_column(column, justify="right")
+    for info in infos:
+        known = {name: str(info.metadata.get(name, "")) for name in ("kernel", "arch", "registers")}
+        table.add_row(known["kernel"], known["arch"], _size(info.size), known["registers"],
+                      _age(time.time() - info.last_used))
+    _console().print(table)
+    click.echo(f"{len(infos)} kernels, {_size(sum(info.size for info in infos))} in {_where()}")
+
+
+@cache.command()
+def verify() -> None:
+    """Read every entry; the exit status is 1 when one is damaged."""
+    from fusionrt.runtime import cache
+    damaged = cache.verify()
+    for file, reason in damaged:
+        click.echo(f"{file}: {reason}")
+    sound = sum(1 for _ in cache.entries())
+    click.echo(f"{sound} sound, {len(damaged)} damaged in {_where()}")
+    if damaged:
+        raise SystemExit(1)
+
+
+class _Bytes(click.ParamType):
+    """500M, 2G, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+)([KMG]?)B?", str(value).strip().upper())
+        if found is None:
+            self.fail(f"{value!r} is not a size such as 500M, 2G or 1000000", param, ctx)
+        return int(found[1]) * _UNITS[found[2]]
+
+
+@cache.command()
+@click.option("--max-bytes", type=_Bytes(), default="2G", show_default=True, metavar="SIZE",
+              help="What may stay: 500M, 2G, 1000000.")
+def prune(max_bytes: int) -> None:
+    """Drop the kernels that were not used for longest until the rest fits."""
+    from fusionrt.runtime import cache
+    click.echo(f"dropped {cache.prune(max_bytes)} kernels from {_where()}")
+
+
+@cache.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(yes: bool) -> None:
+    """Remove every kernel, but not those of read-only directories."""
+    from fusionrt.runtime import cache
+    if not yes:
+        click.confirm(f"Remove all kernels from {_where()}?", abort=True)
+    with _for_users(OSError):
+        click.echo(f"removed {cache.clear()} kernels from {_where()}")
+
+
+@cache.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+def export(file: str) -> None:
+    """Write every sound kernel into the archive FILE."""
+    from fusionrt.runtime import archive
+    with _for_users(OSError):
+        click.echo(f"wrote {archive.export_to(file)} kernels to {file}")
+
+
+@cache.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def import_(file: str) -> None:
+    """Take over the kernels of the archive FILE: only of one whose maker you trust.
+
+    The exit status is 1 when a kernel of it is refused.
+    """
+    from fusionrt.runtime import archive
+    with _for_users(OSError, ValueError):
+        done = archive.import_from(file)
+    for name, reason in done.refused:
+        click.echo(f"refused: {name}: {reason}", err=True)
+    click.echo(f"imported {done.imported} kernels into {_where()}, {done.present} already there, "
+               f"{len(done.refused)} refused")
+    if done.refused:
+        raise SystemExit(1)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1024:.1f} K" if size < 1 << 20 else f"{size / (1 << 20):.1f} M"
+
+
+def _age(seconds: float) -> str:
+    steps = (("d", 86400), ("h", 3600), ("min", 60))
+    return next((f"{seconds / n:.0f} {unit}" for unit, n in steps if seconds >= n), "now")
+
+
+# -- doctor ----------------------------------------------------------------------------------------
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(as_json: bool) -> None:
+    """Examine driver, packages and cache, and say what to do.
+
+    The exit status is 1 when there is a problem; warnings do not count.
+    """
+    from fusionrt.doctor import doctor as examine
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report.as_dict()))
+    else:
+        from rich.markup import escape
+        console = _console()
+        for check in report.checks:
+            colour = _COLOURS[check.status]
+            console.print(f"[{colour}]{check.status:8}[/] [bold]{escape(check.name)}[/]: "
+                          f"{escape(check.detail)}", highlight=False, soft_wrap=True)
+            if check.cure:
+                console.print(f"         {escape(check.cure)}", highlight=False, soft_wrap=True)
+        console.print(report.summary)
+    if not report.ok:
+        raise SystemExit(1)

@@ -1,0 +1,78 @@
+"""The entry function of an operator: what happens in the microsecond before a launch.
+
+A call has to cost less than one eager torch op. So each thread remembers the kind of call it made
+last, as one of Dynamo's tensor guards (type, dtype, device, sizes, strides, gradient requirement and
+dispatch state of all tensors, compared in C++ in 0.2 us; a dictionary keyed by the same costs 0.8)
+and what to run then. Everything else goes to `Operator.__call__`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrt.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from fusionrt.op import Operator
+
+Run = Callable[..., Any]
+Check = Callable[..., bool]
+_NUMBERS = frozenset({int, float, bool})
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # private to torch: without it every call takes the general path
+    TensorGuards = None
+
+
+def guard(*tensors: torch.Tensor) -> Check:
+    """A predicate: true for tensors that a plan made for `tensors` serves."""
+    if TensorGuards is None:
+        return lambda *tensors: False
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
+    """The function that users call, written for its signature.
+
+    `operator.local.site` is the thread's last (check of the tensors, what to run). Parameters with a
+    default or annotated as numbers are taken for numbers, the others for tensors; a call that is
+    otherwise is served by `general`.
+    """
+    params = list(signature.parameters.values())
+    numbers = [p.name for p in params if p.default is not p.empty or p.annotation in (
+        float, int, "float", "int")]
+    tensors = [p.name for p in params if p.name not in numbers]
+    arguments = ", ".join(p.name for p in params)
+    kinds = "".join(f" and _type({n}) in _numbers" for n in numbers)
+    text = f"""def {operator.name}{_parameters(params)}:
+    if _is_compiling() or _forward_ad._current_level >= 0:
+        return _general({arguments})
+    try:
+        _check, _run = _local.site
+        _known = _check({', '.join(tensors)}){kinds}
+    except (AttributeError, TypeError):
+        _known = False
+    return _run({arguments}) if _known else _general({arguments})
+"""
+    scope: dict[str, Any] = {
+        "_is_compiling": torch.compiler.is_dynamo_compiling, "_forward_ad": forward_ad, "_type": type,
+        "_general": general, "_local": operator.local, "_numbers": _NUMBERS,
+        **{f"_default_{p.name}": p.default for p in params}}
+    exec(compile(text, f"<fusionrt entry of {operator.name}>", "exec"), scope)
+    made: Run = scope[operator.name]
+    return made
+
+
+def _parameters(params: list[inspect.Parameter]) -> str:
+    parts, starred = [], False
+    for p in params:
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        parts.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
+    return f"({', '.join(parts)})"

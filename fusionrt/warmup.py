@@ -1,0 +1,301 @@
+"""Fill the cache before the first call: at the build of an image, on a machine without a GPU.
+
+Every op has an example of its arguments. Run on meta tensors it computes nothing and lists the
+kernels that it would need, forward and backward; those are compiled on several threads, which
+NVRTC serves in parallel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt import ops as catalogue_modules
+from fusionrt.catalogue import COLUMNS, OPS, ROWS
+from fusionrt.op import Operator, collecting
+from fusionrt.problem import Problem
+from fusionrt.runtime import cache, compiler, device, launch
+
+DTYPES = ("float32", "bfloat16", "float16")  # float64 on request
+MAX_JOBS = 8  # a compile takes a few hundred megabytes
+SHOWN = 5     # failures, as text
+# Keyword of an op -> its values. Each combination may be another kernel.
+VARIANTS = {"approximate": ("none", "tanh"), "training": (True, False), "bias_first": (True, False)}
+
+Names = str | Iterable[Any] | None
+Progress = Callable[[int, int, str], object]  # kernels done, kernels in all, name of the last one
+Failure = tuple[str, str, str]  # kernel or op, architecture, reason
+
+
+@dataclass
+class Summary:
+    """What a warm-up did. `bytes` counts the code of compiled and present kernels."""
+
+    compiled: int = 0
+    present: int = 0
+    failed: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        text = (f"{self.compiled} kernels compiled, {self.present} already there, "
+                f"{len(self.failed)} failed; {self.bytes / 1e6:.1f} MB, {self.seconds:.1f} s")
+        return "\n".join([text, *self.failures])
+
+    @property
+    def failures(self) -> list[str]:
+        """The first few of `failed`, each as a sentence."""
+        shown = [why if why.startswith(name) else f"{name} ({arch}): {why}"
+                 for name, arch, why in self.failed[:SHOWN]]
+        more = len(self.failed) - len(shown)
+        return [*shown, f"and {more} more"] if more else shown
+
+
+class Job(NamedTuple):
+    """One kernel to compile. `entry` is the name in a GPU's text, acc_t's dtype for the CPU."""
+
+    arch: str
+    text: str
+    entry: str
+
+    def run(self, name: str) -> tuple[cache.Entry, bool]:
+        if self.arch != "cpu":
+            return compiler.cubin(self.text, self.entry, self.arch, name)
+        from fusionrt.cpu import compiler as cpu
+        return cpu.cached_object(self.text, self.entry, name)
+
+
+def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
+           module: Names = None, backward: bool = True, progress: Progress | None = None
+           ) -> Summary:
+    """Compile the kernels of the catalogue into the cache; those that are there cost nothing.
+
+    Lists may be lists or comma strings. `arch`: "native" (the visible GPUs, or the CPU where there
+    is none; the default), "all" GPU architectures, "cpu" (this very processor), or names as sm_90;
+    no GPU is needed. `ops`: names, all by default. `dtypes`: float32, bfloat16 and float16 by
+    default, or "all", which adds float64. `module`: modules whose fused functions to compile as
+    well; such a function may have an attribute `example`, as the ops of the catalogue have.
+    `backward`: gradients too. `jobs`: threads.
+
+    Kernels depend on the kind of layout, not on sizes: what is compiled serves contiguous arguments
+    of an op's usual shapes. A call with other layouts compiles its kernel at its first use.
+
+    Raises ValueError for an unknown architecture, op, dtype or module, and says what there is.
+
+        fusionrt.warmup("sm_80,sm_90", ops=["bias_gelu"], dtypes="bfloat16")
+    """
+    start = time.perf_counter()
+    architectures, chosen = _architectures(arch), _functions(ops, module)
+    wanted = _dtypes(dtypes)
+    if jobs is None:
+        jobs = min(MAX_JOBS, os.cpu_count() or 1)
+    if jobs < 1:
+        raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
+    summary = Summary()
+    todo: dict[Job, str] = {}
+    for kind in dict.fromkeys("cpu" if a == "cpu" else "cuda" for a in architectures):
+        group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
+        # A thread of its own: plans of earlier calls, which nothing would list, belong to others.
+        with ThreadPoolExecutor(1) as pool:
+            found, faults = pool.submit(_jobs, chosen, wanted, kind, group, backward).result()
+        todo |= found
+        summary.failed += faults
+    _compile(todo, jobs, summary, progress)
+    summary.seconds = time.perf_counter() - start
+    return summary
+
+
+def _compile(todo: dict[Job, str], jobs: int, summary: Summary, progress: Progress | None) -> None:
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="fusionrt-warmup")
+    try:
+        futures = {pool.submit(job.run, name): (job, name) for job, name in todo.items()}
+        for done, future in enumerate(as_completed(futures), 1):
+            job, name = futures[future]
+            try:
+                entry, was_there = future.result()
+            except Exception as error:
+                summary.failed.append((name, job.arch, _reason(error)))
+            else:
+                summary.present += was_there
+                summary.compiled += not was_there
+                summary.bytes += len(entry.payload)
+            if progress is not None:
+                progress(done, len(futures), f"{name} ({job.arch})")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _reason(error: Exception) -> str:
+    ours = isinstance(error, RuntimeError) and str(error)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+# -- what there is to compile ----------------------------------------------------------------------
+
+def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str],
+          backward: bool) -> tuple[dict[Job, str], list[Failure]]:
+    """The kernels that the functions' examples need, each once, and the examples that fail."""
+    found: dict[Job, str] = {}
+    faults: list[Failure] = []
+    for function, dtype in itertools.product(functions, dtypes):
+        try:
+            with collecting(kind) as problems:
+                _rehearse(function, dtype, backward)
+            texts = [(*text, p.name) for p in problems for text in _texts(p, kind)]
+        except Exception as error:
+            name = f"{function.__name__} of {_name(dtype)}"
+            faults += [(name, arch, _reason(error)) for arch in group]
+            continue
+        for arch, (text, entry, name) in itertools.product(group, texts):
+            found.setdefault(Job(arch, text, entry), name)
+    return found, faults
+
+
+def _texts(problem: Problem, kind: str) -> list[tuple[str, str]]:
+    if kind == "cuda":
+        return [(source.text, source.entry) for source in launch.sources(problem)]
+    from fusionrt.cpu import pointwise as cpu
+    return [(cpu.generate(problem), problem.acc)]
+
+
+def _rehearse(function: Any, dtype: torch.dtype, backward: bool) -> None:
+    """Call it on meta tensors, as for inference and as for training."""
+    for keywords in _variants(function, dtype):
+        args, more = _example(function, dtype, requires_grad=False)
+        with torch.no_grad():
+            function(*args, **more, **keywords)
+        if not backward:
+            continue
+        args, more = _example(function, dtype, requires_grad=True)
+        out = function(*args, **more, **keywords)
+        outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
+
+
+def _variants(function: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    parameters = inspect.signature(function).parameters
+    values: dict[str, Sequence[Any]] = {k: v for k, v in VARIANTS.items() if k in parameters}
+    if "dtype" in parameters and dtype != torch.float64:
+        values["dtype"] = (dtype,)
+    for combination in itertools.product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
+
+
+def _example(function: Any, dtype: torch.dtype, requires_grad: bool
+             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments: the function's own example, or a matrix for whatever has no default."""
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta",
+                           requires_grad=requires_grad and dtype.is_floating_point)
+
+    if hasattr(function, "example"):
+        return tuple(function.example(make)), {}
+    args, keywords = [], {}
+    for p in inspect.signature(function).parameters.values():
+        if p.default is not p.empty:
+            continue
+        value = 1.0 if p.annotation in (float, int, "float", "int") else make(ROWS, COLUMNS)
+        if p.kind is p.KEYWORD_ONLY:
+            keywords[p.name] = value
+        else:
+            args.append(value)
+    return tuple(args), keywords
+
+
+# -- what the user named ---------------------------------------------------------------------------
+
+def _split(names: Names) -> list[Any]:
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",") if name.strip()]
+    return list(names or ())
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(dtypes: Names) -> list[torch.dtype]:
+    known = (*DTYPES, "float64")
+    chosen: list[str] = []
+    for name in DTYPES if dtypes is None else map(_name, _split(dtypes)):
+        if name not in (*known, "all"):
+            raise ValueError(f"warmup: no dtype {name!r}; there are {', '.join(known)}, and all")
+        chosen += known if name == "all" else [name]
+    if not chosen:
+        raise ValueError(f"warmup: no dtype given; there are {', '.join(known)}, and all")
+    return [getattr(torch, name) for name in dict.fromkeys(chosen)]
+
+
+def _architectures(arch: Names) -> list[str]:
+    known = (*compiler.ARCHITECTURES, "cpu")
+    chosen: list[str] = []
+    for name in _split("native" if arch is None else arch):
+        if name == "native":
+            chosen += native()
+        elif name == "all":
+            chosen += [a for a in compiler.ARCHITECTURES if a in _supported()]
+        elif name in known or name in _supported():
+            chosen.append(name)
+        else:
+            more = [a for a in _supported() if a not in known]
+            raise ValueError(f"warmup: no architecture {name!r}; there are native, all, "
+                             f"{', '.join((*known, *more))}")
+    if not chosen:
+        raise ValueError("warmup: no architecture given; there are native, all, "
+                         f"{', '.join(known)}")
+    return list(dict.fromkeys(chosen))
+
+
+def _supported() -> Sequence[str]:
+    """What NVRTC can compile for. Without NVRTC the cache may still hold what we know of."""
+    try:
+        return compiler.supported()
+    except RuntimeError:
+        return compiler.ARCHITECTURES
+
+
+def native() -> list[str]:
+    """The architectures of the visible GPUs; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return ["cpu"]
+    return [device.architecture(index) for index in range(device.device_count())]
+
+
+def _functions(ops: Names, module: Names) -> list[Any]:
+    """The chosen ones of the catalogue and of the user's modules."""
+    users = [f for name in _split(module) for f in _fused_in(name)]
+    if ops is None:
+        return [*OPS.values(), *users]
+    everything = [*OPS.items(), *((f.__name__, f) for f in users)]
+    chosen = [catalogue_modules.ALIASES.get(name, name) for name in _split(ops)]
+    for name in chosen:
+        if all(name != known for known, _ in everything):
+            raise ValueError(f"warmup: no op {name!r}; there are "
+                             f"{', '.join(sorted(known for known, _ in everything))}")
+    return [f for known, f in everything if known in chosen]
+
+
+def _fused_in(name: str) -> list[Any]:
+    """A module's own fused functions; those of the catalogue that it imports are known already."""
+    try:
+        members = vars(importlib.import_module(name)).values()
+    except Exception as error:
+        raise ValueError(f"warmup: module {name!r} cannot be imported: "
+                         f"{type(error).__name__}: {error}") from error
+    known = {id(op) for op in OPS.values()}
+    found = {id(m): m for m in members if isinstance(getattr(m, "operator", None), Operator)}
+    own = [m for identity, m in found.items() if identity not in known]
+    if not own:
+        raise ValueError(f"warmup: module {name!r} has no function made by fusionrt.fuse")
+    return own

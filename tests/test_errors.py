@@ -1,0 +1,309 @@
+"""The text of errors, and that nothing is computed before one is raised."""
+
+import numpy as np
+import pytest
+import torch
+
+import fusionrt as frt
+from fusionrt.op import Operator
+
+A, B = torch.zeros(4, 8), torch.zeros(4, 16)
+INT = torch.zeros(3, dtype=torch.int64)
+Q = torch.zeros(4, 8, dtype=torch.int8)
+SUPPORTED = "float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64, bool"
+
+
+class Opaque:
+    pass
+
+
+CASES = [
+    # shapes
+    (
+        lambda: frt.swish_multiply(A, B),
+        ValueError,
+        "swish_multiply: x and gate must broadcast, got (4, 8) and (4, 16)",
+    ),
+    (
+        lambda: frt.bias_gelu(A, torch.zeros(4)),
+        ValueError,
+        "bias_gelu: x and bias must broadcast, got (4, 8) and (4,)",
+    ),
+    (
+        lambda: frt.add_mul_add(A, A, B, A),
+        ValueError,
+        "add_mul_add: x, y, z and w must broadcast, got (4, 8) and (4, 8) and (4, 16) and (4, 8)",
+    ),
+    (
+        lambda: frt.add_relu(torch.zeros(0), torch.zeros(2)),
+        ValueError,
+        "add_relu: a and b must broadcast, got (0,) and (2,)",
+    ),
+    (
+        lambda: frt.prelu_bias(torch.zeros(2, 3, 4), torch.zeros(4), torch.zeros(4)),
+        ValueError,
+        "prelu_bias: alpha must have 1 element or one for each of the 3 channels "
+        "(dimension 1 of x), got (4,)",
+    ),
+    # dtypes and layouts
+    (
+        lambda: frt.relu(INT),
+        TypeError,
+        "relu: needs a floating-point tensor, got only x of torch.int64; convert one with .float()",
+    ),
+    (
+        lambda: frt.add_relu(INT, INT > 0),
+        TypeError,
+        "add_relu: needs a floating-point tensor, got only a of "
+        "torch.int64, b of torch.bool; convert one with .float()",
+    ),
+    (
+        lambda: frt.relu(A.to(torch.complex64)),
+        TypeError,
+        f"relu: x has dtype torch.complex64; supported are {SUPPORTED}",
+    ),
+    (
+        lambda: frt.add_relu(A, A.to(torch.float8_e4m3fn)),
+        TypeError,
+        f"add_relu: b has dtype torch.float8_e4m3fn; supported are {SUPPORTED}",
+    ),
+    (
+        lambda: frt.relu(A.to_sparse()),
+        TypeError,
+        "relu: x must be a dense tensor, got torch.sparse_coo",
+    ),
+    # arguments
+    (lambda: frt.relu("A"), TypeError, "relu: x must be a tensor, an array or a number, got str"),
+    (
+        lambda: frt.relu(None),
+        TypeError,
+        "relu: x must be a tensor, an array or a number, got NoneType",
+    ),
+    (
+        lambda: frt.add_relu(A, [1.0]),
+        TypeError,
+        "add_relu: b must be a tensor, an array or a number, got list",
+    ),
+    (
+        lambda: frt.add_relu(Opaque(), A),
+        TypeError,
+        "add_relu: a must be a tensor, an array or a number, got Opaque",
+    ),
+    (
+        lambda: frt.add_relu(A, 1j),
+        TypeError,
+        "add_relu: b must be a tensor, an array or a number, got complex",
+    ),
+    (
+        lambda: frt.leaky_relu(A, "0.1"),
+        TypeError,
+        "leaky_relu: negative_slope must be a tensor, an array or a number, got str",
+    ),
+    (
+        lambda: frt.add_relu(1, 2.0),
+        TypeError,
+        "add_relu: at least one argument must be a tensor or an array, got a=int, b=float",
+    ),
+    (lambda: frt.relu(np.zeros(3, object)), TypeError, None),
+    # options
+    (
+        lambda: frt.bias_gelu(A, A, approximate="erf"),
+        ValueError,
+        "bias_gelu: approximate must be 'none' or 'tanh', got 'erf'",
+    ),
+    (
+        lambda: frt.geglu(A, A, approximate=None),
+        ValueError,
+        "geglu: approximate must be 'none' or 'tanh', got None",
+    ),
+    (
+        lambda: frt.gelu_dropout(A, approximate="x"),
+        ValueError,
+        "gelu_dropout: approximate must be 'none' or 'tanh', got 'x'",
+    ),
+    (
+        lambda: frt.gelu_dropout(A, 1.5),
+        ValueError,
+        "gelu_dropout: p must be a probability in [0, 1], got 1.5",
+    ),
+    (
+        lambda: frt.relu_dropout(A, -0.1, training=False),
+        ValueError,
+        "relu_dropout: p must be a probability in [0, 1], got -0.1",
+    ),
+    (
+        lambda: frt.dropout_add(A, A, float("nan")),
+        ValueError,
+        "dropout_add: p must be a probability in [0, 1], got nan",
+    ),
+    (
+        lambda: frt.bias_dropout_add(A, A, A, 2),
+        ValueError,
+        "bias_dropout_add: p must be a probability in [0, 1], got 2",
+    ),
+    # quantisation
+    (
+        lambda: frt.quantize_int8(A, 0.0),
+        ValueError,
+        "quantize_int8: scale must be a finite positive number, got 0.0",
+    ),
+    (
+        lambda: frt.quantize_int8(A, -1),
+        ValueError,
+        "quantize_int8: scale must be a finite positive number, got -1",
+    ),
+    (
+        lambda: frt.quantize_int8(A, float("nan")),
+        ValueError,
+        "quantize_int8: scale must be a finite positive number, got nan",
+    ),
+    (
+        lambda: frt.quantize_int8(A, 1.0, float("inf")),
+        ValueError,
+        "quantize_int8: zero_point must be a finite number, got inf",
+    ),
+    (
+        lambda: frt.quantize_int8(A, torch.ones(4), dim=1),
+        ValueError,
+        "quantize_int8: scale must have one value for each of the 8 channels along dim 1, got (4,)",
+    ),
+    (
+        lambda: frt.quantize_int8(A, 1.0, torch.ones(8), dim=-2),
+        ValueError,
+        "quantize_int8: zero_point must have one value for each of the 4 channels along "
+        "dim -2, got (8,)",
+    ),
+    (
+        lambda: frt.quantize_int8(A, torch.ones(4), dim=2),
+        ValueError,
+        "quantize_int8: dim must be in [-2, 2), got 2",
+    ),
+    (
+        lambda: frt.dequantize_int8(A, 1.0),
+        TypeError,
+        "dequantize_int8: q must be an int8 tensor, got torch.float32",
+    ),
+    (
+        lambda: frt.dequantize_int8(Q.to(torch.uint8), 1.0),
+        TypeError,
+        "dequantize_int8: q must be an int8 tensor, got torch.uint8",
+    ),
+    (
+        lambda: frt.dequantize_int8(Q, 0.0),
+        ValueError,
+        "dequantize_int8: scale must be a finite positive number, got 0.0",
+    ),
+    (
+        lambda: frt.dequantize_int8(Q, 1.0, dtype=torch.int32),
+        ValueError,
+        "dequantize_int8: dtype must be one of float16, bfloat16, float32, got int32",
+    ),
+    (
+        lambda: frt.dequantize_int8(Q, 1.0, dtype="double"),
+        ValueError,
+        "dequantize_int8: dtype must be one of float16, bfloat16, float32, got double",
+    ),
+    # devices
+    (lambda: frt.relu.cuda(A), TypeError, "relu: x must be a CUDA tensor, got one on cpu"),
+    (
+        lambda: frt.bias_gelu.cuda(A, A),
+        TypeError,
+        "bias_gelu: x must be a CUDA tensor, got one on cpu",
+    ),
+    (
+        lambda: frt.relu.cuda(np.zeros(3)),
+        TypeError,
+        "relu: x must be a CUDA tensor, got one on cpu",
+    ),
+    (
+        lambda: frt.relu.cpu(A.to("meta")),
+        TypeError,
+        "relu: x must be a CPU tensor, got one on meta",
+    ),
+    (
+        lambda: frt.add_relu(A, A.to("meta")),
+        ValueError,
+        "add_relu: all tensors must be on one device, got a on cpu, b on meta",
+    ),
+    (
+        lambda: frt.fuse(name="mine")(lambda x, y: x + y)(A, B),
+        ValueError,
+        "mine: x and y must broadcast, got (4, 8) and (4, 16)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), CASES, ids=[c[2] for c in CASES])
+def test_text(call, kind, text):
+    with pytest.raises(kind) as caught:
+        call()
+    assert text is None or str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [c for c in CASES if c[2]][::5],
+    ids=[c[2] for c in CASES if c[2]][::5],
+)
+def test_the_same_after_a_good_call_and_with_gradients(call, kind, text):
+    """The plan of a good call lets no bad one through; neither does autograd's way."""
+    frt.add_relu(A, A), frt.relu(A), frt.bias_gelu(A, A)
+    A.requires_grad_()
+    try:
+        with pytest.raises(kind) as caught:
+            call()
+    finally:
+        A.requires_grad_(False)
+    assert str(caught.value) == text
+
+
+@pytest.mark.gpu
+def test_devices():
+    x = torch.zeros(4, 8)
+    with pytest.raises(
+        ValueError,
+        match=r"^add_relu: all tensors must be on one device, got a on cpu, b on cuda:0$",
+    ):
+        frt.add_relu(x, x.cuda())
+    with pytest.raises(
+        ValueError,
+        match=r"^bias_gelu: all tensors must be on one device, got x on cuda:0, bias on cpu$",
+    ):
+        frt.bias_gelu(x.cuda(), x[0])
+    frt.relu.cuda(x.cuda())
+    with pytest.raises(TypeError, match=r"^relu: x must be a CPU tensor, got one on cuda$"):
+        frt.relu.cpu(x.cuda())
+
+
+def test_nothing_is_computed_before_an_error(monkeypatch):
+    monkeypatch.setattr(Operator, "allocate", lambda *a: pytest.fail("allocated"))
+    monkeypatch.setattr(Operator, "problem", lambda *a: pytest.fail("planned"))
+    state = torch.get_rng_state()
+    for call in (
+        lambda: frt.swish_multiply(A, B),
+        lambda: frt.relu("A"),
+        lambda: frt.quantize_int8(A, 0.0),
+        lambda: frt.add_relu(A, A.to_sparse()),
+        lambda: frt.gelu_dropout(A, 2.0),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_bad_grad_output():
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(frt.gelu(x), x, torch.ones(4, 9))
+
+
+def test_meta_and_cpu_tensors_do_not_share_plans():
+    """Both have the device number -1."""
+    for _ in range(2):
+        x = torch.randn(6, 7)
+        assert torch.equal(frt.relu(x), torch.relu(x))
+        assert frt.relu(x.to("meta")).is_meta
+        assert frt.add_relu(x.to("meta").requires_grad_(), x.to("meta")).is_meta
+        assert torch.equal(frt.add_relu(x, x), torch.relu(x + x))
+        with pytest.raises(ValueError, match="all tensors must be on one device"):
+            frt.add_relu(x, x.to("meta"))

@@ -1,0 +1,458 @@
+"""`fuse`: what a user's function may do, what it may not, and what the call accepts and returns."""
+
+import copy
+import math
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import fusionrt as frt
+from fusionrt.cpu import compiler as cpu_compiler
+from fusionrt.op import Operator
+
+
+@frt.fuse
+def gate(x, y):
+    """A gate."""
+    return frt.sigmoid(x) * y + 0.5 * x
+
+
+@frt.fuse
+def scaled(x, scale: float = 2.0, *, shift=0.0):
+    return x * scale + shift
+
+
+def new(*shape, device="cpu", dtype=torch.float32):
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+# --- what a function may do -----------------------------------------------------------------------
+
+
+def test_values_and_gradients(device):
+    x, y = new(33, 17, device=device).requires_grad_(), new(17, device=device).requires_grad_()
+    ours, theirs = gate(x, y), torch.sigmoid(x) * y + 0.5 * x
+    assert_close(ours, theirs)
+    grad_output = torch.randn_like(ours)
+    assert_close(
+        torch.autograd.grad(ours, (x, y), grad_output),
+        torch.autograd.grad(theirs, (x, y), grad_output),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert (gate.__name__, gate.__doc__, gate.__module__) == ("gate", "A gate.", __name__)
+
+
+def test_several_outputs(device):
+    @frt.fuse
+    def parts(x, y):
+        return frt.exp(x), x * y, x > y, frt.cast(x, "int8"), 1.0
+
+    x, y = (new(33, 17, device=device).requires_grad_() for _ in range(2))
+    out = parts(x, y)
+    assert isinstance(out, tuple)
+    assert [o.dtype for o in out] == [
+        torch.float32,
+        torch.float32,
+        torch.bool,
+        torch.int8,
+        torch.float32,
+    ]
+    assert [o.requires_grad for o in out] == [True, True, False, False, True]
+    for ours, theirs in zip(
+        out, (x.exp(), x * y, x > y, x.to(torch.int8), torch.ones_like(x)), strict=True
+    ):
+        assert_close(ours, theirs)
+    (grad,) = torch.autograd.grad(out[1].sum(), x)  # the other outputs have no gradient coming in
+    assert_close(grad, y)
+    out = parts(x, y)
+    assert_close(torch.autograd.grad(out[0].sum() + out[1].sum(), (x, y)), (x.exp() + y, x))
+
+
+def test_the_same_output_twice(device):
+    twice = frt.fuse(lambda x: (frt.tanh(x), frt.tanh(x)))
+    x = new(17, device=device).requires_grad_()
+    a, b = twice(x)
+    assert torch.equal(a, b)
+    (grad,) = torch.autograd.grad(a.sum() + 2 * b.sum(), x)
+    assert_close(grad, 3 * (1 - x.tanh() ** 2), rtol=1e-5, atol=1e-6)
+    out, argument = frt.fuse(lambda x: (x * 2, x))(x)
+    assert_close(argument, x)
+    assert_close(torch.autograd.grad((out + argument).sum(), x)[0], torch.full_like(x, 3))
+
+
+def test_a_list_of_outputs_is_a_tuple():
+    assert isinstance(frt.fuse(lambda x: [x, -x])(new(3)), tuple)
+
+
+def test_numbers_change_without_a_compilation(device, monkeypatch):
+    plans, built = [], []
+    plan, build = Operator._plan, cpu_compiler.build
+    monkeypatch.setattr(
+        Operator, "_plan", lambda self, *a: plans.append(self.name) or plan(self, *a)
+    )
+    monkeypatch.setattr(cpu_compiler, "build", lambda *a: built.append(a[2]) or build(*a))
+    x = new(33, 17, device=device)
+    assert_close(scaled(x, 0.5), x * 0.5)
+    before = len(plans), len(built)
+    for value in (0.25, -1.5, 1e-3, math.pi):
+        assert_close(scaled(x, value), x * value)
+        assert_close(scaled(x, value, shift=value), x * value + value)
+    assert (len(plans), len(built)) == before
+    assert_close(scaled(x, 3), x * 3)
+    assert_close(scaled(x, True, shift=False), x)
+    assert_close(scaled(x), x * 2)
+    assert len(built) == before[1]  # another type of number: another plan, the same kernel
+
+
+def test_another_size_is_the_same_cpu_kernel(monkeypatch):
+    x = new(33, 17)
+    gate(x, x[0])
+    monkeypatch.setattr(cpu_compiler, "build", lambda *a: pytest.fail("compiled"))
+    for shape in [(5, 9), (1000, 3), (2, 7)]:
+        x = new(*shape)
+        assert_close(gate(x, x[0]), torch.sigmoid(x) * x[0] + 0.5 * x)
+
+
+def test_tensors_for_numbers_and_numbers_for_tensors(device):
+    x, scale = new(33, 17, device=device), new(17, device=device).requires_grad_()
+    out = scaled(x, scale)
+    assert_close(out, x * scale)
+    assert_close(torch.autograd.grad(out.sum(), scale)[0], x.sum(0), rtol=1e-5, atol=1e-4)
+    assert_close(gate(x, 0.25), torch.sigmoid(x) * 0.25 + 0.5 * x)
+    assert_close(gate(2, x), torch.sigmoid(torch.tensor(2.0)).item() * x + 1)
+    assert_close(gate(x, torch.tensor(0.25, device=device)), gate(x, 0.25))
+
+
+def test_helpers_and_fused_inside_fused(device):
+    def swish(x):
+        return x * frt.sigmoid(x)
+
+    @frt.fuse
+    def both(x, y):
+        return swish(gate(x, y)) + scaled(x, shift=y) + frt.gelu(y) + frt.bias_relu(x, y)
+
+    x, y = (new(33, 17, device=device).requires_grad_() for _ in range(2))
+    g = torch.sigmoid(x) * y + 0.5 * x
+    theirs = (
+        torch.nn.functional.silu(g) + x * 2 + y + torch.nn.functional.gelu(y) + torch.relu(x + y)
+    )
+    ours = both(x, y)
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_close(
+        torch.autograd.grad(ours.sum(), (x, y)),
+        torch.autograd.grad(theirs.sum(), (x, y)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_functions_of_torch_inside(device):
+    @frt.fuse
+    def torches(x, y):
+        return (
+            torch.sigmoid(x)
+            + torch.tanh(torch.maximum(x, y))
+            + torch.where(x > 0, y, torch.exp(x))
+            + torch.clamp(x, -1, 1) * torch.abs(y)
+            - torch.rsqrt(y * y + 1)
+            + x.__abs__()
+        )
+
+    x, y = (new(33, 17, device=device) for _ in range(2))
+    assert_close(torches(x, y), torches.function(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_random_draws(device):
+    @frt.fuse
+    def noisy(x):
+        return frt.where(frt.kept(0.5), x, 0), frt.where(frt.kept(0.5), x, 0)
+
+    @frt.fuse
+    def outer(x):
+        return (*noisy(x), frt.where(frt.kept(0.25), x, 0))
+
+    x = torch.ones(2**16, device=device)
+    a, b, c = outer(x)
+    for mask, p in ((a, 0.5), (b, 0.5), (c, 0.75), (a * b, 0.25)):  # each draws bits of its own
+        assert abs(mask.mean().item() - p) < 0.02
+    with pytest.raises(frt.TraceError, match="kept: only inside a fused function"):
+        frt.kept(0.5)
+
+
+def test_defaults_and_keywords(device):
+    x = new(33, 17, device=device)
+    assert_close(scaled(x), x * 2)
+    assert_close(scaled(scale=3.0, x=x, shift=1), x * 3 + 1)
+    assert_close(gate(y=x, x=x * 2), gate(x * 2, x))
+    for args, kwargs, text in [
+        ((x, 1.0, 2.0), {}, "positional"),
+        ((), {}, "missing"),
+        ((x,), {"no": 1}, "no"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            scaled(*args, **kwargs)
+
+
+def test_names_of_arguments_are_free(device):
+    """No name that the generated code uses is taken."""
+
+    @frt.fuse
+    def plan(type, plan, acc_t, where, i, self, args, a1):
+        return type - plan * 2 + acc_t * 3 - where * 4 + i * 5 - self * 6 + args * 7 - a1 * 8
+
+    args = [new(5, device=device) for _ in range(8)]
+    assert_close(plan(*args), plan.function(*args), rtol=1e-4, atol=1e-4)
+    assert_close(plan(*args), plan.function(*args), rtol=1e-4, atol=1e-4)
+    named = frt.fuse(name="a name")(lambda x: x + 1)
+    assert_close(named(args[0]), args[0] + 1)
+
+
+def test_a_function_of_numbers_alone_and_unused_arguments(device):
+    x, y = new(3, 5, device=device).requires_grad_(), new(5, device=device).requires_grad_()
+    out = frt.fuse(lambda x, y: x * 2)(x, y)
+    assert_close(out, x * 2)
+    grads = torch.autograd.grad(out.sum(), (x, y), allow_unused=True)
+    assert_close(grads[0], torch.full_like(x, 2))
+    assert grads[1] is None or not grads[1].any()
+    assert_close(frt.fuse(lambda x: 3.0)(x), torch.full_like(x, 3))
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_comparisons_give_bools(device):
+    x = new(33, 17, device=device)
+    above = frt.fuse(lambda x, y: (x > y) & ~(x > 2) | (y == 0))
+    y = new(17, device=device)
+    assert_close(above(x, y), (x > y) & ~(x > 2) | (y == 0))
+    assert (
+        above(
+            torch.arange(6, device=device), torch.zeros((), dtype=torch.int32, device=device)
+        ).dtype
+        == torch.bool
+    )
+    assert not above(x.requires_grad_(), y).requires_grad
+
+
+@pytest.mark.parametrize(
+    "name", ["float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool"]
+)
+def test_an_outermost_cast_decides_the_dtype(name, device):
+    x = (new(33, 17, device=device) * 50).clamp(0, 100)
+    assert_close(frt.fuse(lambda x: frt.cast(x, name))(x), x.to(getattr(torch, name)))
+
+
+def test_integers_in(device):
+    n = torch.arange(-5, 6, device=device)
+    out = frt.fuse(lambda n: frt.cast(n * 0.5, torch.float32))(n)
+    assert_close(out, n * 0.5)
+    mixed = frt.fuse(lambda n, x: n * x)
+    assert mixed(n, new(1, device=device)).dtype == torch.float32
+    assert_close(mixed(n > 0, torch.full((11,), 2.0, device=device)), (n > 0) * 2.0)
+
+
+def test_numpy():
+    x, y = np.random.default_rng(0).normal(size=(2, 33, 17)).astype(np.float32)
+    out = gate(x, y)
+    assert isinstance(out, np.ndarray)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-x)) * y + 0.5 * x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gate(x, 0.5), 0.5 / (1 + np.exp(-x)) + 0.5 * x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gate(x.T, y.T), out.T, rtol=1e-6)
+    np.testing.assert_allclose(
+        gate(x[:, ::-1].copy(), y[0, ::-1].copy()), gate(x, y[0])[:, ::-1], rtol=1e-6
+    )
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    np.testing.assert_array_equal(gate(frozen, y), out)
+    assert isinstance(frt.relu(np.float32(2)), np.ndarray)
+    whole = frt.fuse(lambda x: (x > 0, frt.cast(x, "int8")))(x)
+    np.testing.assert_array_equal(whole[0], x > 0)
+    np.testing.assert_array_equal(whole[1], x.astype(np.int8))
+    np.testing.assert_array_equal(frt.relu(np.array([], np.float64)), np.array([], np.float64))
+
+
+def test_negative_strides_of_numpy():
+    x = np.linspace(-1, 1, 9, dtype=np.float32)
+    with pytest.raises(
+        TypeError, match=r"relu: x \(numpy\.ndarray\) cannot be viewed as a tensor: .*negative"
+    ):
+        frt.relu(x[::-1])
+
+
+def test_zero_dimensions(device):
+    x = torch.tensor(0.5, device=device, requires_grad=True)
+    out = gate(x, 2.0)
+    assert out.shape == ()
+    assert_close(out, torch.sigmoid(x) * 2 + 0.5 * x)
+    assert torch.autograd.grad(out, x)[0].shape == ()
+
+
+@pytest.mark.gpu
+def test_cupy():
+    cupy = pytest.importorskip("cupy")
+    x = cupy.linspace(-1, 1, 1023, dtype=cupy.float32)
+    out = gate(x, x)
+    assert isinstance(out, cupy.ndarray)
+    np.testing.assert_allclose(out.get(), gate(x.get(), x.get()), rtol=1e-5, atol=1e-6)
+
+
+# --- pickles --------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(17))
+        self.gate, self.act = gate, frt.gelu
+
+    def forward(self, x):
+        return self.act(self.gate(x, self.weight))
+
+
+def test_pickle_and_deepcopy():
+    assert pickle.loads(pickle.dumps(gate)) is gate
+    assert copy.deepcopy(gate) is gate
+    assert pickle.loads(pickle.dumps(frt.bias_gelu)) is frt.bias_gelu
+    net, x = Net(), new(33, 17)
+    expected = net(x)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(other(x), expected)
+        other(x).sum().backward()
+        assert other.weight.grad.any()
+    assert net.weight.grad is None
+
+
+# --- what a function may not do -------------------------------------------------------------------
+
+CAPTURED = torch.ones(3)
+
+
+def condition(x):
+    return x if x > 0 else -x
+
+
+def loop(x):
+    return sum(v for v in x)
+
+
+def reduction(x):
+    return x / x.sum()
+
+
+def attribute(x):
+    return x * x.shape
+
+
+CONDITION = (
+    "a condition on a traced value (if, and, or, min, max, chained comparison) cannot be "
+    "decided while "
+    "tracing: write where(condition, a, b), &, |, ~, minimum(a, b) or maximum(a, b)"
+)
+NUMBER = (
+    "a traced value has no number yet: write fusionrt.exp(x), not math.exp(x); "
+    "cast(x, 'int32'), not int(x)"
+)
+NO_ATTRIBUTE = (
+    "a traced value is one scalar and has no attribute {!r}: write functions and "
+    "operators; reductions "
+    "and reshapes stay outside fuse"
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (condition, CONDITION),
+        (lambda x: x > 0 and x < 1, CONDITION),
+        (lambda x: x or 1, CONDITION),
+        (lambda x: not x, CONDITION),
+        (lambda x: 0 < x < 1, CONDITION),
+        (lambda x: max(x, 0), CONDITION),
+        (lambda x: min(x, 0), CONDITION),
+        (
+            loop,
+            "a traced value is one scalar and cannot be looped over: the function is "
+            "applied to every element already",
+        ),
+        (
+            lambda x: x[0],
+            "a traced value is one scalar and cannot be indexed: pass the part of the "
+            "tensor that you need "
+            "as an argument of its own",
+        ),
+        (lambda x: float(x), NUMBER),
+        (lambda x: int(x), NUMBER),
+        (lambda x: math.exp(x), NUMBER),
+        (lambda x: complex(x), NUMBER),
+        (lambda x: range(x), NUMBER),
+        (reduction, NO_ATTRIBUTE.format("sum")),
+        (attribute, NO_ATTRIBUTE.format("shape")),
+        (
+            lambda x: x + CAPTURED,
+            "add: operand Tensor is neither a traced value nor a number: a tensor must be an "
+            "argument of the fused function, not captured by closure",
+        ),
+        (
+            lambda x: CAPTURED + x,
+            "add: operand Tensor is neither a traced value nor a number: a tensor must be an "
+            "argument of the fused function, not captured by closure",
+        ),
+        (
+            lambda x: torch.maximum(CAPTURED, x),
+            "maximum: a tensor is captured by closure: make it an argument of the fused function",
+        ),
+        (
+            lambda x: x + "1",
+            "add: operand str is neither a traced value nor a number: a tensor must be "
+            "an argument of the "
+            "fused function, not captured by closure",
+        ),
+        (lambda x: round(x, 2), "round(x, n) is not supported: write round(x * 10**n) / 10**n"),
+        (lambda x: CAPTURED, "must return traced values, got Tensor"),
+        (lambda x: None, "must return traced values, got NoneType"),
+        (lambda x: (x, "a"), "must return traced values, got str"),
+        (
+            lambda x: frt.cast(x, "complex64"),
+            "cast: dtype 'complex64' is not one of float16, bfloat16, float32, int8, "
+            "uint8, int16, int32, int64, bool",
+        ),
+    ],
+)
+def test_untraceable(function, text):
+    with pytest.raises(frt.TraceError) as caught:
+        frt.fuse(name="mine")(function)
+    assert str(caught.value) == f"mine: {text}"
+
+
+def test_untraceable_function_of_torch():
+    with pytest.raises(
+        frt.TraceError,
+        match=re.escape("mine: torch.softmax cannot be fused: known are abs, add, cast,"),
+    ):
+        frt.fuse(name="mine")(lambda x: torch.softmax(x, 0))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda *x: x[0], "mine: *x cannot be fused: name each argument"),
+        (lambda x, **kw: x, "mine: *kw cannot be fused: name each argument"),
+        (lambda x, mode="a": x, "mine: the default of mode must be a number, got 'a'"),
+        (lambda x, y=None: x, "mine: the default of y must be a number, got None"),
+    ],
+)
+def test_unsuitable_signatures(function, text):
+    with pytest.raises(frt.TraceError) as caught:
+        frt.fuse(name="mine")(function)
+    assert str(caught.value) == text
+
+
+def test_a_trace_error_is_a_type_error_with_a_public_name():
+    assert issubclass(frt.TraceError, TypeError)
+    assert (frt.TraceError.__module__, frt.TraceError.__name__) == ("fusionrt", "TraceError")

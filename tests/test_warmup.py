@@ -1,0 +1,382 @@
+"""Warm-up: what it compiles, what it leaves alone, what it says; every kernel of the catalogue."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusionrt as frt
+from fusionrt.catalogue import OPS
+from fusionrt.runtime import cache, compiler, device, launch
+from fusionrt.warmup import Summary, native, warmup
+
+needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
+ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own."""
+    monkeypatch.delenv("FUSIONRT_CACHE_READONLY_DIRS", raising=False)
+    monkeypatch.delenv("FUSIONRT_DISABLE_JIT", raising=False)
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's module with fused functions, and one that cannot be rehearsed."""
+    (tmp_path / "their_ops.py").write_text(
+        "import fusionrt as frt\n"
+        "from fusionrt import add_relu, fuse\n"
+        "@fuse\n"
+        "def their_gate(x, y, *, bias, p: float, slope=0.5):\n"
+        "    return frt.sigmoid(x) * y * p + slope * x + bias\n"
+        "@fuse\n"
+        "def their_row(x, w):\n"
+        "    return x * w\n"
+        "their_row.example = lambda make: (make(64, 128), make(128))\n"
+        "@fuse\n"
+        "def their_broken(x):\n"
+        "    return x + 1\n"
+        "their_broken.example = lambda make: (make(2, 3), make(5))\n"
+        "alias = their_row\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "their_ops"
+    sys.modules.pop("their_ops", None)
+
+
+def kernels() -> Counter[str]:
+    return Counter(info.metadata["kernel"] for info in cache.entries())
+
+
+# --- what is compiled
+
+
+@needs_nvrtc
+def test_writes_cubins_and_the_second_run_compiles_nothing(home: Path) -> None:
+    first = warmup("sm_90", ["add_relu", "bias_gelu"], "float32")
+
+    found = list(cache.contents())
+    assert (first.compiled, first.present, first.failed) == (len(found), 0, [])
+    assert first.bytes == sum(len(entry.payload) for _, entry in found)
+    assert {entry.payload[:4] for _, entry in found} == {b"\x7fELF"}
+    assert {info.metadata["arch"] for info, _ in found} == {"sm_90"}
+    assert {info.path.parent for info, _ in found} == {home}
+    assert first.seconds > 0
+    # One of add_relu; exact and tanh form of bias_gelu; both share the kernel that adds sums.
+    assert kernels() == {"add_relu": 1, "add_relu_backward_111": 1, "bias_gelu": 1,
+                         "bias_gelu_tanh": 1, "bias_gelu_backward_111": 2,
+                         "bias_gelu_tanh_backward_111": 1}
+
+    second = warmup("sm_90", ["add_relu", "bias_gelu"], "float32")
+    assert (second.compiled, second.present, second.failed) == (0, len(found), [])
+    assert second.bytes == first.bytes
+
+
+@needs_nvrtc
+def test_names_may_be_lists_or_text_and_repeat() -> None:
+    text = warmup("sm_90, sm_80,sm_90", "relu, relu,silu", "float32,bfloat16")
+    lists = warmup(["sm_80", "sm_90"], ["silu", "relu"], [torch.bfloat16, "float32"])
+
+    assert text.compiled == 2 * 2 * 2 * 2  # architectures, ops, dtypes, forward and backward
+    assert (lists.compiled, lists.present) == (0, text.compiled)
+
+
+@needs_nvrtc
+def test_default_dtypes_leave_out_float64() -> None:
+    assert warmup("sm_90", "relu", backward=False).compiled == 3
+    assert warmup("sm_90", "relu", "all", backward=False).compiled == 1
+
+
+@needs_nvrtc
+def test_aliases_name_their_op() -> None:
+    warmup("sm_90", "fused_add_relu", "float32", backward=False)
+    assert kernels() == {"add_relu": 1}
+
+
+@needs_nvrtc
+def test_without_backward_there_are_no_gradients() -> None:
+    summary = warmup("sm_90", "gelu_dropout", "bfloat16", backward=False)
+
+    assert summary.compiled == 4
+    assert kernels() == {"gelu_dropout": 1, "gelu_tanh_dropout": 1, "gelu": 1, "gelu_tanh": 1}
+
+
+@needs_nvrtc
+def test_all_architectures() -> None:
+    summary = warmup("all", "relu", "float32")
+
+    assert summary.compiled == 2 * len(compiler.ARCHITECTURES)
+    assert {info.metadata["arch"] for info in cache.entries()} == set(compiler.ARCHITECTURES)
+
+
+@needs_nvrtc
+def test_an_architecture_that_only_nvrtc_knows() -> None:
+    other = next(a for a in compiler.supported() if a not in compiler.ARCHITECTURES)
+    assert warmup(other, "relu", "float32", backward=False).compiled == 1
+
+
+@needs_nvrtc
+def test_a_warm_run_does_not_load_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmup("sm_90", "relu", "float32")
+
+    def never() -> None:
+        raise AssertionError("NVRTC was asked for")
+
+    monkeypatch.setattr(compiler, "_nvrtc", never)
+    assert warmup("sm_90", "relu", "float32").present == 2
+
+
+@needs_nvrtc
+def test_plans_of_earlier_calls_hide_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(4096, 4096, device="meta")
+    with torch.no_grad():
+        frt.relu(x)
+    first = warmup("sm_90", "relu", "float32", backward=False)
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(home.with_name("another")))
+    second = warmup("sm_90", "relu", "float32", backward=False)
+
+    assert first.compiled == second.compiled == 1
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_progress_counts_every_kernel(jobs: int) -> None:
+    seen: list[tuple[int, int, str]] = []
+    summary = warmup("sm_90", "relu,silu", "float32", jobs=jobs,
+                     progress=lambda *step: seen.append(step))
+
+    assert [(done, total) for done, total, _ in seen] == [(k, 4) for k in range(1, 5)]
+    assert sorted(name for _, _, name in seen) == [
+        "relu (sm_90)", "relu_backward_11 (sm_90)", "silu (sm_90)", "silu_backward_11 (sm_90)"]
+    assert summary.compiled == 4
+
+
+# --- the CPU, and that the kernels are those that calls ask for
+
+
+CALLS = """
+import torch, fusionrt.ops
+from fusionrt.catalogue import OPS
+
+torch.manual_seed(0)
+for name in {ops}:
+    for dtype in (torch.float32, torch.bfloat16):
+        def make(*shape, dtype=dtype):
+            shape = [min(n, 256) for n in shape]
+            if dtype == torch.int8:
+                return torch.ones(shape, dtype=dtype, device={device!r})
+            return torch.randn(shape, device={device!r}).to(dtype).requires_grad_()
+        args = OPS[name].example(make)
+        with torch.no_grad():
+            out = OPS[name](*args)
+        if out.is_floating_point() and out.numel() and args[0].is_floating_point():
+            OPS[name](*args).backward(torch.ones_like(out))
+            assert all(a.grad is not None for a in args if torch.is_tensor(a)), name
+    print(name)
+"""
+
+
+def call_without_compiling(ops: list[str], device: str) -> list[str]:
+    env = {**os.environ, "FUSIONRT_DISABLE_JIT": "1"}
+    run = subprocess.run([sys.executable, "-c", CALLS.format(ops=ops, device=device)], env=env,
+                         capture_output=True, text=True, cwd=Path(frt.__file__).parents[1])
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+def test_cpu_kernels_serve_calls() -> None:
+    ops = ["bias_gelu", "gelu_dropout", "mish_scale", "quantize_int8", "dequantize_int8"]
+    summary = warmup("cpu", ops, "float32,bfloat16")
+
+    assert summary.compiled == sum(kernels().values()) > 0
+    assert {info.metadata["arch"] for info in cache.entries()} == {"cpu"}
+    assert call_without_compiling(ops, "cpu") == ops
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_serve_calls() -> None:
+    ops = sorted(OPS)
+    summary = warmup("native", ops, "float32,bfloat16")
+
+    assert summary.compiled > 0 and summary.failed == []
+    assert call_without_compiling(ops, "cuda") == ops
+
+
+def test_native_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert native() == ["cpu"]
+
+    summary = warmup(ops="relu", dtypes="float32", backward=False)
+    assert [info.metadata["arch"] for info in cache.entries()] == ["cpu"]
+    assert summary.compiled == 1
+
+
+def test_native_names_each_visible_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "device_count", lambda: 3)
+    monkeypatch.setattr(device, "architecture", lambda i: ("sm_80", "sm_90")[i // 2])
+    assert native() == ["sm_80", "sm_80", "sm_90"]
+
+    from fusionrt.warmup import _architectures
+    assert _architectures(None) == ["sm_80", "sm_90"]
+
+
+# --- a user's own functions
+
+
+@needs_nvrtc
+def test_functions_of_a_users_module(package: str) -> None:
+    summary = warmup("sm_90", "their_gate,their_row", "float32", module=package)
+
+    assert (summary.compiled, summary.failed) == (sum(kernels().values()), [])
+    # x, y and bias have gradients; p and slope are numbers, and so is slope's default.
+    assert kernels() == {"their_gate": 1, "their_gate_backward_111001": 1, "their_row": 1,
+                         "their_row_backward_111": 2}
+
+
+@needs_nvrtc
+def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
+    summary = warmup("sm_90,sm_80", "their_broken,relu", "float32", module=package, backward=False)
+
+    why = "TypeError: their_broken() takes 1 positional argument but 2 were given"
+    assert summary.failed == [("their_broken of float32", "sm_90", why),
+                              ("their_broken of float32", "sm_80", why)]
+    assert summary.compiled == 2
+    assert str(summary).splitlines()[1:] == [
+        f"their_broken of float32 (sm_90): {why}", f"their_broken of float32 (sm_80): {why}"]
+
+
+# --- what it refuses
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"arch": "sm_13"}, "warmup: no architecture 'sm_13'; there are native, all, "
+                        + ", ".join(compiler.ARCHITECTURES) + ", cpu"),
+    ({"arch": []}, "warmup: no architecture given; there are native, all, sm_75"),
+    ({"arch": "cpu", "ops": "relu,rleu"}, "warmup: no op 'rleu'; there are add_mul_add, "),
+    ({"arch": "cpu", "dtypes": "int8"},
+     "warmup: no dtype 'int8'; there are float32, bfloat16, float16, float64, and all"),
+    ({"arch": "cpu", "dtypes": ""}, "warmup: no dtype given; there are float32"),
+    ({"arch": "cpu", "module": "no_such_package"},
+     "warmup: module 'no_such_package' cannot be imported: ModuleNotFoundError: No module named"),
+    ({"arch": "cpu", "module": "json"},
+     "warmup: module 'json' has no function made by fusionrt.fuse"),
+    ({"arch": "cpu", "jobs": 0}, "warmup: jobs must be at least 1, got 0"),
+])
+def test_unknown_names_are_answered_with_what_there_is(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        warmup(**arguments)
+    assert list(cache.entries()) == []
+
+
+def test_unknown_op_lists_the_users_own(package: str) -> None:
+    with pytest.raises(ValueError, match=r"no op 'gate'; there are .*their_gate, their_row"):
+        warmup("cpu", "gate", module=package)
+
+
+def test_disable_jit_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSIONRT_DISABLE_JIT", "1")
+    summary = warmup("sm_90", "relu", "float32")
+
+    assert (summary.compiled, summary.present, summary.bytes) == (0, 0, 0)
+    assert sorted((name, arch) for name, arch, _ in summary.failed) == [
+        ("relu", "sm_90"), ("relu_backward_11", "sm_90")]
+    assert all("FUSIONRT_DISABLE_JIT is set and the kernel is not in the cache" in why
+               for _, _, why in summary.failed)
+
+
+def test_without_nvrtc_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    summary = warmup("sm_90", "relu", "float32", backward=False)
+
+    ((name, arch, why),) = summary.failed
+    assert (name, arch) == ("relu", "sm_90")
+    assert why.startswith("compiling a CUDA kernel needs CuPy and NVRTC: pip install 'fusionrt[")
+
+
+@needs_nvrtc
+def test_an_nvrtc_too_old_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = compiler.version()
+    monkeypatch.setattr(compiler, "supported", lambda: ("sm_75", "sm_80"))
+
+    assert warmup("sm_120", "relu", "float32", backward=False).failed == [
+        ("relu", "sm_120", f"relu: NVRTC {version} cannot compile for sm_120, only for sm_75, "
+                           "sm_80; upgrade the package nvidia-cuda-nvrtc")]
+    assert warmup("all", "relu", "float32", backward=False).compiled == 2
+
+
+def test_a_long_list_of_failures_is_cut_in_text_only() -> None:
+    summary = Summary(1, 2, [(f"op{k}", "sm_90", "why") for k in range(9)], 3.0, 4_000_000)
+    assert str(summary).splitlines() == [
+        "1 kernels compiled, 2 already there, 9 failed; 4.0 MB, 3.0 s",
+        *(f"op{k} (sm_90): why" for k in range(5)), "and 4 more"]
+
+
+# --- every kernel
+
+
+def compile_everything(architectures: list[str], dtype: str) -> None:
+    summary = warmup(architectures, dtypes=dtype)
+    assert summary.failed == []
+    assert summary.compiled == sum(kernels().values())
+    for op in OPS:
+        names = [name for name in kernels() if name.startswith(op)]
+        assert names, op
+        if not op.endswith("quantize_int8"):  # integers have no gradient
+            assert any(name.startswith(f"{op}_backward") for name in names), op
+    faulty = [info.metadata for info in cache.entries()
+              if any(info.metadata[fault] for fault in ("spills", "stack", "warnings"))]
+    assert faulty == []
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_every_kernel_compiles_without_spills(dtype: str) -> None:
+    compile_everything(["sm_90"], dtype)
+
+
+@needs_nvrtc
+@pytest.mark.slow  # 85 s on two cores
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_every_kernel_compiles_for_every_architecture(dtype: str) -> None:
+    compile_everything(["all"], dtype)
+    count = Counter(info.metadata["arch"] for info in cache.entries())
+    assert set(count) == set(compiler.ARCHITECTURES)
+    assert len(set(count.values())) == 1
+
+
+@needs_nvrtc
+def test_the_log_that_the_gate_reads_shows_spills() -> None:
+    """A kernel that must spill: otherwise zero spills would prove nothing."""
+    text = """
+extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x) {
+    float r[64];
+    #pragma unroll
+    for (int i = 0; i < 64; ++i) r[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+    #pragma unroll
+    for (int i = 0; i < 64; ++i) for (int j = 0; j < 64; ++j) x[i] += r[i] * r[j];
+}"""
+    metadata = compiler.build(text, "spiller", "sm_90", "spiller").metadata
+    assert metadata["spills"] > 0
+    assert metadata["stack"] > 0
+
+
+def test_sources_of_a_problem_have_entries_of_templates() -> None:
+    from fusionrt.op import collecting
+    with collecting() as problems:
+        x = torch.empty(64, 128, device="meta", requires_grad=True)
+        b = torch.empty(128, device="meta", requires_grad=True)
+        frt.bias_relu(x, b).sum().backward()
+    entries = [source.entry for p in problems for source in launch.sources(p)]
+    assert entries == ["pointwise", "pointwise_reduce", "sum_partials"]
