@@ -93,7 +93,8 @@ class Case:
         out = self.op(*self.inputs[0], **self.keywords)
         found = {FORWARD: sum(a.nbytes for a in args) + out.nbytes}
         if self.differentiable:
-            reads = sum(saved.nbytes for saved in self._recorded().grad_fn.saved_tensors)
+            recorded = self._recorded()  # kept alive: with it go the tensors that it saved
+            reads = sum(saved.nbytes for saved in recorded.grad_fn.saved_tensors)
             found[BACKWARD] = reads + out.nbytes + sum(a.nbytes for a in args if _is_float(a))
             found[BOTH] = found[FORWARD] + found[BACKWARD]
         return found

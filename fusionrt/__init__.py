@@ -13,8 +13,6 @@ Importing this module imports none of torch, CuPy and Numba; the first name that
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -35,26 +33,26 @@ _HOME = {
     **dict.fromkeys(_OPS, "fusionrt.ops"),
     **dict.fromkeys(_FUNCTIONS, "fusionrt.expr"),
     "abs": "fusionrt.expr:abs_", "pow": "fusionrt.expr:power", "round": "fusionrt.expr:round_",
-    "fuse": "fusionrt.fuse:fuse", "kept": "fusionrt.fuse:kept", "TraceError": "fusionrt.expr",
+    "fuse": "fusionrt.fusion:fuse", "kept": "fusionrt.fusion:kept", "TraceError": "fusionrt.expr",
     "CompileError": "fusionrt.errors", "CaptureError": "fusionrt.errors",
     "CacheWarning": "fusionrt.runtime.cache", "MissingKernelError": "fusionrt.runtime.cache",
-    "warmup": "fusionrt.warmup:warmup", "doctor": "fusionrt.doctor:doctor",
-    "CUDA_AVAILABLE": "fusionrt.doctor:cuda_available()",
-    "EXTENSION_LOADED": "fusionrt.doctor:compiler_available()",
+    "warmup": "fusionrt.precompile:warmup", "doctor": "fusionrt.diagnosis:doctor",
+    "CUDA_AVAILABLE": "fusionrt.diagnosis:cuda_available()",
+    "EXTENSION_LOADED": "fusionrt.diagnosis:compiler_available()",
 }
 _SUBMODULES = ("kernels", "ops", "reference")
 
-__all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
 
 if TYPE_CHECKING:
     from fusionrt import kernels as kernels
     from fusionrt import ops as ops
     from fusionrt import reference as reference
-    from fusionrt.doctor import doctor as doctor
-    from fusionrt.fuse import fuse as fuse
-    from fusionrt.fuse import kept as kept
+    from fusionrt.diagnosis import doctor as doctor
+    from fusionrt.fusion import fuse as fuse
+    from fusionrt.fusion import kept as kept
     from fusionrt.ops import *  # noqa: F403
-    from fusionrt.warmup import warmup as warmup
+    from fusionrt.precompile import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:
@@ -72,14 +70,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(types.ModuleType):
-    """Importing a submodule does not hide the function of the same name (`fuse`, `warmup`, `doctor`)."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOME or not isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,17 +43,23 @@ class _Writeable:
 
 def _from_numpy(numpy: Any, value: Any) -> torch.Tensor:
     value = numpy.asarray(value)
-    if value.dtype.name == "bfloat16":  # ml_dtypes: NumPy itself knows no such type
-        return torch.from_numpy(value.view(numpy.int16)).view(torch.bfloat16)
+    is_bfloat16 = value.dtype.name == "bfloat16"  # ml_dtypes: NumPy itself knows no such type
+    if is_bfloat16:
+        value = value.view(numpy.int16)
     if not value.flags.writeable:
         value = numpy.asarray(_Writeable(value))
-    return torch.from_numpy(value)
+    tensor = torch.from_numpy(value)
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:
-        import ml_dtypes  # whoever passed bfloat16 in NumPy has it
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        try:
+            bfloat16 = importlib.import_module("ml_dtypes").bfloat16
+        except ImportError:
+            raise TypeError("a bfloat16 result needs ml_dtypes to become a NumPy array: pip install "
+                            "ml_dtypes") from None
+        return tensor.view(torch.int16).numpy().view(bfloat16)
     return tensor.numpy()
 
 

@@ -28,7 +28,8 @@ class Recorded(torch.autograd.Function):
         out = plan(*args, rng) if op.streams else plan(*args)
         if not all(op.differentiable):
             outputs = out if isinstance(out, tuple) else (out,)
-            ctx.mark_non_differentiable(*(o for o, d in zip(outputs, op.differentiable, strict=True) if not d))
+            fixed = (o for o, d in zip(outputs, op.differentiable, strict=True) if not d)
+            ctx.mark_non_differentiable(*fixed)
         save(ctx, op, args, ctx.needs_input_grad[3:])
         return out
 
@@ -72,11 +73,31 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
         return [None] * len(args)
-    gradient = op.gradient(tuple(needed), given)
     inputs = [*args, *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
-    out = call(gradient, inputs, rng if gradient.streams else None)
-    results = iter(out if isinstance(out, tuple) else (out,))
-    return [next(results) if n else None for n in needed]
+    origin = _origins(op.gradient(tuple(needed), given), inputs, needed)
+    own = tuple(i == o for i, o in enumerate(origin))
+    if any(own):
+        gradient = op.gradient(own, given)
+        out = call(gradient, inputs, rng if gradient.streams else None)
+        results = iter(out if isinstance(out, tuple) else (out,))
+        computed = [next(results) if is_own else None for is_own in own]
+    else:
+        computed = [None] * len(args)
+    return [None if o is None else inputs[o] if o >= len(args) else computed[o] for o in origin]
+
+
+def _origins(gradient: Operator, inputs: list[Any], needed: Sequence[bool]) -> list[int | None]:
+    """Where each argument's gradient comes from: itself, an equal one, or an incoming gradient as it
+    is (of a residual). What is not computed twice is not written twice either."""
+    n = len(needed)
+    origin: list[int | None] = [i if need else None for i, need in enumerate(needed)]
+    for i, candidates in gradient.shared:
+        for j in candidates:
+            alike = inputs[j].shape == inputs[i].shape and inputs[j].dtype == inputs[i].dtype
+            if alike and (j >= n or origin[j] == j):
+                origin[i] = j
+                break
+    return origin
 
 
 # `Function.apply` first unwraps functorch's dead wrappers in Python, two fifths of its cost. Calls in

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
-from fusionrt.fuse import Fused, fuse_named, on_device
+from fusionrt.fusion import Fused, fuse_named, on_device
 
 # make(*shape) gives one tensor of the dtype in question: how an op's typical arguments are written.
 Make = Callable[..., Any]

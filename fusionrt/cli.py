@@ -17,7 +17,7 @@ import fusionrt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusionrt.warmup import Progress, Summary
+    from fusionrt.precompile import Progress, Summary
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -68,7 +68,7 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, jobs: int | None, mod
     if module is not None:
         _search_working_directory()
     with _for_users(ValueError), _progress(hidden=as_json) as progress:
-        from fusionrt.warmup import warmup as run
+        from fusionrt.precompile import warmup as run
         summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary)))
@@ -249,7 +249,7 @@ def doctor(as_json: bool) -> None:
 
     The exit status is 1 when there is a problem; warnings do not count.
     """
-    from fusionrt.doctor import doctor as examine
+    from fusionrt.diagnosis import doctor as examine
     report = examine()
     if as_json:
         click.echo(json.dumps(report.as_dict()))

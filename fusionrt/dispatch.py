@@ -8,6 +8,7 @@ and what to run then. Everything else goes to `Operator.__call__`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,9 @@ Run = Callable[..., Any]
 Check = Callable[..., bool]
 _NUMBERS = frozenset({int, float, bool})
 
-try:
+TensorGuards: Any = None
+with contextlib.suppress(ImportError):  # private to torch: without it calls take the general path
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # private to torch: without it every call takes the general path
-    TensorGuards = None
 
 
 def guard(*tensors: torch.Tensor) -> Check:

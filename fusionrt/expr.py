@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 Leaf = str
+Function = Callable[..., "Expr"]
 CASTS = ("float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool")
 _INTEGER_CASTS = frozenset(CASTS[3:])
 
@@ -234,14 +235,34 @@ def _function(op: str) -> Callable[..., Expr]:
     return apply
 
 
-where, minimum, maximum, clamp = map(_function, ("where", "minimum", "maximum", "clamp"))
-exp, exp2, expm1, log, log1p, log2 = map(
-    _function, ("exp", "exp2", "expm1", "log", "log1p", "log2"))
-sqrt, rsqrt, sin, cos, tanh, erf = map(_function, ("sqrt", "rsqrt", "sin", "cos", "tanh", "erf"))
-sigmoid, softplus, tanh_softplus, normcdf, normpdf = map(
-    _function, ("sigmoid", "softplus", "tanh_softplus", "normcdf", "normpdf"))
-floor, round_, trunc, abs_, pow_ = map(_function, ("floor", "round", "trunc", "abs", "pow"))
-reciprocal, near_reciprocal = map(_function, ("reciprocal", "near_reciprocal"))
+where: Function = _function("where")
+minimum: Function = _function("minimum")
+maximum: Function = _function("maximum")
+clamp: Function = _function("clamp")
+exp: Function = _function("exp")
+exp2: Function = _function("exp2")
+expm1: Function = _function("expm1")
+log: Function = _function("log")
+log1p: Function = _function("log1p")
+log2: Function = _function("log2")
+sqrt: Function = _function("sqrt")
+rsqrt: Function = _function("rsqrt")
+sin: Function = _function("sin")
+cos: Function = _function("cos")
+tanh: Function = _function("tanh")
+erf: Function = _function("erf")
+sigmoid: Function = _function("sigmoid")
+softplus: Function = _function("softplus")
+tanh_softplus: Function = _function("tanh_softplus")
+normcdf: Function = _function("normcdf")
+normpdf: Function = _function("normpdf")
+floor: Function = _function("floor")
+round_: Function = _function("round")
+trunc: Function = _function("trunc")
+abs_: Function = _function("abs")
+pow_: Function = _function("pow")
+reciprocal: Function = _function("reciprocal")
+near_reciprocal: Function = _function("near_reciprocal")
 
 
 def power(base: Any, exponent: Any) -> Expr:

@@ -22,7 +22,7 @@ class Domain(NamedTuple):
     strides: tuple[Ints, ...]
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.sizes)
 
     @property

@@ -6,22 +6,24 @@ does (`is_compiling`), and sees one opaque functional op with a fake implementat
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
 from fusionrt import random
 from fusionrt.autograd import backward, forward_ad, restore, save, transforms_active
-from fusionrt.op import Operator
+from fusionrt.op import OPERATORS, Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
-_overloads: dict[tuple[Operator, str], Any] = {}
+_overloads: dict[str, Any] = {}
+_lock = threading.RLock()
 
 
 @torch.compiler.allow_in_graph
-def _call(handle: int, *args: Any) -> Any:
+def call(handle: int, *args: Any) -> Any:
     """Dynamo puts this call into its graph as it stands; AOTAutograd then traces through it."""
-    op = _handles[handle]
+    op = OPERATORS[handle]
     rng = None
     if op.streams:
         tensor = next(a for a in args if isinstance(a, torch.Tensor))
@@ -58,20 +60,6 @@ class Transformed(torch.autograd.Function):
                                   "not implemented; use reverse mode (grad, vjp, jacrev)")
 
 
-_handles: list[Operator] = []
-
-
-def call(op: Operator, args: Any) -> Any:
-    return _call(_handle(op), *args)
-
-
-@torch.compiler.assume_constant_result
-def _handle(op: Operator) -> int:
-    if op not in _handles:
-        _handles.append(op)
-    return _handles.index(op)
-
-
 def apply(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
     """Through the dispatcher: one tensor, or a tuple."""
     return overload(op, args)(*args, *([rng] if op.streams else []))
@@ -80,15 +68,17 @@ def apply(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
 def overload(op: Operator, args: Any) -> Any:
     """The torch op for these kinds of arguments (tensor or number), defined when first needed."""
     kinds = "".join("t" if isinstance(a, torch.Tensor) else "s" for a in args)
-    found = _overloads.get((op, kinds))
+    # With the digest, as graphs of Inductor's cache and saved programs know their ops by name only.
+    # Operators of one name and digest compute the same: a notebook's cell that is run again.
+    name = f"{op.name}_{op.digest}_{kinds}"
+    found = _overloads.get(name)
     if found is None:
-        found = _overloads[op, kinds] = _define(op, kinds)
+        with _lock:
+            found = _overloads.get(name) or _overloads.setdefault(name, _define(op, name, kinds))
     return found
 
 
-def _define(op: Operator, kinds: str) -> Any:
-    # With the digest, as graphs of Inductor's cache and saved programs know their ops by name only.
-    name = f"{op.name}_{op.digest}_{kinds}"
+def _define(op: Operator, name: str, kinds: str) -> Any:
     params = ", ".join(f"{'Tensor' if kind == 't' else 'Scalar'} a{i}" for i, kind in enumerate(kinds))
     params += ", Tensor rng" if op.streams else ""
     returns = ", ".join(["Tensor"] * len(op.outputs))

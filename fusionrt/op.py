@@ -12,7 +12,9 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,9 @@ STORAGE = {getattr(torch, name): name for name in (
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _collected: contextvars.ContextVar[list[Problem] | None] = contextvars.ContextVar("collected", default=None)
 _meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
+# A number is what a traced graph can hold of an operator.
+OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
+_handles = itertools.count()
 _PLANS_KEPT = 4096  # a thread; with more shapes than that alive, plans are built anew
 
 
@@ -45,6 +50,8 @@ class Operator:
         self.used = frozenset(leaves(self.outputs, "arg"))
         self.streams = tuple(dict.fromkeys(leaves(self.outputs, "random")))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
+        self.handle = next(_handles)
+        OPERATORS[self.handle] = self
         self._gradients: dict[tuple[bool, ...], Operator] = {}
         self._reads: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
@@ -72,7 +79,7 @@ class Operator:
         tensors = self._check_types(args)
         if watched or any(type(t) not in PLAIN for t in tensors):
             from fusionrt import library
-            return library.call(self, args)
+            return library.call(self.handle, *args)
         plan = self.plan(args)
         run = self._run(plan, args)
         if tensors[0].device.type != "meta":
@@ -233,9 +240,8 @@ class Operator:
         model = next((t for t in tensors if _leads(t, shape)), None)
         outputs = []
         for dtype, target in zip(self.output_dtypes(args), self.targets, strict=True):
-            reduces = target is not None and args[target].shape != tuple(shape)
-            if model is None or reduces:
-                size = args[target].shape if reduces else shape
+            size = tuple(shape) if target is None else args[target].shape
+            if model is None or size != tuple(shape):
                 outputs.append(torch.empty(size, dtype=dtype, device=tensors[0].device))
             else:
                 outputs.append(torch.empty_like(model, dtype=dtype))
@@ -325,6 +331,19 @@ class Operator:
                 [*self.params, *(f"grad_output{k}" if len(given) > 1 else "grad_output"
                                  for k in positions)], roots, wrt)
         return self._gradients[key]
+
+    @functools.cached_property
+    def shared(self) -> list[tuple[int, list[int]]]:
+        """Of a gradient operator: targets whose gradient equals, shapes permitting, an argument (an
+        incoming gradient) or the gradient of an earlier target."""
+        found = []
+        for k, (root, target) in enumerate(zip(self.outputs, self.targets, strict=True)):
+            candidates = [int(str(root.args[0])[1:])] if root.op == "arg" else []
+            candidates += [t for t, other in zip(self.targets[:k], self.outputs, strict=False)
+                           if other is root and t is not None]
+            if candidates and target is not None:
+                found.append((target, candidates))
+        return found
 
     def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which arguments' values the gradients of the needed ones depend on."""

@@ -56,9 +56,9 @@ __device__ __forceinline__ unsigned short bfloat16_bits(float x) {
 // To integers: toward zero, saturating, NaN gives 0. PTX converts so by itself down to 32 bits;
 // narrower results are clamped first.
 __device__ __forceinline__ int to_int(float x) { return __float2int_rz(x); }
-__device__ __forceinline__ int to_int(double x) { return __double2int_rz(x); }
+// From double NaN gives the most negative number instead, and so it does from either as 64 bits.
+__device__ __forceinline__ int to_int(double x) { return x != x ? 0 : __double2int_rz(x); }
 __device__ __forceinline__ int clamped(int x, int lo, int hi) { return min(max(x, lo), hi); }
-// cvt.rzi.s64 turns NaN into the most negative number, unlike its 32-bit form.
 __device__ __forceinline__ int64_t to_int64(float x) { return x != x ? 0 : __float2ll_rz(x); }
 __device__ __forceinline__ int64_t to_int64(double x) { return x != x ? 0 : __double2ll_rz(x); }
 
@@ -189,6 +189,16 @@ __device__ __forceinline__ float rcp(float x) {  // 1/x, 1 ulp; 1/inf and 1/huge
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ __forceinline__ float subnormal_rcp(float x) {  // 1/x over the whole range, 1 ulp
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float subnormal_ex2(float x) {  // 2^x over the whole range, 2 ulp
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ float refined_rcp(float x) {  // 1/x, 1 ulp, for 2^-120 < |x| < 2^120
     const float y = rcp(x);
     return ::fmaf(y, ::fmaf(-x, y, 1.0f), y);
@@ -208,13 +218,8 @@ __device__ __forceinline__ acc_t maximum(acc_t a, acc_t b) { return b < a || a !
 __device__ __forceinline__ acc_t div(acc_t a, acc_t b) { return a / b; }
 // IEEE division is 10 instructions and a call for what is out of range; 16-bit results need less.
 __device__ __forceinline__ acc_t reciprocal(acc_t a) {
-    if constexpr (HALF) {
-        float y;
-        asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(static_cast<float>(a)));
-        return y;
-    } else {
-        return acc_t(1) / a;
-    }
+    if constexpr (HALF) return subnormal_rcp(a);
+    else return acc_t(1) / a;
 }
 __device__ __forceinline__ acc_t near_reciprocal(acc_t a) {
     if constexpr (HALF) return rcp(a);
@@ -225,13 +230,9 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, 
 __device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ acc_t abs_(acc_t a) { return ::fabs(a); }
 __device__ __forceinline__ acc_t exp(acc_t a) {
-    if constexpr (HALF) {  // the product's rounding costs |a| / 2 ulp of float: far below 16 bits
-        float y;
-        asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(LOG2_E * static_cast<float>(a)));
-        return y;
-    } else {
-        return ::exp(a);
-    }
+    // The product's rounding costs |a| / 2 ulp of float: far below 16 bits.
+    if constexpr (HALF) return subnormal_ex2(LOG2_E * a);
+    else return ::exp(a);
 }
 __device__ __forceinline__ acc_t exp2(acc_t a) { return ::exp2(a); }
 __device__ __forceinline__ acc_t expm1(acc_t a) { return ::expm1(a); }
@@ -250,10 +251,10 @@ __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
 
 __device__ __forceinline__ acc_t sigmoid(acc_t a) {
     if constexpr (HALF) {
-        return rcp(1.0f + ex2(-LOG2_E * a));
+        return subnormal_rcp(1.0f + ex2(-LOG2_E * a));
     } else if constexpr (sizeof(acc_t) == 4) {
         const float d = 1.0f + ::expf(-a);
-        return d < 1e37f ? refined_rcp(d) : rcp(d);
+        return d < 1e37f ? refined_rcp(d) : subnormal_rcp(d);
     } else {
         return acc_t(1) / (acc_t(1) + ::exp(-a));
     }
@@ -282,11 +283,12 @@ __device__ __forceinline__ acc_t tanh(acc_t a) {
 // log(1 + e^a) = max(a, 0) + log(1 + e^-|a|)
 __device__ __forceinline__ acc_t softplus(acc_t a) {
     if constexpr (HALF) {
-        const float e = ex2(-LOG2_E * ::fabsf(a));
+        const float e = subnormal_ex2(-LOG2_E * ::fabsf(a));
         const float tail = e < 0.002f ? e - 0.5f * e * e : LN_2 * lg2(1.0f + e);
         return maximum(a, acc_t(0)) + tail;
     } else {
-        return maximum(a, acc_t(0)) + ::log1p(::exp(-::fabs(a)));
+        const acc_t e = ::exp(-::fabs(a));
+        return maximum(a, acc_t(0)) + (e < acc_t(1e-18) ? e : ::log1p(e));  // log1p flushes denormals
     }
 }
 
@@ -342,7 +344,15 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
             tail = ::fmaf(q, u, 0.083715148f) * u;
         }
         tail *= gaussian(a);
-        return a > 0 ? 1.0f - tail : tail;
+        const float outer = a > 0 ? 1.0f - tail : tail;
+        if constexpr (HALF) return outer;
+        // 6 ulp where u is near 1; there the odd part's own polynomial has 3, with torch's erf.
+        const float square = a * a;
+        float odd = ::fmaf(9.423519e-5f, square, -1.1693536e-3f);
+        odd = ::fmaf(odd, square, 9.9671967e-3f);
+        odd = ::fmaf(odd, square, -6.6489585e-2f);
+        odd = ::fmaf(odd, square, 0.39894226f);
+        return ::fabsf(a) < 1.0f ? ::fmaf(a, odd, 0.5f) : outer;
     }
 }
 

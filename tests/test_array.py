@@ -1,5 +1,6 @@
 """Arrays that are not torch's: they go in without a copy and come out as what they were."""
 
+import sys
 import warnings
 
 import numpy as np
@@ -184,6 +185,12 @@ def test_bfloat16_of_ml_dtypes(seen):
         assert seen[-1].data_ptr() == view.ctypes.data
     x.flags.writeable = False
     assert np.allclose(frt.gelu(x).astype(np.float64), gelu(x), rtol=2**-8, atol=2**-12)
+
+
+def test_a_bfloat16_result_without_ml_dtypes_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(TypeError, match="pip install ml_dtypes"):
+        frt.dequantize_int8(np.ones(3, np.int8), 0.5, dtype="bfloat16")
 
 
 # --- mixtures

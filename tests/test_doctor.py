@@ -15,7 +15,7 @@ import fusionrt as frt
 from fusionrt import doctor as examine
 from fusionrt.runtime import cache, compiler, source
 
-doctor_module = sys.modules["fusionrt.doctor"]
+doctor_module = sys.modules["fusionrt.diagnosis"]
 needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 
 

@@ -74,7 +74,7 @@ def test_collapsed_walk_visits_the_same_elements(case):
     over = [layout.expand_strides(t.shape, t.stride(), shape) for t in tensors]
     order = [d for d in order if shape[d] != 1]
     domain = layout.collapse(shape, order, over)
-    assert domain.count == math.prod(shape)
+    assert domain.numel == math.prod(shape)
     for t, strides in zip(tensors, domain.strides, strict=True):
         full = t.expand(shape)
         expected = [
@@ -136,14 +136,14 @@ def test_reduction_splits_the_domain(case, random):
     domain = layout.collapse(shape, [d for d in order if shape[d] != 1], over)
     kept = [random.random() < 0.5 for _ in domain.sizes]
     r = layout.reduction(domain, kept)
-    assert r.n_groups * r.n_rows * r.columns == domain.count
+    assert r.n_groups * r.n_rows * r.columns == domain.numel
     assert r.kept == math.prod(n for n, keep in zip(domain.sizes, kept, strict=True) if keep)
     groups, rows = (
         list(offsets([n for n, _ in dims], [step for _, step in dims]))
         for dims in (r.groups, r.rows)
     )
     elements = [g + row + c for g in groups for row in rows for c in range(r.columns)]
-    assert sorted(elements) == list(range(domain.count))
+    assert sorted(elements) == list(range(domain.numel))
 
 
 @fast

@@ -61,9 +61,9 @@ EXACT = {
     "sigmoid": exact_sigmoid,
     "add_sigmoid": lambda a, b: exact_sigmoid(a + b),
     "scale_bias_sigmoid": lambda x, w, b: exact_sigmoid(x * w + b),
-    "hardsigmoid": lambda x: (
-        (x + 3).clamp(0, 6) / 6
-    ),  # torch's derivative in float64 is float32's 1/6
+    # torch's own have float32's 1/6, on CUDA in the results as well
+    "hardsigmoid": lambda x: (x + 3).clamp(0, 6) / 6,
+    "hardswish": lambda x: x * ((x + 3).clamp(0, 6) / 6),
 }
 
 

@@ -61,7 +61,7 @@ def same_gradients(ours, theirs):
 
 
 def test_functions_are_not_hidden_by_their_modules():
-    import fusionrt.fuse  # noqa: F401
+    import fusionrt.fusion  # noqa: F401
     assert frt.fuse.__name__ == "fuse"
     assert callable(frt.fuse)
 

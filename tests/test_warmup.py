@@ -13,8 +13,8 @@ import torch
 
 import fusionrt as frt
 from fusionrt.catalogue import OPS
+from fusionrt.precompile import Summary, native, warmup
 from fusionrt.runtime import cache, compiler, device, launch
-from fusionrt.warmup import Summary, native, warmup
 
 needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -73,7 +73,7 @@ def test_writes_cubins_and_the_second_run_compiles_nothing(home: Path) -> None:
     assert {info.path.parent for info, _ in found} == {home}
     assert first.seconds > 0
     # One of add_relu; exact and tanh form of bias_gelu; both share the kernel that adds sums.
-    assert kernels() == {"add_relu": 1, "add_relu_backward_111": 1, "bias_gelu": 1,
+    assert kernels() == {"add_relu": 1, "add_relu_backward_101": 1, "bias_gelu": 1,
                          "bias_gelu_tanh": 1, "bias_gelu_backward_111": 2,
                          "bias_gelu_tanh_backward_111": 1}
 
@@ -227,7 +227,7 @@ def test_native_names_each_visible_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device, "architecture", lambda i: ("sm_80", "sm_90")[i // 2])
     assert native() == ["sm_80", "sm_80", "sm_90"]
 
-    from fusionrt.warmup import _architectures
+    from fusionrt.precompile import _architectures
     assert _architectures(None) == ["sm_80", "sm_90"]
 
 
@@ -239,8 +239,8 @@ def test_functions_of_a_users_module(package: str) -> None:
     summary = warmup("sm_90", "their_gate,their_row", "float32", module=package)
 
     assert (summary.compiled, summary.failed) == (sum(kernels().values()), [])
-    # x, y and bias have gradients; p and slope are numbers, and so is slope's default.
-    assert kernels() == {"their_gate": 1, "their_gate_backward_111001": 1, "their_row": 1,
+    # bias is added: its gradient is the incoming one, and so is slope's default.
+    assert kernels() == {"their_gate": 1, "their_gate_backward_110001": 1, "their_row": 1,
                          "their_row_backward_111": 2}
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from fusionrt.runtime import cache
 
 # Numba's calling convention: status = f(result*, exception**, arguments...)
-_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
-                              ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
+                              ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
 _SCRATCH = ctypes.create_string_buffer(64)  # result and exception of a function that has neither
-Function = Callable[[int, int, int, int, int], int]
+Function = Callable[[bytes, bytes, bytes, int, int], int]
 
 _loaded: dict[str, Function] = {}
 _engines: list[Any] = []  # they own the code
@@ -49,8 +49,8 @@ def target() -> str:
 @functools.cache
 def toolchain() -> str:
     here = Path(__file__).parent
-    mathematics = hashlib.blake2b(b"".join(
-        (here / name).read_bytes() for name in ("storage.py", "math32.py", "math64.py", "memory.py")), digest_size=8)
+    sources = ("storage.py", "math32.py", "math64.py", "memory.py")
+    mathematics = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
     return (f"numba {importlib.metadata.version('numba')} "
             f"llvmlite {importlib.metadata.version('llvmlite')} {mathematics.hexdigest()}")
 

@@ -100,7 +100,7 @@ def _step(operand: Operand) -> str:
 def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and seed) that allocates and computes."""
     run = compiler.function(generate(problem), problem.acc, problem.name)
-    count = problem.domain.count
+    count = problem.domain.numel
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
@@ -130,15 +130,12 @@ def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[
 
 def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
           start: int, stop: int) -> None:
-    scratch = ctypes.create_string_buffer(buffers * (BLOCK + 16) * 8)
-    base = ctypes.addressof(scratch)
+    size = (BLOCK + 16) * 8
+    scratch = ctypes.create_string_buffer(buffers * size) if buffers else None
+    base = ctypes.addressof(scratch) if scratch is not None else 0
     table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
-                        *(base + k * (BLOCK + 16) * 8 for k in range(buffers)))
-    run(_address(table), _address(constants), _address(numbers), start, stop)
-
-
-def _address(data: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+                        *(base + k * size for k in range(buffers)))
+    run(table, constants, numbers, start, stop)
 
 
 def _summing(run: compiler.Function, problem: Problem, inputs: list[int], outputs: list[torch.Tensor],

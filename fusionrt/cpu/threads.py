@@ -6,6 +6,7 @@ OpenMP layer kills forked children (DataLoader workers), and parallel=True costs
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ def run(task: Callable[[int, int], object], size: int, parallel: bool, grain: in
         return
     bounds = [min(size, -(-size * i // (parts * grain)) * grain) for i in range(parts + 1)]
     futures = [_executor(parts).submit(task, start, stop)
-               for start, stop in zip(bounds[1:-1], bounds[2:], strict=True)]
+               for start, stop in itertools.pairwise(bounds[1:])]
     task(bounds[0], bounds[1])
     for future in futures:
         future.result()

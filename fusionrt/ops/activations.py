@@ -66,7 +66,8 @@ def gelu_tanh(x: Expr) -> Expr:
 
         gelu_tanh(torch.tensor([-1.0, 2.0]))  # [-0.1588, 1.9546]
     """
-    return x * expr.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
+    slope = 2 * math.sqrt(2 / math.pi)
+    return x * expr.sigmoid(x * (slope + 0.044715 * slope * (x * x)))
 
 
 @pointwise

@@ -12,12 +12,12 @@ from typing import Any
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.expr import Expr, where
-from fusionrt.fuse import fuse, kept
+from fusionrt.fusion import fuse, kept
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.pointwise import is_tanh
 
 
-def _dropped(x: Expr, p: Expr, scale: Expr) -> Expr:
+def _dropped(x: Expr, p: float, scale: float) -> Expr:
     return where(kept(p), x * scale, 0)
 
 

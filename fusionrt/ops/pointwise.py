@@ -13,7 +13,7 @@ from typing import Any
 from fusionrt import expr
 from fusionrt.catalogue import COLUMNS, ROWS, Make, pointwise, public
 from fusionrt.expr import Expr, exp, where
-from fusionrt.fuse import fuse
+from fusionrt.fusion import fuse
 from fusionrt.ops.activations import gelu, gelu_tanh, mish, relu, silu
 
 
@@ -196,7 +196,7 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
 
         prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
     """
-    shape = getattr(alpha, "shape", ())
+    shape: tuple[int, ...] = getattr(alpha, "shape", ())
     if len(shape) == 1 and len(x.shape) != 2:
         channels = x.shape[1] if len(x.shape) > 1 else 1
         if shape[0] not in (1, channels):

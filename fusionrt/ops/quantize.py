@@ -10,7 +10,7 @@ import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.expr import Expr, cast, clamp, node, round_
-from fusionrt.fuse import Fused, fuse
+from fusionrt.fusion import Fused, fuse
 from fusionrt.op import device_type
 
 

@@ -59,6 +59,7 @@ def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:
         nvrtc.destroyProgram(program)
     if not code:  # an arch that NVRTC can only turn into PTX gives success and no bytes
         raise CompileError(name, arch, options, "NVRTC returned an empty cubin", _dump(text, entry))
+    code += b"\0" * (-len(code) % 8)  # CuPy strips the last byte, without which nvdisasm refuses it
     return cache.Entry({"kernel": name, "entry": entry, "arch": arch, **resources(log)}, code)
 
 

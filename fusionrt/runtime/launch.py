@@ -1,45 +1,33 @@
 """From a problem to a Python callable that runs it on one GPU.
 
-What can be decided once is decided here; a call packs pointers, allocates and launches. The
-callable owns its parameter buffer and therefore belongs to one thread: the driver reads the buffer
-after the GIL is released.
+The callable is written as text, one straight line of allocations, packed parameters and launches:
+what can be decided once is a literal in it. It owns its parameter buffers and therefore belongs to
+one thread, because the driver reads them after the GIL is released.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Problem, Result
+from fusionrt.problem import Operand, Problem, Result
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import pointwise
 from fusionrt.runtime.source import ITEMSIZE
 
-Value = str | int
+Run = Callable[..., Any]
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
-
-class Kernel:
-    """A loaded kernel with its parameter buffer."""
-
-    def __init__(self, source: pointwise.Source, grid: int, block: int, device: int, name: str) -> None:
-        self.function = cuda.function(source.text, source.entry, device, name)
-        self.grid, self.block, self.device = grid, block, device
-        self.packer = source.params.packer
-        self.values: tuple[Value, ...] = tuple(v for values in source.values for v in values)
-        self.buffer = ctypes.create_string_buffer(self.packer.size)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.parameters = ctypes.addressof(self._pointers)
-
-    def __call__(self, known: dict[str, Any]) -> None:
-        self.packer.pack_into(self.buffer, 0,
-                              *[known[v] if isinstance(v, str) else v for v in self.values])
-        cuda.driver().launchKernel(self.function, self.grid, 1, 1, self.block, 1, 1, 0,
-                                   raw_stream(self.device), self.parameters, 0)
+try:  # Inductor's: half the cost of torch.empty_strided; on the current device, as we are
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided  # type: ignore
+except ImportError:
+    def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 class Call(NamedTuple):
@@ -50,24 +38,47 @@ class Call(NamedTuple):
     n_arguments: int                  # of the operator: a0, a1, ...
     device: int
 
-    @property
-    def arguments(self) -> list[str]:
-        return [f"a{i}" for i in range(self.n_arguments)]
+
+class Text:
+    """The body of the callable, and what its names refer to."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.lines = call, []  # type: ignore[var-annotated]
+        self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": raw_stream,
+                                      "launch": cuda.driver().launchKernel, "coarsen": _coarsen}
+        self.kernels = 0
+
+    def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
+        self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {dtype})")
+
+    def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str]) -> None:
+        """Load a kernel, and write the lines that fill its parameters and launch it.
+
+        The parameter buffer belongs to this text, and the text to one thread.
+        """
+        k, self.kernels = self.kernels, self.kernels + 1
+        packer = source.params.packer
+        buffer = ctypes.create_string_buffer(packer.size)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.scope |= {f"pack{k}": packer.pack_into, f"buffer{k}": buffer, f"pointers{k}": pointers}
+        function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name)
+        packed = [values.get(v, v) if isinstance(v, str) else str(v)
+                  for field in source.values for v in field]
+        self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
+        self.lines.append(f"launch({function}, {grid}, 1, 1, {block}, 1, 1, 0, "
+                          f"stream({self.call.device}), {ctypes.addressof(pointers)}, 0)")
+
+    def compile(self, arguments: str) -> Run:
+        exec("\n    ".join([f"def run({arguments}):", *self.lines]), self.scope)
+        run: Run = self.scope["run"]
+        return run
 
 
-try:  # Inductor's: half the cost of torch.empty_strided; on the current device, as we are
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided
-except ImportError:
-    def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-def build(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Callable[..., Any]:
+def build(call: Call, alignment: int, misaligned: Run) -> Run:
     """`alignment` in bytes, 16 at most, holds for every pointer; otherwise `misaligned` is called."""
     with torch.cuda.device(call.device):
         cuda.bind_context(call.device)
-        make = _reducing if any(call.problem.reduced) else _pointwise
-        run = make(call, alignment, misaligned)
+        run = _write(call, alignment, misaligned)
     if cuda.device_count() == 1:
         return run
 
@@ -80,38 +91,72 @@ def build(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Callabl
     return guarded
 
 
-def _elements(problem: Problem, alignment: int) -> int:
-    """Alignment in bytes -> what vector_width wants: elements of the widest flat operand."""
-    return alignment // max(ITEMSIZE[o.dtype] for o in (*problem.inputs, *problem.outputs)) or 1
-
-
-def _pointwise(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Callable[..., Any]:
-    problem = call.problem
-    source = pointwise.generate(problem, _elements(problem, alignment))
-    width = pointwise.vector_width(problem, _elements(problem, alignment))
-    grid = -(-problem.domain.count // pointwise.tile(problem, width))
-    kernel = Kernel(source, grid, pointwise.BLOCK, call.device, problem.name)
-    pointers = {o.name: f"p_{o.name}" for o in problem.inputs}
-    pointers |= {o.name: f"{o.name}.data_ptr()" for o in problem.outputs}
-    special = {"seed": "rng[0]", "random_offset": "rng[1]",
-               "random_state": "rng[2].data_ptr() if rng[2] is not None else 0"}
-    values = [(pointers | special).get(v, v) if isinstance(v, str) else str(v) for v in kernel.values]
-    lines = [f"{pointers[o.name]} = {o.name}.data_ptr()" for o in problem.inputs]
-    arguments = ", ".join([*call.arguments, *(["rng"] if problem.streams else [])])
+def _write(call: Call, alignment: int, misaligned: Run) -> Run:
+    problem, text = call.problem, Text(call)
+    names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams else [])
+    arguments = ", ".join(names)
+    values = {o.name: f"p_{o.name}" for o in problem.inputs}
+    text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in problem.inputs]
     if alignment == 16 and problem.inputs:
-        lines.append(f"if ({' | '.join(pointers[o.name] for o in problem.inputs)}) & 15: "
-                     f"return misaligned({arguments})")
-    lines += [f"{o.name} = empty({r.shape}, {tuple(r.strides)}, {r.dtype})"
-              for o, r in zip(problem.outputs, call.results, strict=True)]
-    lines.append(f"pack(buffer, 0, {', '.join(values)})")
-    lines.append(f"launch({kernel.function}, {grid}, 1, 1, {kernel.block}, 1, 1, 0, "
-                 f"stream({call.device}), {kernel.parameters}, 0)")
-    lines.append("return " + ", ".join(o.name for o in problem.outputs))
-    text = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-    scope = {"torch": torch, "empty": empty_strided, "pack": kernel.packer.pack_into, "buffer": kernel.buffer, "kernel": kernel,
-             "launch": cuda.driver().launchKernel, "stream": raw_stream, "misaligned": misaligned}
-    exec(text, scope)
-    return scope["run"]
+        text.scope["misaligned"] = misaligned
+        text.lines.append(f"if ({' | '.join(values.values())}) & 15: return misaligned({arguments})")
+    if problem.streams:
+        values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
+        text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
+    for operand, result, reduced in zip(problem.outputs, call.results, problem.reduced, strict=True):
+        if not reduced:
+            text.allocate(operand.name, result.shape, result.strides, result.dtype)
+            values[operand.name] = f"{operand.name}.data_ptr()"
+    for launch in pointwise.split(problem):
+        _write_launch(text, launch, alignment, values)
+    text.lines.append("return " + ", ".join(o.name for o in problem.outputs))
+    return text.compile(arguments)
+
+
+def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:
+    part, rows = launch.problem, launch.rows
+    elements = _elements(part, alignment)
+    source, width = pointwise.generate(part, elements, rows), pointwise.vector_width(part, elements)
+    if rows is None:
+        grid = -(-part.domain.numel // pointwise.tile(part, width))
+        text.launch(source, grid, pointwise.BLOCK, values)
+        return
+    grid, chunks = pointwise.reduction_grid(rows, width)
+    reduced = [k for k in launch.outputs if text.call.problem.reduced[k]]
+    acc = getattr(torch, part.acc)
+    text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
+    text.lines.append("p_partials = partials.data_ptr()")
+    text.launch(source, grid, pointwise.REDUCE_BLOCK, values | {"partials": "p_partials"})
+    for position, (k, dtype) in enumerate(zip(reduced, _sum_dtypes(launch), strict=True)):
+        offset = position * chunks * rows.kept * acc.itemsize
+        _write_sum(text, part, rows, k, dtype, {
+            "partials": f"p_partials + {offset}", "chunks": str(chunks), "kept": str(rows.kept)})
+
+
+def _write_sum(text: Text, part: Problem, rows: Reduction, k: int, dtype: str, values: dict[str, str]
+               ) -> None:
+    """Add the partial sums of output k. Its memory has the order of the walk until the last line."""
+    operand, result = text.call.problem.outputs[k], text.call.results[k]
+    exact = _kept(operand, part) == rows.kept
+    if exact:
+        text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
+    else:
+        text.allocate(operand.name, (rows.kept,), (1,), getattr(torch, part.acc))
+    grid = -(-rows.kept // pointwise.SUM_COLUMNS)
+    text.launch(pointwise.generate_sum(part, dtype), grid, pointwise.SUM_BLOCK,
+                values | {"out": f"{operand.name}.data_ptr()"})
+    if not exact:
+        text.scope |= {f"rows{k}": rows, f"strides{k}": operand.strides, f"sizes{k}": part.sizes,
+                       f"result{k}": result}
+        text.lines.append(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, "
+                          f"result{k})")
+    if tuple(result.walk_strides) != tuple(result.strides):
+        text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
+
+
+def _elements(problem: Problem, alignment: int) -> int:
+    """Alignment in bytes -> what vector_width wants: elements of the widest operand."""
+    return alignment // max(ITEMSIZE[o.dtype] for o in (*problem.inputs, *problem.outputs)) or 1
 
 
 def sources(problem: Problem) -> list[pointwise.Source]:
@@ -129,96 +174,18 @@ def _sum_dtypes(launch: pointwise.Launch) -> list[str]:
     """Of the finished sums: the output's, or acc_t where a coarser output is summed further."""
     part, rows = launch.problem, launch.rows
     assert rows is not None
-    return [o.dtype if _kept(o.strides, part.sizes) == rows.kept else part.acc
+    return [o.dtype if _kept(o, part) == rows.kept else part.acc
             for o, reduced in zip(part.outputs, part.reduced, strict=True) if reduced]
 
 
-class _Stage(NamedTuple):
-    launch: pointwise.Launch
-    kernel: Kernel
-    chunks: int
-    sums: tuple[Kernel, ...]          # one a reduced output
+def _kept(operand: Operand, problem: Problem) -> int:
+    return math.prod(size for stride, size in zip(operand.strides, problem.sizes, strict=True) if stride)
 
 
-def _reducing(call: Call, alignment: int, misaligned: Callable[..., Any]) -> Callable[..., Any]:
-    problem = call.problem
-    stages = [_stage(call, launch, alignment) for launch in pointwise.split(problem)]
-    acc = getattr(torch, problem.acc)
-    def run(*args: Any) -> Any:
-        tensors: dict[str, Any] = dict(zip(call.arguments, args, strict=False))
-        rng = args[-1] if problem.streams else (0, 0, None)
-        known = {o.name: tensors[o.name].data_ptr() for o in problem.inputs}
-        if alignment == 16 and any(pointer & 15 for pointer in known.values()):
-            return misaligned(*args)
-        known |= {name: tensors[name] for name in problem.scalars}
-        known |= {"seed": rng[0], "random_offset": rng[1],
-                  "random_state": 0 if rng[2] is None else rng[2].data_ptr()}
-        outputs: list[Any] = [None] * len(problem.outputs)
-        for k, o in enumerate(problem.outputs):
-            if not problem.reduced[k]:
-                shape, strides, dtype, _ = call.results[k]
-                outputs[k] = empty_strided(shape, strides, dtype)
-                known[o.name] = outputs[k].data_ptr()
-        for stage in stages:
-            _run_stage(stage, call, known, outputs, acc)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    return run
-
-
-def _stage(call: Call, launch: pointwise.Launch, alignment: int) -> _Stage:
-    part, rows = launch.problem, launch.rows
-    elements = _elements(part, alignment)
-    source = pointwise.generate(part, elements, rows)
-    width = pointwise.vector_width(part, elements)
-    if rows is None:
-        grid = -(-part.domain.count // pointwise.tile(part, width))
-        return _Stage(launch, Kernel(source, grid, pointwise.BLOCK, call.device, part.name), 0, ())
-    lanes = pointwise.n_lanes(rows, width)
-    chunks = pointwise.n_chunks(rows, width, lanes)
-    if rows.keeps_columns:
-        grid = -(-rows.columns // (lanes * width)) * chunks * rows.n_groups
-    else:
-        grid = -(-rows.n_groups * lanes // pointwise.REDUCE_BLOCK) * chunks
-    sums = [Kernel(pointwise.generate_sum(part, dtype), -(-rows.kept // pointwise.SUM_COLUMNS),
-                   pointwise.SUM_BLOCK, call.device, part.name) for dtype in _sum_dtypes(launch)]
-    kernel = Kernel(source, grid, pointwise.REDUCE_BLOCK, call.device, part.name)
-    return _Stage(launch, kernel, chunks, tuple(sums))
-
-
-def _kept(strides: Sequence[int], sizes: Sequence[int]) -> int:
-    count = 1
-    for stride, size in zip(strides, sizes, strict=True):
-        count *= size if stride else 1
-    return count
-
-
-def _run_stage(stage: _Stage, call: Call, known: dict[str, Any], outputs: list[Any], acc: Any) -> None:
-    rows, members = stage.launch.rows, stage.launch.outputs
-    if rows is None:
-        stage.kernel(known)
-        return
-    device = f"cuda:{call.device}"
-    reduced = [k for k in members if call.problem.reduced[k]]
-    partials = torch.empty((len(reduced), stage.chunks, rows.kept), dtype=acc, device=device)
-    stage.kernel({**known, "partials": partials.data_ptr()})
-    for position, (k, kernel) in enumerate(zip(reduced, stage.sums, strict=True)):
-        operand = call.problem.outputs[k]
-        shape, _, dtype, strides = call.results[k]
-        exact = _kept(operand.strides, call.problem.sizes) == rows.kept
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device) if exact else \
-            torch.empty(rows.kept, dtype=acc, device=device)
-        kernel({"partials": partials[position].data_ptr(), "out": out.data_ptr(),
-                "chunks": stage.chunks, "kept": rows.kept})
-        if not exact:
-            out = _coarsen(out, rows, operand.strides, call.problem.sizes, shape, strides).to(dtype)
-        outputs[k] = out.contiguous()
-
-
-def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int],
-             shape: Sequence[int], shape_strides: Sequence[int]) -> Any:
+def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int], result: Result
+             ) -> Any:
     """Sum a small finer gradient over what a coarser one (a scalar's) does not keep."""
     kept = [d for d in reversed(range(len(sizes))) if rows.pattern[d]]
     gone = [i for i, d in enumerate(kept) if not strides[d]]
-    grid = finer.view([sizes[d] for d in kept])
-    return grid.sum(dim=gone).contiguous().as_strided(shape, shape_strides)
+    summed = finer.view([sizes[d] for d in kept]).sum(dim=gone).to(result.dtype)
+    return summed.contiguous().as_strided(result.shape, result.walk_strides)

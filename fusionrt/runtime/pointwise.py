@@ -19,7 +19,9 @@ from fusionrt.problem import Operand, Problem
 from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
 
 BLOCK = 128
-MIN_BLOCKS = 8  # that must fit on an SM: 64 registers a thread; without a limit ptxas spills to reach 32
+# Blocks that must fit on an SM, that is a limit of 40 registers a thread (64 for doubles). Measured:
+# with more registers the special functions of 16-bit types lose 3 %, with 32 some kernels spill.
+MIN_BLOCKS = {"float32": 12, "float64": 8}
 REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
@@ -131,15 +133,15 @@ def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
 
 def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Source:
     """The whole translation unit. `alignment`: elements to which every pointer is aligned."""
-    wide = problem.domain.count >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
+    wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
     width = vector_width(problem, alignment)
     geometry = Geometry(problem, wide)
     modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
     geometry.declare([o for o, mode in modes.items() if mode not in ("flat", "scalar")])
     if rows is None:
-        geometry.index("count", problem.domain.count)
+        geometry.index("count", problem.domain.numel)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
-                     f"constexpr int MIN_BLOCKS = {MIN_BLOCKS};"]
+                     f"constexpr int MIN_BLOCKS = {MIN_BLOCKS[problem.acc]};"]
         extra: list[str] = []
     else:
         constants, extra = _reduction_text(rows, geometry, width, sum(problem.reduced))
@@ -166,7 +168,8 @@ def _constants(problem: Problem) -> list[str]:
 def _fields(problem: Problem, geometry: Geometry, reduces: bool
             ) -> list[tuple[Field, tuple[str | int, ...]]]:
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
-    fields = [(pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
+    fields: list[tuple[Field, tuple[str | int, ...]]] = [
+        (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
                for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
     if reduces:
@@ -175,7 +178,8 @@ def _fields(problem: Problem, geometry: Geometry, reduces: bool
         fields.append((Field("unsigned long long seed", U64), ("seed",)))
         fields.append((Field("unsigned long long random_offset", U64), ("random_offset",)))
         fields.append((pointer("unsigned long long", "random_state"), ("random_state",)))
-    scalars = [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
+    scalars: list[tuple[Field, tuple[str | int, ...]]] = [
+        (Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
     if acc == "double" and not geometry.wide:
         return fields + scalars + geometry.fields
     return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
@@ -251,11 +255,12 @@ def _finish_text(problem: Problem) -> list[str]:
 def _reduction_text(rows: Reduction, geometry: Geometry, width: int, sums: int
                     ) -> tuple[list[str], list[str]]:
     lanes = n_lanes(rows, width)
-    unroll = 1 if geometry.problem.acc == "float64" else REDUCE_UNROLL  # two tiles of doubles spill
+    double = geometry.problem.acc == "float64"
+    unroll = 1 if double else REDUCE_UNROLL        # two tiles of doubles spill
+    min_blocks = 1 if double else 3 if sums > 1 else 4  # 255, 84 or 64 registers a thread; fewer spill
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
-                 # Registers a thread: 255 for doubles, 84 with several sums, else 64; fewer spill.
-                 f"constexpr int MIN_BLOCKS = {1 if geometry.problem.acc == 'float64' else 3 if sums > 1 else 4};",
+                 f"constexpr int MIN_BLOCKS = {min_blocks};",
                  f"constexpr int LANES = {lanes}, SUMS = {sums};",
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};"]
     geometry.index("columns", rows.columns)
@@ -271,6 +276,15 @@ def n_lanes(rows: Reduction, width: int) -> int:
     if not rows.keeps_columns:
         return REDUCE_BLOCK if rows.n_rows * vectors >= 4 * REDUCE_BLOCK else 32
     return min(32, 1 << (vectors - 1).bit_length())
+
+
+def reduction_grid(rows: Reduction, width: int) -> tuple[int, int]:
+    """Blocks in all, and blocks that share a sum."""
+    lanes = n_lanes(rows, width)
+    chunks = n_chunks(rows, width, lanes)
+    if rows.keeps_columns:
+        return -(-rows.columns // (lanes * width)) * chunks * rows.n_groups, chunks
+    return -(-rows.n_groups * lanes // REDUCE_BLOCK) * chunks, chunks
 
 
 def n_chunks(rows: Reduction, width: int, lanes: int, blocks: int = 132 * 16) -> int:
@@ -335,12 +349,13 @@ def split(problem: Problem) -> list[Launch]:
         finer = next((p for p in patterns if all(a <= b for a, b in zip(kept, p, strict=True))), kept)
         patterns.setdefault(finer, []).append(k)
     full = [k for k, r in enumerate(problem.reduced) if not r]
+    if not patterns:
+        return [Launch(_part(problem, full), tuple(full), None)]
     launches = []
-    for kept, members in patterns.items() or [(None, [])]:
+    for kept, members in patterns.items():
         chosen = tuple(full + members)
         full = []
-        part = _part(problem, chosen)
-        launches.append(Launch(part, chosen, reduction(problem.domain, kept) if kept else None))
+        launches.append(Launch(_part(problem, chosen), chosen, reduction(problem.domain, kept)))
     return launches
 
 

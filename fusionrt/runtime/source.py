@@ -6,6 +6,7 @@ The text is what gets hashed, so nothing it depends on can change unseen: there 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ class Params:
 
     def __init__(self, fields: Sequence[Field]) -> None:
         assert all(struct.calcsize("=" + a.format[0]) >= struct.calcsize("=" + b.format[0])
-                   for a, b in zip(fields, fields[1:], strict=False)), "fields must not grow in size"
+                   for a, b in itertools.pairwise(fields)), "fields must not grow in size"
         self.declaration = "struct Params {\n" + "".join(
             f"    {f.declaration};\n" for f in fields) + "};"
         self.packer = struct.Struct("=" + "".join(f.format for f in fields))

@@ -238,8 +238,8 @@ def _nvrtc() -> Iterator[Check]:
         status: Status = "problem" if _has_gpu() else "warning"
         yield Check("nvrtc", status, f"cannot compile: {fault}", f"Run {INSTALL}.")
         return
+    from fusionrt.precompile import native
     from fusionrt.runtime import compiler
-    from fusionrt.warmup import native
     known = compiler.supported()
     detail = f"{compiler.version()} ({compiler.toolchain()}), {known[0]} to {known[-1]}"
     unknown = [arch for arch in native() if arch not in (*known, "cpu")]
