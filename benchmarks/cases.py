@@ -88,16 +88,30 @@ class Case:
     @functools.cached_property
     def traffic(self) -> dict[str, int]:
         """Bytes: every input once, every output once. A backward pass reads the gradient and those
-        arguments that the derivative depends on, and writes a gradient for every argument."""
+        arguments that the derivative depends on, and writes every gradient that is a tensor of its
+        own: a residual's is the incoming one, those of two summands are one."""
         args = [a for a in self.inputs[0] if isinstance(a, torch.Tensor)]
         out = self.op(*self.inputs[0], **self.keywords)
         found = {FORWARD: sum(a.nbytes for a in args) + out.nbytes}
         if self.differentiable:
             recorded = self._recorded()  # kept alive: with it go the tensors that it saved
             reads = sum(saved.nbytes for saved in recorded.grad_fn.saved_tensors)
-            found[BACKWARD] = reads + out.nbytes + sum(a.nbytes for a in args if _is_float(a))
+            written = zip((a for a in args if _is_float(a)), self._written(), strict=True)
+            found[BACKWARD] = reads + out.nbytes + sum(a.nbytes for a, own in written if own)
             found[BOTH] = found[FORWARD] + found[BACKWARD]
         return found
+
+    def _written(self) -> list[bool]:
+        """Whether each argument's gradient is a tensor of its own, seen on small ones on the CPU."""
+        def small(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return torch.randn([{0: 2, 1: 3}[i] if len(shape) == 2 else 3 for i in range(len(shape))])
+
+        args = [a.requires_grad_() if _is_float(a) else a for a in self.op.example(small)]
+        out = self.op(*args, **self.keywords)
+        seed = torch.randn_like(out)
+        grads = torch.autograd.grad(out, [a for a in args if _is_float(a)], seed)
+        seen = [seed.data_ptr()]
+        return [not (g.data_ptr() in seen or seen.append(g.data_ptr())) for g in grads]
 
 
 def _is_float(value: Any) -> bool:

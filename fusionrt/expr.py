@@ -197,7 +197,9 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # 1 - sigmoid(a), given both; a function of a alone.
     "sigmoid_complement": ("sigmoid_complement({}, {})", lambda g, out, a, s: (-g * (s * out), None)),
     "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
-    "tanh_softplus": ("tanh_softplus({})", lambda g, out, a: (g * _tanh_softplus_slope(a),)),
+    # Of a alone; e and r are its e^a and 1 / (n + 2), which the slope needs as well.
+    "tanh_softplus": ("{1} * ({1} + acc_t(2)) * {2}",
+                      lambda g, out, a, e, r: (g * _tanh_softplus_slope(a, e, r), None, None)),
     "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
     "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
     "floor": ("floor({})", lambda *_: (None,)),
@@ -216,10 +218,8 @@ _NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), a
                "nan": "div(acc_t(0.0), acc_t(0.0))"}
 
 
-def _tanh_softplus_slope(a: Expr) -> Expr:
-    """4 e (e + 1) / (n + 2)^2 with e = e^a, n = e (e + 2): few products, and no cancellation."""
-    e = exp(where(a < 20, a, 20))
-    r = near_reciprocal(e * (e + 2) + 2)
+def _tanh_softplus_slope(a: Expr, e: Expr, r: Expr) -> Expr:
+    """4 e (e + 1) / (n + 2)^2: few products, and no cancellation."""
     return where(a < 20, (4 * r) * (r * (e * (e + 1))), 0)
 
 
@@ -253,7 +253,6 @@ tanh: Function = _function("tanh")
 erf: Function = _function("erf")
 sigmoid: Function = _function("sigmoid")
 softplus: Function = _function("softplus")
-tanh_softplus: Function = _function("tanh_softplus")
 normcdf: Function = _function("normcdf")
 normpdf: Function = _function("normpdf")
 floor: Function = _function("floor")
@@ -263,6 +262,12 @@ abs_: Function = _function("abs")
 pow_: Function = _function("pow")
 reciprocal: Function = _function("reciprocal")
 near_reciprocal: Function = _function("near_reciprocal")
+
+
+def tanh_softplus(a: Any) -> Expr:
+    """tanh(log(1 + e^a)) = n / (n + 2) with n = e^a (e^a + 2); beyond 20 it is 1 in double precision."""
+    e = exp(where(a < 20, a, 20))
+    return node("tanh_softplus", a, e, near_reciprocal(e * (e + 2) + 2))
 
 
 def power(base: Any, exponent: Any) -> Expr:

@@ -12,6 +12,8 @@
 //                                 or threads that share a group (32, or BLOCK)
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
 //   SUMS                          number of reduced outputs
+//   load_fixed<W>(p, i)           the operands that do not change along a thread's walk; load<W>(p, i,
+//                                 fixed) reads the others
 //   group_base(p, g), row_base(p, r)      first element of a group, of a row within it
 //   finish<W>(p, i, tile, draws, sums)    as before, and add to sums[k][v]
 //   p.columns, p.rows, p.groups, p.chunks, p.partials      partials[k][chunk][group][column]
@@ -38,19 +40,20 @@ __device__ __forceinline__ void sum_columns(const Params& p) {
     acc_t sums[SUMS][VEC] = {};
     if (column < p.columns) {
         const index_t base = group_base(p, group) + column;
+        const Tile<VEC> fixed = load_fixed<VEC>(p, base);
         const index_t end = chunk_begin(p.rows, chunk + 1, p.chunks);
         index_t row = chunk_begin(p.rows, chunk, p.chunks) + depth;
         for (; row + (UNROLL - 1) * DEPTH < end; row += UNROLL * DEPTH) {
             Tile<VEC> tiles_[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) tiles_[u] = load<VEC>(p, base + row_base(p, row + u * DEPTH));
+            for (int u = 0; u < UNROLL; ++u) tiles_[u] = load<VEC>(p, base + row_base(p, row + u * DEPTH), fixed);
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u)
                 finish_at<VEC>(p, base + row_base(p, row + u * DEPTH), tiles_[u], sums);
         }
         for (; row < end; row += DEPTH) {
             const index_t i = base + row_base(p, row);
-            finish_at<VEC>(p, i, load<VEC>(p, i), sums);
+            finish_at<VEC>(p, i, load<VEC>(p, i, fixed), sums);
         }
     }
 
@@ -91,6 +94,7 @@ __device__ __forceinline__ void sum_everything(const Params& p) {
     acc_t sums[SUMS][1] = {};
     if (group < p.groups) {
         const index_t base = group_base(p, group);
+        const Tile<VEC> fixed = load_fixed<VEC>(p, base);
         const index_t vectors = p.columns / VEC, total = p.rows * vectors;
         const index_t end = chunk_begin(total, chunk + 1, p.chunks);
         acc_t wide[SUMS][VEC] = {};
@@ -98,14 +102,14 @@ __device__ __forceinline__ void sum_everything(const Params& p) {
         for (; j + (UNROLL - 1) * LANES < end; j += UNROLL * LANES) {
             Tile<VEC> tiles[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) tiles[u] = load<VEC>(p, base + vector_base(p, j + u * LANES));
+            for (int u = 0; u < UNROLL; ++u) tiles[u] = load<VEC>(p, base + vector_base(p, j + u * LANES), fixed);
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u)
                 finish_at<VEC>(p, base + vector_base(p, j + u * LANES), tiles[u], wide);
         }
         for (; j < end; j += LANES) {
             const index_t i = base + vector_base(p, j);
-            finish_at<VEC>(p, i, load<VEC>(p, i), wide);
+            finish_at<VEC>(p, i, load<VEC>(p, i, fixed), wide);
         }
 #pragma unroll
         for (int k = 0; k < SUMS; ++k)
@@ -114,7 +118,7 @@ __device__ __forceinline__ void sum_everything(const Params& p) {
         // Only a single row may be ragged: with several, VEC divides the columns.
         if (VEC > 1 && chunk == p.chunks - 1)
             for (index_t c = vectors * VEC + lane; c < p.columns; c += LANES)
-                finish_at<1>(p, base + c, load<1>(p, base + c), sums);
+                finish_at<1>(p, base + c, load<1>(p, base + c, load_fixed<1>(p, base + c)), sums);
     }
 
     __shared__ acc_t shared[BLOCK / 32];

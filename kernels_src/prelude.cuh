@@ -93,40 +93,32 @@ template <typename T, int W> struct Pack {
     alignas(BYTES < 16 ? BYTES : 16) T data[W];
 };
 
-// What is read once passes L1 by; what is read again (broadcast operands) may stay there.
-enum class Reuse { STREAM, CACHED };
-
-#define LOAD(bytes, suffix, ...) \
-    if constexpr (REUSE == Reuse::STREAM) \
-        asm volatile("ld.global.nc.L1::no_allocate." suffix : __VA_ARGS__ : "l"(from)); \
-    else \
-        asm volatile("ld.global.nc." suffix : __VA_ARGS__ : "l"(from));
-
-template <int BYTES, Reuse REUSE> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
+// Through the read-only path: outputs are always fresh memory. No cache hints: L1::no_allocate made
+// kernels 6 % slower as soon as block or vector count changed, evict-first stores gained nothing.
+template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
+    unsigned* w = static_cast<unsigned*>(to);
     if constexpr (BYTES > 16) {
-        load_bytes<16, REUSE>(from, to);
-        load_bytes<BYTES - 16, REUSE>(static_cast<const char*>(from) + 16, static_cast<char*>(to) + 16);
+        load_bytes<16>(from, to);
+        load_bytes<BYTES - 16>(static_cast<const char*>(from) + 16, static_cast<char*>(to) + 16);
     } else if constexpr (BYTES == 16) {
-        unsigned* w = static_cast<unsigned*>(to);
-        LOAD(16, "v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]))
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(from));
     } else if constexpr (BYTES == 8) {
-        unsigned* w = static_cast<unsigned*>(to);
-        LOAD(8, "v2.u32 {%0, %1}, [%2];", "=r"(w[0]), "=r"(w[1]))
+        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(from));
     } else if constexpr (BYTES == 4) {
-        LOAD(4, "u32 %0, [%1];", "=r"(*static_cast<unsigned*>(to)))
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(w[0]) : "l"(from));
     } else if constexpr (BYTES == 2) {
-        LOAD(2, "u16 %0, [%1];", "=h"(*static_cast<unsigned short*>(to)))
+        asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(*static_cast<unsigned short*>(to)) : "l"(from));
     } else {
         unsigned byte;
-        LOAD(1, "u8 %0, [%1];", "=r"(byte))
+        asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(byte) : "l"(from));
         *static_cast<unsigned char*>(to) = byte;
     }
 }
-#undef LOAD
 
-template <int W, Reuse REUSE, typename T> __device__ __forceinline__ Pack<T, W> load_pack(const T* from) {
+template <int W, typename T> __device__ __forceinline__ Pack<T, W> load_pack(const T* from) {
     Pack<T, W> pack;
-    load_bytes<Pack<T, W>::BYTES, REUSE>(from, &pack);
+    load_bytes<Pack<T, W>::BYTES>(from, &pack);
     return pack;
 }
 
@@ -136,11 +128,11 @@ template <int BYTES> __device__ __forceinline__ void store_bytes(void* to, const
         store_bytes<BYTES - 16>(static_cast<char*>(to) + 16, static_cast<const char*>(from) + 16);
     } else if constexpr (BYTES == 16) {
         const unsigned* w = static_cast<const unsigned*>(from);
-        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                      :: "l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
     } else if constexpr (BYTES == 8) {
         const unsigned* w = static_cast<const unsigned*>(from);
-        asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(w[0]), "r"(w[1]) : "memory");
     } else if constexpr (BYTES == 4) {
         *static_cast<unsigned*>(to) = *static_cast<const unsigned*>(from);
     } else if constexpr (BYTES == 2) {
@@ -213,8 +205,23 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 __device__ __forceinline__ acc_t where(bool c, acc_t a, acc_t b) { return c ? a : b; }
 __device__ __forceinline__ bool logical_not(bool a) { return !a; }
 // NaN in either operand wins, as in torch.minimum.
-__device__ __forceinline__ acc_t minimum(acc_t a, acc_t b) { return a < b || a != a ? a : b; }
-__device__ __forceinline__ acc_t maximum(acc_t a, acc_t b) { return b < a || a != a ? a : b; }
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ float minimum(float a, float b) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+__device__ __forceinline__ float maximum(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+#else
+__device__ __forceinline__ float minimum(float a, float b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ float maximum(float a, float b) { return b < a || a != a ? a : b; }
+#endif
+__device__ __forceinline__ double minimum(double a, double b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ double maximum(double a, double b) { return b < a || a != a ? a : b; }
 __device__ __forceinline__ acc_t div(acc_t a, acc_t b) { return a / b; }
 // IEEE division is 10 instructions and a call for what is out of range; 16-bit results need less.
 __device__ __forceinline__ acc_t reciprocal(acc_t a) {
@@ -235,7 +242,14 @@ __device__ __forceinline__ acc_t exp(acc_t a) {
     else return ::exp(a);
 }
 __device__ __forceinline__ acc_t exp2(acc_t a) { return ::exp2(a); }
-__device__ __forceinline__ acc_t expm1(acc_t a) { return ::expm1(a); }
+__device__ __forceinline__ acc_t expm1(acc_t a) {
+    if constexpr (HALF) {  // near 0, where the subtraction cancels, three terms of the series
+        const float near = a * ::fmaf(a, ::fmaf(a, 0.16666667f, 0.5f), 1.0f);
+        return ::fabsf(a) < 0.05f ? near : subnormal_ex2(LOG2_E * a) - 1.0f;
+    } else {
+        return ::expm1(a);
+    }
+}
 __device__ __forceinline__ acc_t log(acc_t a) { return ::log(a); }
 __device__ __forceinline__ acc_t log1p(acc_t a) { return ::log1p(a); }
 __device__ __forceinline__ acc_t log2(acc_t a) { return ::log2(a); }
@@ -249,21 +263,21 @@ __device__ __forceinline__ acc_t floor(acc_t a) { return ::floor(a); }
 __device__ __forceinline__ acc_t rint(acc_t a) { return ::rint(a); }
 __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
 
+// With e = exp(-|a|), which cannot overflow: 1 / (1 + e), or e / (1 + e) for negative a.
 __device__ __forceinline__ acc_t sigmoid(acc_t a) {
     if constexpr (HALF) {
-        return subnormal_rcp(1.0f + ex2(-LOG2_E * a));
-    } else if constexpr (sizeof(acc_t) == 4) {
-        const float d = 1.0f + ::expf(-a);
-        return d < 1e37f ? refined_rcp(d) : subnormal_rcp(d);
+        const float e = subnormal_ex2(-LOG2_E * ::fabsf(a)), y = rcp(1.0f + e);
+        return a < 0 ? e * y : y;
     } else {
-        return acc_t(1) / (acc_t(1) + ::exp(-a));
+        const acc_t e = ::exp(-::fabs(a)), y = near_reciprocal(acc_t(1) + e);
+        return a < acc_t(0) ? e * y : y;
     }
 }
 
 // 1 - sigmoid(a); the subtraction cancels where sigmoid(a) is near 1.
 __device__ __forceinline__ acc_t sigmoid_complement(acc_t a, acc_t sigmoid_of_a) {
     if constexpr (HALF) return acc_t(1) - sigmoid_of_a;
-    else return sigmoid(-a);
+    else return a < acc_t(0) ? acc_t(1) - sigmoid_of_a : sigmoid(-a);
 }
 
 __device__ __forceinline__ acc_t tanh(acc_t a) {
@@ -292,24 +306,12 @@ __device__ __forceinline__ acc_t softplus(acc_t a) {
     }
 }
 
-// tanh(log(1 + e^a)) = n / (n + 2) with n = e^a (e^a + 2); beyond 20 it is 1 in double precision.
-__device__ __forceinline__ acc_t tanh_softplus(acc_t a) {
-    const acc_t e = exp(where(a < acc_t(20), a, acc_t(20)));
-    const acc_t n = e * (e + acc_t(2));
-    return n * near_reciprocal(n + acc_t(2));
-}
-
 // exp(-a^2/2); shared by normcdf and normpdf, so that a GELU's backward needs it once.
 __device__ __forceinline__ acc_t gaussian(acc_t a) {
     if constexpr (HALF) {
         return ex2(-0.5f * LOG2_E * a * a);
-    } else if constexpr (sizeof(acc_t) == 4) {
-        // The rounding of a^2 alone would cost |a^2| / 4 ulp: carry it along.
-        const float square = a * a, residue = ::fmaf(a, a, -square);
-        const float e = ::expf(-0.5f * square);
-        return square < 1e30f ? ::fmaf(-0.5f * residue, e, e) : e;
     } else {
-        return ::exp(acc_t(-0.5) * a * a);
+        return ::exp(acc_t(-0.5) * a * a);  // the rounding of a^2 costs a^2 / 4 ulp, torch's as well
     }
 }
 __device__ __forceinline__ acc_t normpdf(acc_t a) { return gaussian(a) * acc_t(0.3989422804014327); }
@@ -331,8 +333,7 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
             tail = ::fmaf(::fmaf(::fmaf(::fmaf(-0.089929283f, u, 0.18887872f), u, 0.091977887f),
                                  u, 0.15783007f), u, 0.15122508f) * u;
         } else {
-            const float t = ::fminf(::fabsf(a), 1e4f);  // its refinement makes 0 * inf of infinity
-            const float u = refined_rcp(::fmaf(0.21f, t, 1.0f));
+            const float u = rcp(::fmaf(0.21f, ::fabsf(a), 1.0f));
             float q = -0.071295291f;
             q = ::fmaf(q, u, 0.28180677f);
             q = ::fmaf(q, u, -0.32649747f);
@@ -346,7 +347,7 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
         tail *= gaussian(a);
         const float outer = a > 0 ? 1.0f - tail : tail;
         if constexpr (HALF) return outer;
-        // 6 ulp where u is near 1; there the odd part's own polynomial has 3, with torch's erf.
+        // Errors of u weigh most where it is near 1; there the odd part has a polynomial of its own.
         const float square = a * a;
         float odd = ::fmaf(9.423519e-5f, square, -1.1693536e-3f);
         odd = ::fmaf(odd, square, 9.9671967e-3f);

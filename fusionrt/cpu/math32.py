@@ -56,7 +56,7 @@ __all__ = [
     "load_int64", "load_uint8", "log", "log1p", "log2", "logical_not", "maximum", "minimum",
     "mul_rn", "near_reciprocal", "normcdf", "normpdf", "philox7", "pow_", "reciprocal", "rint", "rsqrt",
     "sigmoid", "sigmoid_complement", "sin", "softplus",
-    "sqrt", "store_bfloat16", "store_float16", "store_float32", "store_float64", "tanh", "tanh_softplus",
+    "sqrt", "store_bfloat16", "store_float16", "store_float32", "store_float64", "tanh",
     "trunc", "where",
 ]
 
@@ -352,14 +352,6 @@ def reciprocal(x):
 
 
 near_reciprocal = reciprocal
-
-
-@inline
-def tanh_softplus(x):
-    """tanh(log(1 + e^x)) = n / (n + 2), n = e^x (e^x + 2); beyond 20 it is 1 in double precision."""
-    e = exp(where(x > acc_t(20.0), acc_t(20.0), x))
-    n = e * (e + acc_t(2.0))
-    return n / (n + acc_t(2.0))
 
 
 @inline

@@ -77,7 +77,7 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
     zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
     if isinstance(scale, int | float) and _on_cuda(x):
         double = str(getattr(x, "dtype", "")).endswith("float64")
-        inverse = 1 / scale if double else float(np.float32(1) / np.float32(scale))
+        inverse = 1 / scale if double else float(np.float32(1 / scale))
         return _quantize_by_inverse(x, inverse, zero_point)
     return _quantize(x, scale, zero_point)
 

@@ -19,9 +19,6 @@ from fusionrt.problem import Operand, Problem
 from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
 
 BLOCK = 128
-# Blocks that must fit on an SM, that is a limit of 40 registers a thread (64 for doubles). Measured:
-# with more registers the special functions of 16-bit types lose 3 %, with 32 some kernels spill.
-MIN_BLOCKS = {"float32": 12, "float64": 8}
 REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
@@ -104,12 +101,20 @@ def vector_width(problem: Problem, alignment: int) -> int:
 
 
 def unroll(problem: Problem, width: int) -> int:
-    """Vectors a thread: two where one operand alone would keep too few bytes in flight; four where
-    pairs share random numbers, and all their keys."""
+    """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
+    share the keys as well; two vectors where one operand alone would keep too few bytes in flight."""
     operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
-    if width < 4:
+    if width < 4 or (operands > 1 and not problem.streams):
         return 1
-    return 4 if problem.streams else 2 if operands == 1 else 1
+    return 4 if problem.streams and operands == 1 else 2
+
+
+def min_blocks(problem: Problem, width: int) -> int:
+    """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors, else 40.
+
+    With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
+    """
+    return 8 if problem.acc == "float64" else 10 if unroll(problem, width) == 4 else 12
 
 
 def tile(problem: Problem, width: int) -> int:
@@ -141,14 +146,14 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
     if rows is None:
         geometry.index("count", problem.domain.numel)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
-                     f"constexpr int MIN_BLOCKS = {MIN_BLOCKS[problem.acc]};"]
+                     f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
         extra: list[str] = []
     else:
         constants, extra = _reduction_text(rows, geometry, width, sum(problem.reduced))
     fields = _fields(problem, geometry, rows is not None)
     params = Params([field for field, _ in fields])
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-                 *_load_text(geometry, modes), *_draws_text(problem), *_finish_text(problem)]
+                 *_load_text(geometry, modes, rows), *_draws_text(problem), *_finish_text(problem)]
     stem = "pointwise" if rows is None else "pointwise_reduce"
     text = assemble(stem, _constants(problem), functions)
     return Source(stem, text, params, tuple(values for _, values in fields))
@@ -185,28 +190,47 @@ def _fields(problem: Problem, geometry: Geometry, reduces: bool
     return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
 
 
-def _load_text(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
-    members, body = [], []
-    modes_in_use = set(modes.values())
-    if modes_in_use & {"vector", "splat"}:
+def _load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | None) -> list[str]:
+    """`Tile` and `load`; in a reduction `load_fixed` as well, for what a thread reads only once."""
+    members = [f"    Pack<{o.dtype}_t, {_lanes(mode)}> {o.name};" for o, mode in modes.items()]
+    fixed = {o: mode for o, mode in modes.items() if rows is not None and is_fixed(o, rows)}
+    varying = {o: mode for o, mode in modes.items() if o not in fixed}
+    signature = "template <int W> __device__ __forceinline__ Tile<W> {}(const Params& p, index_t i{}) {{"
+    load = [signature.format("load", "" if rows is None else ", const Tile<W>& fixed"),
+            "    Tile<W> tile;" if rows is None else "    Tile<W> tile = fixed;",
+            *_reads(geometry, varying), "    return tile;", "}"]
+    if rows is not None:
+        load += [signature.format("load_fixed", ""), "    Tile<W> tile;", *_reads(geometry, fixed),
+                 "    return tile;", "}"]
+    return ["template <int W> struct Tile {", *members, "};", *load]
+
+
+def is_fixed(operand: Operand, rows: Reduction) -> bool:
+    """The same for all that one thread of a reduction sees."""
+    return not any(operand.strides[1:] if rows.keeps_columns and rows.n_groups == 1 else operand.strides)
+
+
+def _lanes(mode: str) -> str:
+    return "1" if mode in ("splat", "scalar") else "W"
+
+
+def _reads(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
+    body: list[str] = []
+    if set(modes.values()) & {"vector", "splat"}:
         body += geometry.coordinates("i")
     for o, mode in modes.items():
-        lanes = "1" if mode in ("splat", "scalar") else "W"
-        members.append(f"    Pack<{o.dtype}_t, {lanes}> {o.name};")
         if mode == "flat":
-            body.append(f"tile.{o.name} = load_pack<W, Reuse::STREAM>(p.{o.name} + i);")
+            body.append(f"tile.{o.name} = load_pack<W>(p.{o.name} + i);")
         elif mode != "gather":
-            body.append(f"tile.{o.name} = load_pack<{lanes}, Reuse::CACHED>"
+            body.append(f"tile.{o.name} = load_pack<{_lanes(mode)}>"
                         f"(p.{o.name} + ({geometry.offset(o)}));")
     gathered = [o for o, mode in modes.items() if mode == "gather"]
     if gathered:
         body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
                  *("    " + line for line in geometry.coordinates("(i + v)")),
-                 *(f"    tile.{o.name}.data[v] = load_pack<1, Reuse::CACHED>"
+                 *(f"    tile.{o.name}.data[v] = load_pack<1>"
                    f"(p.{o.name} + ({geometry.offset(o)})).data[0];" for o in gathered), "}"]
-    return ["template <int W> struct Tile {", *members, "};",
-            "template <int W> __device__ __forceinline__ Tile<W> load(const Params& p, index_t i) {",
-            "    Tile<W> tile;", *("    " + line for line in body), "    return tile;", "}"]
+    return ["    " + line for line in body]
 
 
 def _draws_text(problem: Problem) -> list[str]:
