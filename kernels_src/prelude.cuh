@@ -277,7 +277,7 @@ __device__ __forceinline__ acc_t sigmoid(acc_t a) {
 // 1 - sigmoid(a); the subtraction cancels where sigmoid(a) is near 1.
 __device__ __forceinline__ acc_t sigmoid_complement(acc_t a, acc_t sigmoid_of_a) {
     if constexpr (HALF) return acc_t(1) - sigmoid_of_a;
-    else return a < acc_t(0) ? acc_t(1) - sigmoid_of_a : sigmoid(-a);
+    else return a < acc_t(1) ? acc_t(1) - sigmoid_of_a : sigmoid(-a);
 }
 
 __device__ __forceinline__ acc_t tanh(acc_t a) {

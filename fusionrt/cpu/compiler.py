@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusionrt.runtime import cache
 
@@ -23,7 +23,19 @@ from fusionrt.runtime import cache
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
                               ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
 _SCRATCH = ctypes.create_string_buffer(64)  # result and exception of a function that has neither
-Function = Callable[[bytes, bytes, bytes, int, int], int]
+
+
+class Function(NamedTuple):
+    """A loaded kernel."""
+
+    address: int
+    scratch: int
+    call: Callable[..., int]
+
+    def __call__(self, pointers: bytes, integers: bytes, scalars: bytes, start: int, stop: int) -> None:
+        self.call(self.scratch, self.scratch, pointers, integers, scalars, start, stop)
+
+
 
 _loaded: dict[str, Function] = {}
 _engines: list[Any] = []  # they own the code
@@ -91,7 +103,7 @@ def build(text: str, acc: str, name: str) -> cache.Entry:
 
 
 @functools.cache
-def _machine() -> Any:
+def machine() -> Any:
     from llvmlite import binding
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -100,10 +112,9 @@ def _machine() -> Any:
 
 def _load(entry: cache.Entry) -> Function:
     from llvmlite import binding
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(entry.payload))
     engine.finalize_object()
     _engines.append(engine)
-    call = _PROTOTYPE(engine.get_function_address(entry.metadata["symbol"]))
-    scratch = ctypes.addressof(_SCRATCH)
-    return functools.partial(call, scratch, scratch)
+    address = engine.get_function_address(entry.metadata["symbol"])
+    return Function(address, ctypes.addressof(_SCRATCH), _PROTOTYPE(address))

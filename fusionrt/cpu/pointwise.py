@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.cpu import compiler, threads
+from fusionrt.cpu import compiler, team, threads
 from fusionrt.expr import emit
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Problem, Result
@@ -117,15 +117,24 @@ def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[
         constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)
         numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
         if not summed:
-            task = functools.partial(_task, run, inputs + [o.data_ptr() for o in outputs], constants,
-                                     numbers, buffers)
-            threads.run(task, count, parallel=count >= threads.SERIAL_BELOW, grain=threads.GRAIN)
+            _whole(run, inputs + [o.data_ptr() for o in outputs], constants, numbers, buffers, count)
         else:
             _summing(run, problem, inputs, outputs, constants, numbers, buffers, count, sums_of,
                      [r.walk_strides for r in results])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
+
+
+def _whole(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
+           count: int) -> None:
+    parallel = count >= threads.SERIAL_BELOW and torch.get_num_threads() > 1
+    if parallel and not buffers and team.usable():
+        table = struct.pack(f"={len(pointers)}Q", *pointers)
+        team.run(run.address, run.scratch, (table, constants, numbers), count, threads.GRAIN)
+        return
+    task = functools.partial(_task, run, pointers, constants, numbers, buffers)
+    threads.run(task, count, parallel, threads.GRAIN)
 
 
 def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,

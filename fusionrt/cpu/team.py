@@ -1,0 +1,104 @@
+"""A kernel over several cores by the OpenMP threads that torch's own operators use.
+
+They spin for a while after each parallel region, so that a hand-over costs 5 us where waking a Python
+thread costs 30 to 50. A dozen lines of LLVM stand between OpenMP's calling convention and the kernels'.
+
+GNU OpenMP's threads do not survive a fork, and a forked child's first region hangs or aborts:
+`usable` is false there, and wherever torch does not bring GNU OpenMP along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+from typing import Any
+
+import torch
+
+_forked = False
+_engines: list[Any] = []  # they own the code
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def usable() -> bool:
+    return not _forked and _parallel() is not None
+
+
+@functools.cache
+def _parallel() -> Any:
+    """GOMP_parallel(function, data, threads, flags) of the library that torch loaded."""
+    process = ctypes.CDLL(None)
+    if not all(hasattr(process, name) for name in ("GOMP_parallel", *_QUESTIONS)):
+        return None
+    parallel = process.GOMP_parallel
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+_QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
+
+
+@functools.cache
+def _answers() -> tuple[int, ...]:
+    process = ctypes.CDLL(None)
+    return tuple(ctypes.cast(getattr(process, q), ctypes.c_void_p).value or 0 for q in _QUESTIONS)
+
+
+def run(kernel: int, scratch: int, arguments: tuple[bytes, bytes, bytes], size: int, grain: int) -> None:
+    """kernel(scratch, scratch, *arguments, start, stop) over [0, size), by torch.get_num_threads()."""
+    threads = torch.get_num_threads()
+    chunk = -(-size // (threads * grain)) * grain
+    pointers = (ctypes.c_char_p * 3)(*arguments)  # an array of addresses
+    job = struct.pack("=4Q", *_answers(), kernel, scratch) + bytes(pointers) + struct.pack("=2Q", size, chunk)
+    _parallel()(_member(), job, threads, 0)
+
+
+@functools.cache
+def _member() -> int:
+    """Address of void member(int64 *job): chunks of the range for one thread of the team.
+
+    A team may be smaller than was asked for, hence the loop over chunks.
+    """
+    from llvmlite import binding, ir
+
+    from fusionrt.cpu.compiler import machine
+    i32, i64, void = ir.IntType(32), ir.IntType(64), ir.VoidType()
+    asks, kernel_type = ir.FunctionType(i32, []), ir.FunctionType(i32, [i64] * 7)
+    module = ir.Module("fusionrt_team")
+    function = ir.Function(module, ir.FunctionType(void, [i64.as_pointer()]), "member")
+    entry, loop, body, done = (function.append_basic_block(n) for n in ("entry", "loop", "body", "done"))
+    b = ir.IRBuilder(entry)
+    job = [b.load(b.gep(function.args[0], [ir.Constant(i64, k)])) for k in range(9)]
+    number, count = (b.zext(b.call(b.inttoptr(job[k], asks.as_pointer()), []), i64) for k in (0, 1))
+    kernel, (scratch, pointers, integers, scalars, size, chunk) = job[2], job[3:]
+    first = b.mul(number, chunk)
+    b.branch(loop)
+    b.position_at_end(loop)
+    start = b.phi(i64)
+    start.add_incoming(first, entry)
+    b.cbranch(b.icmp_signed("<", start, size), body, done)
+    b.position_at_end(body)
+    end = b.add(start, chunk)
+    stop = b.select(b.icmp_signed("<", end, size), end, size)
+    b.call(b.inttoptr(kernel, kernel_type.as_pointer()),
+           [scratch, scratch, pointers, integers, scalars, start, stop])
+    start.add_incoming(b.add(start, b.mul(count, chunk)), body)
+    b.branch(loop)
+    b.position_at_end(done)
+    b.ret_void()
+    target = machine()
+    module.triple, module.data_layout = binding.get_default_triple(), str(target.target_data)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), target)
+    engine.finalize_object()
+    _engines.append(engine)
+    return int(engine.get_function_address("member"))
