@@ -30,7 +30,7 @@ class Recorded(torch.autograd.Function):
             outputs = out if isinstance(out, tuple) else (out,)
             fixed = (o for o, d in zip(outputs, op.differentiable, strict=True) if not d)
             ctx.mark_non_differentiable(*fixed)
-        save(ctx, op, args, ctx.needs_input_grad[3:])
+        save(ctx, op, args, out, ctx.needs_input_grad[3:])
         return out
 
     @staticmethod
@@ -51,9 +51,12 @@ def is_watched() -> bool:
                 or forward_ad._current_level >= 0)
 
 
-def save(ctx: Any, op: Operator, args: Sequence[Any], needed: Sequence[bool], *more: torch.Tensor) -> None:
-    """Keep the arguments that the backward expression reads, of other tensors a description, and `more`."""
-    reads = op.read_by_backward(tuple(needed))
+def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence[bool], *more: torch.Tensor
+         ) -> None:
+    """Keep the arguments that the backward expression reads, of other tensors a description; the
+    output if it reads that; and `more`."""
+    reads, reads_output = op.read_by_backward(tuple(needed))
+    more = (out, *more) if reads_output else more
     ctx.save_for_backward(*[a for a, read in zip(args, reads, strict=True)
                             if read and isinstance(a, torch.Tensor)], *more)
     ctx.others = [a if not isinstance(a, torch.Tensor) else None if read else (a.shape, a.dtype, a.device)
@@ -72,7 +75,8 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
     """Gradients of the needed arguments, None for the others."""
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
-        return [None] * len(args)
+        return [None] * len(op.params)
+    n = len(op.params)  # what follows in `args` is the saved output
     inputs = [*args, *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
     origin = _origins(op.gradient(tuple(needed), given), inputs, needed)
     own = tuple(i == o for i, o in enumerate(origin))
@@ -82,8 +86,8 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
         results = iter(out if isinstance(out, tuple) else (out,))
         computed = [next(results) if is_own else None for is_own in own]
     else:
-        computed = [None] * len(args)
-    return [None if o is None else inputs[o] if o >= len(args) else computed[o] for o in origin]
+        computed = [None] * n
+    return [None if o is None else inputs[o] if o >= n else computed[o] for o in origin]
 
 
 def _origins(gradient: Operator, inputs: list[Any], needed: Sequence[bool]) -> list[int | None]:

@@ -167,6 +167,8 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "number": ("acc_t({})", lambda *_: (None,)),
     "where": ("where({}, {}, {})",
               lambda g, out, c, a, b: (None, where(c, g, 0), where(c, 0, g))),
+    # A primitive, so that its derivative can be had from the output: 0 at 0, and NaN passes.
+    "relu": ("where({0} <= acc_t(0), acc_t(0), {0})", lambda g, out, a: (where(out <= 0, 0, g),)),
     # Ties share the gradient and NaN lets it pass, as torch.minimum does.
     "minimum": ("minimum({}, {})",
                 lambda g, out, a, b: (_picked(g, a == b, b < a), _picked(g, a == b, a < b))),
@@ -239,6 +241,7 @@ where: Function = _function("where")
 minimum: Function = _function("minimum")
 maximum: Function = _function("maximum")
 clamp: Function = _function("clamp")
+relu: Function = _function("relu")
 exp: Function = _function("exp")
 exp2: Function = _function("exp2")
 expm1: Function = _function("expm1")
@@ -298,7 +301,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "log2": log2,
     "sqrt": sqrt, "rsqrt": rsqrt, "pow": power, "sin": sin, "cos": cos, "tanh": tanh, "erf": erf,
     "sigmoid": sigmoid, "softplus": softplus, "normcdf": normcdf, "normpdf": normpdf,
-    "floor": floor, "round": round_, "trunc": trunc, "cast": cast, "reciprocal": reciprocal,
+    "relu": relu, "floor": floor, "round": round_, "trunc": trunc, "cast": cast, "reciprocal": reciprocal,
     **{op: _function(op) for op in ("add", "sub", "mul", "div", "neg", "lt", "le", "eq", "ne")},
 }
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
@@ -324,6 +327,15 @@ def toposort(roots: Iterable[Expr]) -> list[Expr]:
 def leaves(roots: Iterable[Expr], op: str) -> list[str]:
     """Names of the arguments (`arg`) or random streams (`random`) that the roots really need."""
     return [str(n.args[0]) for n in toposort(roots) if n.op == op]
+
+
+def substitute(roots: Iterable[Expr], replacement: Mapping[Expr, Expr]) -> list[Expr]:
+    """The same expressions with some nodes replaced."""
+    made: dict[Expr, Expr] = dict(replacement)
+    for n in toposort(roots):
+        if n not in made:
+            made[n] = n if n.op in _LEAVES else node(n.op, *(made[a] for a in n.args if isinstance(a, Expr)))
+    return [made[r] for r in roots]
 
 
 def gradients(seeds: Mapping[Expr, Expr], wrt: Sequence[Expr]) -> list[Expr]:

@@ -45,7 +45,7 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.op, rng, *args = inputs
-        save(ctx, ctx.op, args, ctx.needs_input_grad[2:], *([] if rng is None else [rng]))
+        save(ctx, ctx.op, args, output, ctx.needs_input_grad[2:], *([] if rng is None else [rng]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -95,7 +95,7 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        save(ctx, op, inputs[:n], ctx.needs_input_grad[:n], *inputs[n:])
+        save(ctx, op, inputs[:n], output, ctx.needs_input_grad[:n], *inputs[n:])
 
     def backwards(ctx: Any, *grads: Any) -> Any:
         args = restore(ctx)

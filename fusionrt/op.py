@@ -23,7 +23,7 @@ import torch
 from fusionrt import dispatch, layout, random
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched, record
-from fusionrt.expr import Expr, argument, emit, gradients, leaves
+from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute
 from fusionrt.problem import Operand, Problem, Result
 
 Args = Sequence[Any]
@@ -53,7 +53,8 @@ class Operator:
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
         self._gradients: dict[tuple[bool, ...], Operator] = {}
-        self._reads: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+        self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], bool]] = {}
+        self.reads_output = False  # of a gradient: the output is among its arguments
 
     def __repr__(self) -> str:
         return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
@@ -312,8 +313,9 @@ class Operator:
     # -- derivatives -----------------------------------------------------------------------------
 
     def gradient(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Operator:
-        """The operator of the backward pass: arguments are this one's and the `given` gradients of
-        its outputs, results the gradients of the `needed` arguments, each in that one's shape."""
+        """The operator of the backward pass: arguments are this one's, perhaps its output, and the
+        `given` gradients of its outputs; results the gradients of the `needed` arguments, each in that
+        one's shape."""
         key = (*needed, *given)
         if key not in self._gradients:
             n = len(self.params)
@@ -325,12 +327,25 @@ class Operator:
                 seeds[out] = seeds[out] + seed if out in seeds else seed
             wrt = [i for i in range(n) if needed[i]]
             roots = gradients(seeds, [argument(f"a{i}") for i in wrt])
+            names = [f"grad_output{k}" if len(given) > 1 else "grad_output" for k in positions]
+            shorter = self._from_output(roots)
+            if shorter is not None:
+                roots, names = shorter, ["output", *names]
             flags = "".join(str(int(flag)) for flag in key)
-            self._gradients[key] = Operator(
-                f"{self.name}_backward_{flags}",
-                [*self.params, *(f"grad_output{k}" if len(given) > 1 else "grad_output"
-                                 for k in positions)], roots, wrt)
+            made = Operator(f"{self.name}_backward_{flags}", [*self.params, *names], roots, wrt)
+            made.reads_output = shorter is not None
+            self._gradients[key] = made
         return self._gradients[key]
+
+    def _from_output(self, roots: list[Expr]) -> list[Expr] | None:
+        """The gradients by means of the output, if they need fewer arguments then (relu(a + b))."""
+        if len(self.outputs) > 1 or self.targets[0] is not None or self.outputs[0].op in ("arg", "const"):
+            return None
+        # It stands before the incoming gradient: results have the layout of the first full argument.
+        at, after = (argument(f"a{len(self.params) + k}") for k in (0, 1))
+        found = substitute(roots, {self.outputs[0]: at, at: after})
+        fewer = len(leaves(found, "arg")) < len(leaves(roots, "arg"))
+        return found if fewer else None
 
     @functools.cached_property
     def shared(self) -> list[tuple[int, list[int]]]:
@@ -345,11 +360,14 @@ class Operator:
                 found.append((target, candidates))
         return found
 
-    def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which arguments' values the gradients of the needed ones depend on."""
+    def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
+        """Which arguments' values the gradients of the needed ones depend on, and whether the output's."""
         if needed not in self._reads:
-            used = self.gradient(needed, self.differentiable).used if any(self.differentiable) else ()
-            self._reads[needed] = tuple(f"a{i}" in used for i in range(len(self.params)))
+            n, any_gradient = len(self.params), any(self.differentiable) and any(needed)
+            gradient = self.gradient(needed, self.differentiable) if any_gradient else None
+            used = gradient.used if gradient is not None else frozenset()
+            self._reads[needed] = (tuple(f"a{i}" in used for i in range(n)),
+                                   gradient is not None and gradient.reads_output)
         return self._reads[needed]
 
     @functools.cached_property

@@ -61,7 +61,7 @@ class Summary:
 
 
 class Job(NamedTuple):
-    """One kernel to compile. `entry` is the name in a GPU's text, acc_t's dtype for the CPU."""
+    """One kernel to compile. `entry` is the name in a GPU's text, the accuracy for the CPU."""
 
     arch: str
     text: str
@@ -164,7 +164,7 @@ def _texts(problem: Problem, kind: str) -> list[tuple[str, str]]:
     if kind == "cuda":
         return [(source.text, source.entry) for source in launch.sources(problem)]
     from fusionrt.cpu import pointwise as cpu
-    return [(cpu.generate(problem), problem.acc)]
+    return [(cpu.generate(problem), problem.accuracy)]
 
 
 def _rehearse(function: Any, dtype: torch.dtype, backward: bool) -> None:

@@ -43,6 +43,11 @@ class Problem(NamedTuple):
         return Domain(self.sizes, tuple(o.strides for o in (*self.inputs, *self.outputs)))
 
     @property
+    def accuracy(self) -> str:
+        """That the CPU's mathematics need: float16 for 16-bit results, else that of the arithmetic."""
+        return "float16" if self.significant_bits <= 11 and self.acc == "float32" else self.acc
+
+    @property
     def significant_bits(self) -> int:
         """Of the widest floating output; integers and truth values want float32's accuracy."""
         return max(_BITS.get(o.dtype, 24) for o in self.outputs)

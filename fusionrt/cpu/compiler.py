@@ -61,35 +61,35 @@ def target() -> str:
 @functools.cache
 def toolchain() -> str:
     here = Path(__file__).parent
-    sources = ("storage.py", "math32.py", "math64.py", "memory.py")
+    sources = ("storage.py", "math16.py", "math32.py", "math64.py", "memory.py")
     mathematics = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
     return (f"numba {importlib.metadata.version('numba')} "
             f"llvmlite {importlib.metadata.version('llvmlite')} {mathematics.hexdigest()}")
 
 
-def key(text: str, acc: str) -> str:
-    return cache.key(source=text, acc=acc, target=target(), toolchain=toolchain())
+def key(text: str, accuracy: str) -> str:
+    return cache.key(source=text, accuracy=accuracy, target=target(), toolchain=toolchain())
 
 
-def function(text: str, acc: str, name: str) -> Function:
+def function(text: str, accuracy: str, name: str) -> Function:
     """The kernel as a C function of (pointers, integers, scalars, start, stop)."""
-    identity = key(text, acc)
+    identity = key(text, accuracy)
     with _lock:
         if identity not in _loaded:
-            cached, _ = cached_object(text, acc, name)
+            cached, _ = cached_object(text, accuracy, name)
             _loaded[identity] = _load(cached)
         return _loaded[identity]
 
 
-def cached_object(text: str, acc: str, name: str) -> tuple[cache.Entry, bool]:
-    return cache.get_or_build(key(text, acc), lambda: build(text, acc, name), f"{name} (cpu)")
+def cached_object(text: str, accuracy: str, name: str) -> tuple[cache.Entry, bool]:
+    return cache.get_or_build(key(text, accuracy), lambda: build(text, accuracy, name), f"{name} (cpu)")
 
 
-def build(text: str, acc: str, name: str) -> cache.Entry:
+def build(text: str, accuracy: str, name: str) -> cache.Entry:
     from numba import njit, types
 
     from fusionrt.cpu import memory
-    scope = memory.scope(acc)
+    scope = memory.scope(accuracy)
     exec(compile(text, f"<fusionrt kernel {name}>", "exec"), scope)
     signature = types.void(types.CPointer(types.int64), types.CPointer(types.int64),
                            types.CPointer(types.float64), types.int64, types.int64)

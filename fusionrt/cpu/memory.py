@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from fusionrt.cpu import math32, math64, storage
+from fusionrt.cpu import math16, math32, math64, storage
 from fusionrt.cpu.storage import inline
 
 
@@ -59,15 +59,15 @@ def _casting(store: Any, acc: Any) -> Any:
     return cast
 
 
-def scope(acc: str) -> dict[str, Any]:
-    """Every name that generated text uses, for float32 or float64 arithmetic."""
-    mathematics = math64 if acc == "float64" else math32
-    names = dict(vars(mathematics))
+def scope(accuracy: str) -> dict[str, Any]:
+    """Every name that generated text uses, for arithmetic in float32 or float64; "float16" is
+    arithmetic in float32 for 16-bit results."""
+    names = dict({"float64": vars(math64), "float32": vars(math32), "float16": math16.NAMES}[accuracy])
     integers = ("int8", "uint8", "int16", "int32", "int64", "bool")
     for dtype in integers:
         store = getattr(storage, f"cast_{dtype}")
         names[f"store_{dtype}"] = store
-        names[f"cast_{dtype}"] = _casting(store, mathematics.acc_t)
+        names[f"cast_{dtype}"] = _casting(store, names["acc_t"])
     for dtype in ("uint8", "uint16", "uint64", "int8", "int16", "int32", "int64", "float32", "float64"):
         names[f"{dtype}_at"] = _pointer_to(getattr(types, dtype))
     return names | {"uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,

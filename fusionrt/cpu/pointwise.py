@@ -99,7 +99,7 @@ def _step(operand: Operand) -> str:
 
 def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and seed) that allocates and computes."""
-    run = compiler.function(generate(problem), problem.acc, problem.name)
+    run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed)]

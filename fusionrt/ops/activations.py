@@ -21,7 +21,7 @@ def relu(x: Expr) -> Expr:
 
         relu(torch.tensor([-1.0, 2.0]))  # [0., 2.]
     """
-    return where(x <= 0, 0, x)
+    return expr.relu(x)
 
 
 @pointwise
@@ -166,5 +166,5 @@ def relu_squared(x: Expr) -> Expr:
 
         relu_squared(torch.tensor([-1.0, 3.0]))  # [0., 9.]
     """
-    positive = where(x <= 0, 0, x)
+    positive = expr.relu(x)
     return positive * positive
