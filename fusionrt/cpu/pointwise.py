@@ -151,7 +151,7 @@ def _summing(run: compiler.Function, problem: Problem, inputs: list[int], output
              constants: bytes, numbers: bytes, buffers: int, count: int, sums_of: list[int],
              kept_strides: Sequence[Ints]) -> None:
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    tasks = max(1, min(SUM_TASKS, count // threads.GRAIN, count // (4 * max(sums_of)) + 1))
+    tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of)) + 1))
     partials = [torch.zeros((tasks, n), dtype=torch.float64) for n in sums_of]
     bounds = [count * t // tasks for t in range(tasks + 1)]
 

@@ -281,7 +281,8 @@ def _reduction_text(rows: Reduction, geometry: Geometry, width: int, sums: int
     lanes = n_lanes(rows, width)
     double = geometry.problem.acc == "float64"
     unroll = 1 if double else REDUCE_UNROLL        # two tiles of doubles spill
-    min_blocks = 1 if double else 3 if sums > 1 else 4  # 255, 84 or 64 registers a thread; fewer spill
+    # 255, 84 (on Blackwell 128) or 64 registers a thread; fewer spill.
+    min_blocks = "1" if double else "__CUDA_ARCH__ >= 1000 ? 2 : 3" if sums > 1 else "4"
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
