@@ -197,8 +197,15 @@ def test_single_elements(name, shape, device):
     def wide(a):
         return a.double() if torch.is_tensor(a) and a.is_floating_point() else a
 
-    true = results(exact(name, kwargs), wide)
-    assert_as_accurate(results(OPS[name]), results(OPS[name].reference), true, near=true)
+    def gradients(function, convert=lambda a: a):
+        found = [evaluate(function, list(map(convert, args)), kwargs)[1] for args, _ in drawn]
+        return [torch.stack(grads) for grads in zip(*found, strict=True)]
+
+    op, true = OPS[name], results(exact(name, kwargs), wide)
+    assert_as_accurate(results(op), results(op.reference), true, near=true)
+    triples = (gradients(op), gradients(op.reference), gradients(exact(name, kwargs), wide))
+    for grad, their_grad, true_grad in zip(*triples, strict=True):
+        assert_as_accurate(grad, their_grad, true_grad)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
