@@ -338,6 +338,14 @@ def substitute(roots: Iterable[Expr], replacement: Mapping[Expr, Expr]) -> list[
     return [made[r] for r in roots]
 
 
+def through_output(root: Expr, output: Expr) -> dict[Expr, Expr]:
+    """What to substitute so that a derivative reads the value of `root` instead of computing it."""
+    replacement = {root: output}
+    if root.op == "sigmoid":
+        replacement[node("sigmoid_complement", root.args[0], root)] = 1 - output
+    return replacement
+
+
 def gradients(seeds: Mapping[Expr, Expr], wrt: Sequence[Expr]) -> list[Expr]:
     """Reverse-mode derivative: `seeds` gives the incoming gradient of each output."""
     grads = dict(seeds)

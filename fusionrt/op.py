@@ -23,7 +23,7 @@ import torch
 from fusionrt import dispatch, layout, random
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched, record
-from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute
+from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output
 from fusionrt.problem import Operand, Problem, Result
 
 Args = Sequence[Any]
@@ -343,7 +343,7 @@ class Operator:
             return None
         # It stands before the incoming gradient: results have the layout of the first full argument.
         at, after = (argument(f"a{len(self.params) + k}") for k in (0, 1))
-        found = substitute(roots, {self.outputs[0]: at, at: after})
+        found = substitute(roots, {**through_output(self.outputs[0], at), at: after})
         fewer = len(leaves(found, "arg")) < len(leaves(roots, "arg"))
         return found if fewer else None
 
