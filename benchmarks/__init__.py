@@ -2,5 +2,5 @@
 
     python -m benchmarks.pointwise_large --quick     # a few rows, nothing is written
     python -m benchmarks.run                         # all that this machine can run
-    python -m benchmarks.report                      # README.md's tables, from the result files
+    python -m benchmarks.report                      # the tables of README.md and BENCHMARKS.md
 """

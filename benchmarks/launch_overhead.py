@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional as F
 
 import fusionrt as frt
-from benchmarks import results, timing
-from benchmarks.cases import why
+from benchmarks import script
+from fusionrt.bench import timing
+from fusionrt.bench.results import Results, why
 
 Calls = dict[str, timing.Call]
 EMPTY = 'extern "C" __global__ void empty() {}'
@@ -22,9 +23,9 @@ COLUMNS = ("group", "call", "host_us", "spread", "wall_us", "latency_us", "vs_to
 
 
 def main() -> None:
-    options = results.parser(__doc__).parse_args()
-    results.need_gpu()
-    run = results.Results("launch_overhead-gpu", __doc__, options)
+    options = script.parser(__doc__).parse_args()
+    script.need_gpu()
+    run = script.results("launch_overhead-gpu", __doc__, options)
     torch.manual_seed(0)
     a, b = (torch.randn(32, 128, device="cuda") for _ in range(2))
     bias = torch.randn(128, device="cuda")
@@ -45,7 +46,7 @@ def main() -> None:
     run.finish(COLUMNS)
 
 
-def _forward(run: results.Results, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> Calls:
+def _forward(run: Results, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> Calls:
     calls: Calls = {
         "torch.add": lambda: torch.add(a, b),
         "relu(add) eager": lambda: torch.relu(torch.add(a, b)),

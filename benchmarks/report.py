@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report` (`make report`): write the generated tables into README.md."""
+"""`python -m benchmarks.report` (`make report`): write the tables of README.md and BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from benchmarks import tables
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    before = tables.README.read_text()
-    after = tables.render(before)
-    tables.README.write_text(after)
-    print("README.md was up to date" if after == before else "README.md is up to date now")
+    for document in tables.DOCUMENTS:
+        before = document.read_text()
+        after = tables.render(before)
+        document.write_text(after)
+        print(document.name, "was up to date" if after == before else "is up to date now")
 
 
 if __name__ == "__main__":

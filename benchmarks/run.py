@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 
-from benchmarks import results
-from benchmarks.startup import ROOT
+from benchmarks.script import ROOT
+from fusionrt.bench.results import kind
 
 # Name -> the kinds of machine that it runs on.
 BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhead": "gpu",
-              "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu"}
+              "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu",
+              "catalogue": "gpu, cpu", "rows": "gpu"}
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(BENCHMARKS):
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    chosen = options.names or [n for n, kinds in BENCHMARKS.items() if results.kind() in kinds]
+    chosen = options.names or [n for n, kinds in BENCHMARKS.items() if kind() in kinds]
     failed = []
     for name in chosen:
         print(f"\n== {name}", flush=True)

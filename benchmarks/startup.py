@@ -19,9 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import script
+from benchmarks.script import ROOT
+from fusionrt.bench.results import Results, kind
 
-ROOT = Path(__file__).parent.parent
 COLUMNS = ("what", "cache", "ms", "spread_ms", "import_fusionrt", "own_modules", "third_party",
            "first_call", "second_call", "absent")
 # What follows the common beginning; `stage(name)` notes the milliseconds since the stage before.
@@ -78,15 +79,15 @@ stage("second_call")
 
 
 def main() -> None:
-    parser = results.parser(__doc__)
-    parser.add_argument("--processes", type=int, default=5, help="a figure; default: %(default)s")
+    parser = script.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=3, help="a figure; default: %(default)s")
     options = parser.parse_args()
     n = 2 if options.quick else options.processes
-    run = results.Results(f"startup-{results.kind()}", __doc__, options)
+    run = script.results(f"startup-{kind()}", __doc__, options)
     _imports(run, n)
     for what, code in (("fusionrt.add_relu", OURS), ("torch.compile of relu(a + b)", COMPILE),
                        ("add_relu in Triton", TRITON)):
-        if what == "add_relu in Triton" and results.kind() != "gpu":
+        if what == "add_relu in Triton" and kind() != "gpu":
             run.add(what=what, cache=None, absent="no GPU")
             continue
         for cache in ("cold", "warm"):
@@ -94,7 +95,7 @@ def main() -> None:
     run.finish(COLUMNS)
 
 
-def _imports(run: results.Results, n: int) -> None:
+def _imports(run: Results, n: int) -> None:
     """Wall time of whole processes: bare Python, and Python that imports something."""
     codes = {"python": "pass", "import fusionrt": "import fusionrt",
              "import torch": "import torch", "import torch, fusionrt": "import torch, fusionrt"}
@@ -104,11 +105,11 @@ def _imports(run: results.Results, n: int) -> None:
     bare = statistics.median(samples["python"][1:])
     for name, (_, *taken) in samples.items():  # without the first, which reads files from the disk
         middle = statistics.median(taken)
-        run.add(what=name, cache=None, ms=middle, spread_ms=max(taken) - min(taken),
+        run.add(what=name, cache=None, ms=middle, spread_ms=max(taken) - min(taken), processes=n,
                 over_python_ms=middle - bare)
 
 
-def _first_call(run: results.Results, what: str, code: str, cache: str, n: int) -> None:
+def _first_call(run: Results, what: str, code: str, cache: str, n: int) -> None:
     text = f"COLD = {cache == 'cold'}\n{BEGIN}{code}{END}"
     taken = []
     try:
@@ -125,7 +126,7 @@ def _first_call(run: results.Results, what: str, code: str, cache: str, n: int) 
     stages = {name: statistics.median(one[name] for one in taken) for name in taken[0]}
     whole = [sum(one.values()) - one["second_call"] for one in taken]
     run.add(what=what, cache=cache, ms=statistics.median(whole), spread_ms=max(whole) - min(whole),
-            **stages)
+            processes=n, **stages)
 
 
 def _caches(folder: str) -> dict[str, str]:

@@ -1,24 +1,31 @@
-"""The generated parts of README.md: `<!-- table: NAME -->` ... `<!-- end -->`.
+"""The generated parts of README.md and BENCHMARKS.md: `<!-- table: NAME -->` ... `<!-- end -->`.
 
 Every figure comes from a file of `benchmarks/results`; where there is none, the table says so. A
-test compares README.md with what `render` makes of it.
+test compares both documents with what `render` makes of them.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER, Row, cell, span
+from benchmarks.families import FAMILIES
+from benchmarks.script import FOLDER, ROOT
+from fusionrt.bench import results
+from fusionrt.bench.results import Row, cell, span
 
-README = Path(__file__).parent.parent / "README.md"
+DOCUMENTS = README, BENCHMARKS = ROOT / "README.md", ROOT / "BENCHMARKS.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet."
-SWEEP = tuple(1 << k for k in (13, 17, 20, 24, 29))  # the sizes that README shows
+SWEEP = tuple(1 << k for k in (13, 17, 20, 24, 29))  # the sizes that tables show
+LOST = 0.97  # times a rival takes as long: below that it wins, by more than runs differ
+COMPARED = ("rows-gpu", "pointwise_large-gpu", "pointwise_sweep-gpu", "catalogue-gpu", "launch_overhead-gpu",
+            "pointwise_cpu", "catalogue-cpu")
 
 
 def render(text: str, folder: Path = FOLDER) -> str:
@@ -31,7 +38,7 @@ def load(folder: Path, name: str) -> Row | None:
     path = folder / f"{name}.json"
     if not path.is_file():
         return None
-    content = json.loads(path.read_text())
+    content = results.load(path)
     return content if content["complete"] and not content["quick"] else None
 
 
@@ -56,6 +63,7 @@ def _where(content: Row, name: str) -> str:
     for ceiling, rows in content["ceilings"].items():
         parts.append(f"{ceiling} {span(rows)}")
     failed = sum("error" in row for row in content["rows"])
+    parts += [f"{rival} absent ({reason})" for rival, reason in content.get("absent", {}).items()]
     parts += content.get("notes", [])
     parts += [f"rows that failed: {failed}"] if failed else []
     return f"*{', '.join(parts)}; {content['date']}; `benchmarks/results/{name}.json`.*"
@@ -67,7 +75,17 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _times(value: float | None) -> str:
-    return "–" if value is None else f"{cell(float(value))}×"
+    """How many times as long a rival takes; bold where it is faster than we are."""
+    if value is None:
+        return "–"
+    text = f"{cell(float(value))}×"
+    return f"**{text}**" if value < LOST else text
+
+
+def _rivals(rows: Iterable[Row], stem: str = "") -> list[str]:
+    """Those that some row has a figure of."""
+    return list(dict.fromkeys(key.removeprefix(f"{stem}vs_") for row in rows for key in row
+                              if key.startswith(f"{stem}vs_")))
 
 
 def _count(n: int) -> str:
@@ -79,10 +97,6 @@ def _count(n: int) -> str:
 
 
 # -- ops -------------------------------------------------------------------------------------------
-
-FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8",
-            "activations": "Activations"}
-
 
 def ops(folder: Path) -> str:
     """From the catalogue: call, and the first line of the docstring."""
@@ -121,6 +135,26 @@ def pointwise_large(rows: list[Row]) -> str:
                      for op in dict.fromkeys(row["op"] for row in rows)])
 
 
+@measured("rows-gpu")
+def rows_large(rows: list[Row]) -> str:
+    """As pointwise_large, by the width of the rows."""
+    large = [r for r in rows if r["table"] == "large" and "error" not in r]
+    widths = list(dict.fromkeys(r["columns"] for r in large))
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for r in large:
+        line = lines.setdefault((f"`{r['op']}`", r["dtype"], r["direction"]), {})
+        line[r["columns"]] = f"{r['of_copy']:.2f} ({_times(r['vs_eager'])})"
+    return markdown(["op", "dtype", "direction", *map(_count, widths)],
+                    [[*head, *(line.get(w, "–") for w in widths)] for head, line in lines.items()])
+
+
+@measured("rows-gpu")
+def rows_small(rows: list[Row]) -> str:
+    """What users wait for, at matrices of 2048 × 2048 and 512 × 1024."""
+    small = [r for r in rows if r["table"] == "small"]
+    return _compared(small, ("op", "dtype", "direction"), ("elements",), "wall_")
+
+
 @measured("pointwise_large-gpu")
 def against_compile(rows: list[Row]) -> str:
     return _compared([r for r in rows if r.get("vs_compile")], ("op", "dtype"), ("direction",))
@@ -155,24 +189,92 @@ def _three_way(rows: list[Row], stem: str) -> str:
 
 
 def _compared(rows: list[Row], down: Sequence[str], across: Sequence[str], stem: str = "") -> str:
-    """Our microseconds, and how many times as long eager and torch.compile take."""
+    """Our microseconds, and how many times as long the rivals take."""
     def key(row: Row, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(_count(row[n]) if n == "elements" else f"`{row[n]}`" if n == "op" else row[n]
                      for n in names)
 
     rows = [r for r in rows if "error" not in r]
+    rivals = _rivals(rows, stem)
     cells = {(key(r, down), key(r, across)): f"{cell(float(r[f'{stem}us']))} "
-             f"({_times(r.get(f'{stem}vs_eager'))}, {_times(r.get(f'{stem}vs_compile'))})"
-             for r in rows}
+             f"({', '.join(_times(r.get(f'{stem}vs_{name}')) for name in rivals)})" for r in rows}
     columns = list(dict.fromkeys(key(r, across) for r in rows))
     lines = list(dict.fromkeys(key(r, down) for r in rows))
-    return markdown([" ".join(down), *(" ".join(c) for c in columns)],
+    return markdown([f"{' '.join(down)}: µs ({', '.join(rivals)})", *(" ".join(c) for c in columns)],
                     [[" ".join(line), *(cells.get((line, c), "–") for c in columns)]
                      for line in lines])
 
 
+def _summary(rows: list[Row], names: Sequence[str]) -> str:
+    """Medians over the ops, the worst of them, and how many are slower than eager torch."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if "error" not in row:
+            key = tuple(_count(row[n]) if n == "elements" else row[n] for n in names)
+            groups.setdefault(key, []).append(row)
+
+    def middle_and_worst(group: list[Row], figure: str, say: Callable[[float], str]) -> str:
+        worst = min(group, key=lambda row: row[figure])
+        return f"{say(statistics.median(r[figure] for r in group))}, {say(worst[figure])} `{worst['op']}`"
+
+    return markdown([" ".join(names), "ops", "of a copy: median, lowest", "times eager: median, lowest",
+                     "slower than eager"],
+                    [[" ".join(key), str(len(group)), middle_and_worst(group, "of_copy", cell),
+                      middle_and_worst(group, "vs_eager", _times),
+                      str(sum(r["vs_eager"] < LOST for r in group))] for key, group in groups.items()])
+
+
+@measured("pointwise_large-gpu")
+def summary_gpu(rows: list[Row]) -> str:
+    return _summary(rows, ("dtype", "direction"))
+
+
+@measured("pointwise_cpu")
+def summary_cpu(rows: list[Row]) -> str:
+    return _summary(rows, ("dtype", "elements", "direction"))
+
+
+def lost(folder: Path) -> str:
+    """Every comparison that a rival wins, of all result files."""
+    parts = []
+    for name in COMPARED:
+        content = load(folder, name)
+        if content is None:
+            continue
+        compared = list(_comparisons(content["rows"]))
+        found = sorted((one for one in compared if one[0] < LOST), key=lambda one: one[0])
+        head = ["op", "dtype", "elements", "direction", "faster", "time", "times as long as ours"]
+        parts += [f"{len(found)} of {len(compared)} comparisons:",
+                  markdown(head, [[*words, _times(ratio)] for ratio, words in found]), _where(content, name)]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def _comparisons(rows: list[Row]) -> Iterator[tuple[float, list[str]]]:
+    """How many times as long a rival takes, and what the two were."""
+    for stem, time in (("", "call"), ("host_", "host"), ("wall_", "wall")):
+        for row in rows:
+            for rival in _rivals([row], stem) if "op" in row else ():
+                yield row[f"{stem}vs_{rival}"], [
+                    f"`{row['op']}`", row["dtype"], _count(row["elements"]), row.get("direction", "forward"),
+                    rival, time]
+    for before, row in itertools.pairwise(rows):  # of launch_overhead: eager stands before ours
+        if before.get("call", "").endswith(" eager") and row["call"].startswith("fusionrt."):
+            name = row["call"].removeprefix("fusionrt.")
+            yield before["host_us"] / row["host_us"], [f"`{name}`", "float32", "4 Ki", row["group"],
+                                                       "eager", "host"]
+
+
+@measured("launch_overhead-gpu")
+def launch_calls(rows: list[Row]) -> str:
+    return _launches([r for r in rows if r["group"] != "parts"])
+
+
 @measured("launch_overhead-gpu")
 def launch_overhead(rows: list[Row]) -> str:
+    return _launches(rows)
+
+
+def _launches(rows: list[Row]) -> str:
     return markdown(["call", "group", "host µs", "of a torch.add", "latency µs"],
                     [[r["call"], r["group"], cell(r["host_us"]), cell(r["vs_torch.add"]),
                       cell(r.get("latency_us"))] for r in rows])
@@ -181,11 +283,15 @@ def launch_overhead(rows: list[Row]) -> str:
 # -- both ------------------------------------------------------------------------------------------
 
 def _startup(rows: list[Row]) -> str:
+    def line(r: Row) -> list[str]:
+        if "absent" in r:
+            return [r["what"], cell(r["cache"]), f"absent: {r['absent']}", "–", "–", "–"]
+        own = r["own_modules"] + r["import_fusionrt"] if "own_modules" in r else None
+        return [r["what"], cell(r["cache"]), cell(r["ms"]), cell(own), cell(r.get("third_party")),
+                cell(r.get("first_call"))]
+
     return markdown(["fresh process", "cache", "ms", "imports of ours", "of others", "first call"],
-                    [[r["what"], cell(r["cache"]), cell(r["ms"]),
-                      cell(r["own_modules"] + r["import_fusionrt"] if "own_modules" in r else None),
-                      cell(r.get("third_party")), cell(r.get("first_call"))]
-                     for r in rows if "absent" not in r])
+                    [line(row) for row in rows])
 
 
 def _warmup(rows: list[Row]) -> str:
@@ -199,11 +305,20 @@ def pointwise_cpu(rows: list[Row]) -> str:
     return _compared(rows, ("op", "direction"), ("dtype", "elements"))
 
 
+def _catalogue(rows: list[Row]) -> str:
+    return _compared(rows, ("op", "direction"), ("dtype", "elements"))
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
-    "ops": ops, "pointwise_large": pointwise_large, "against_compile": against_compile,
+    "ops": ops, "summary_gpu": summary_gpu, "summary_cpu": summary_cpu, "lost": lost,
+    "pointwise_large": pointwise_large, "rows_large": rows_large, "rows_small": rows_small,
+    "against_compile": against_compile,
     "pointwise_sweep": pointwise_sweep, "sweep_host": sweep_host,
     "three_way_device": three_way_device, "three_way_wall": three_way_wall,
-    "launch_overhead": launch_overhead,
+    "launch_overhead": launch_overhead, "launch_calls": launch_calls,
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
-    "warmup": measured("warmup_time-gpu")(_warmup), "pointwise_cpu": pointwise_cpu}
+    "warmup_gpu": measured("warmup_time-gpu")(_warmup), "warmup_cpu": measured("warmup_time-cpu")(_warmup),
+    "pointwise_cpu": pointwise_cpu,
+    "catalogue_gpu": measured("catalogue-gpu")(_catalogue),
+    "catalogue_cpu": measured("catalogue-cpu")(_catalogue)}

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 
-from benchmarks import results
-from benchmarks.startup import ROOT
+from benchmarks import script
+from benchmarks.script import ROOT
+from fusionrt.bench.results import Row, kind
 
 CODE = """
 import dataclasses, json, sys
@@ -29,12 +30,12 @@ COLUMNS = ("arch", "cache", "seconds", "process_s", "compiled", "present", "fail
 
 
 def main() -> None:
-    parser = results.parser(__doc__)
+    parser = script.parser(__doc__)
     parser.add_argument("--arch", help="sm_90, cpu, ...")
     options = parser.parse_args()
-    name = results.kind()
+    name = kind()
     arch = options.arch or ("native" if name == "gpu" else "sm_90")
-    run = results.Results(f"warmup_time-{name}", __doc__, options, bool(options.arch))
+    run = script.results(f"warmup_time-{name}", __doc__, options, bool(options.arch))
     ops, dtypes = ("add_relu,bias_gelu", "float32") if options.quick else ("", "all")
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("cold", "warm"):
@@ -42,7 +43,7 @@ def main() -> None:
     run.finish(COLUMNS)
 
 
-def _warm_up(folder: str, arch: str, ops: str, dtypes: str) -> results.Row:
+def _warm_up(folder: str, arch: str, ops: str, dtypes: str) -> Row:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FUSIONRT_CACHE_DIR": folder}
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", CODE, arch, ops, dtypes], capture_output=True,

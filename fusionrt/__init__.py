@@ -18,12 +18,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _OPS = (
-    "add_mul_add", "add_mul_exp", "add_relu", "add_sigmoid", "bias_dropout_add", "bias_gelu",
-    "bias_relu", "bias_silu", "dequantize_int8", "dropout_add", "elu", "geglu", "gelu",
-    "gelu_dropout", "gelu_tanh", "hardsigmoid", "hardswish", "leaky_relu", "mish", "mish_scale",
-    "mul_tanh", "multiply_relu", "prelu_bias", "quantize_int8", "reglu", "relu", "relu6",
-    "relu_dropout", "relu_squared", "scale_bias_sigmoid", "sigmoid", "silu", "softplus",
-    "swish_multiply", "tanh",
+    "add_mul_add", "add_mul_exp", "add_norm", "add_relu", "add_rms_norm", "add_sigmoid",
+    "amax", "amin", "argmax", "argmin", "attention_dropout", "batch_norm",
+    "batch_norm_relu", "bce_with_logits", "bias_dropout_add", "bias_gelu", "bias_relu",
+    "bias_silu", "cross_entropy", "dequantize_int8", "dropout_add",
+    "dropout_add_layer_norm", "elu", "geglu", "gelu", "gelu_dropout", "gelu_tanh",
+    "group_norm", "hardsigmoid", "hardswish", "huber_loss", "instance_norm", "kl_div",
+    "l1_loss", "layer_norm", "layer_norm_gelu", "layer_norm_relu", "leaky_relu",
+    "linear_cross_entropy", "log_softmax", "logsumexp", "mean", "mean_abs", "mish",
+    "mish_scale", "mse_loss", "mul_tanh", "multiply_relu", "norm", "prelu_bias",
+    "quantize_int8", "reglu", "relu", "relu6", "relu_dropout", "relu_squared", "rms_norm",
+    "rms_norm_gelu", "row_reduce", "scale_bias_sigmoid", "sigmoid", "silu",
+    "smooth_l1_loss", "softmax", "softplus", "std", "sum", "sum_squared", "swish_multiply",
+    "tanh", "var",
 )
 _FUNCTIONS = (
     "cast", "clamp", "cos", "erf", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2",
@@ -40,11 +47,12 @@ _HOME = {
     "CUDA_AVAILABLE": "fusionrt.diagnosis:cuda_available()",
     "EXTENSION_LOADED": "fusionrt.diagnosis:compiler_available()",
 }
-_SUBMODULES = ("kernels", "ops", "reference")
+_SUBMODULES = ("bench", "kernels", "ops", "reference")
 
 __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
 
 if TYPE_CHECKING:
+    from fusionrt import bench as bench
     from fusionrt import kernels as kernels
     from fusionrt import ops as ops
     from fusionrt import reference as reference

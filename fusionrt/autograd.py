@@ -54,9 +54,9 @@ def is_watched() -> bool:
 def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence[bool], *more: torch.Tensor
          ) -> None:
     """Keep the arguments that the backward expression reads, of other tensors a description; the
-    output if it reads that; and `more`."""
-    reads, reads_output = op.read_by_backward(tuple(needed))
-    more = (out, *more) if reads_output else more
+    outputs that it reads; and `more`."""
+    reads, saved = op.read_by_backward(tuple(needed))
+    more = (*(out[k] if isinstance(out, tuple) else out for k in saved), *more)
     ctx.save_for_backward(*[a for a, read in zip(args, reads, strict=True)
                             if read and isinstance(a, torch.Tensor)], *more)
     ctx.others = [a if not isinstance(a, torch.Tensor) else None if read else (a.shape, a.dtype, a.device)
@@ -76,29 +76,39 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
         return [None] * len(op.params)
-    n = len(op.params)  # what follows in `args` is the saved output
-    inputs = [*args, *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
-    origin = _origins(op.gradient(tuple(needed), given), inputs, needed)
+    n = len(op.params)
+    whole = op.gradient(tuple(needed), given)
+    saved = dict(zip(op.read_by_backward(tuple(needed))[1], args[n:], strict=True))
+    inputs = [*args[:n], *(saved[k] for k in whole.saved),
+              *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
+    origin = _origins(whole, inputs, needed)
     own = tuple(i == o for i, o in enumerate(origin))
     if any(own):
-        gradient = op.gradient(own, given)
+        gradient = op.gradient(tuple(needed), given, own)
         out = call(gradient, inputs, rng if gradient.streams else None)
         results = iter(out if isinstance(out, tuple) else (out,))
         computed = [next(results) if is_own else None for is_own in own]
     else:
         computed = [None] * n
-    return [None if o is None else inputs[o] if o >= n else computed[o] for o in origin]
+    return [None if o is None else inputs[o].expand(inputs[i].shape) if o >= n else computed[o]
+            for i, o in enumerate(origin)]
+
+
+def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether that of a sum's gradient is its incoming gradient, seen in every element."""
+    return len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True))
 
 
 def _origins(gradient: Operator, inputs: list[Any], needed: Sequence[bool]) -> list[int | None]:
     """Where each argument's gradient comes from: itself, an equal one, or an incoming gradient as it
-    is (of a residual). What is not computed twice is not written twice either."""
+    is (of a residual, of a sum). What is not computed twice is not written twice either."""
     n = len(needed)
     origin: list[int | None] = [i if need else None for i, need in enumerate(needed)]
     for i, candidates in gradient.shared:
         for j in candidates:
-            alike = inputs[j].shape == inputs[i].shape and inputs[j].dtype == inputs[i].dtype
-            if alike and (j >= n or origin[j] == j):
+            own, its = inputs[i].shape, inputs[j].shape
+            alike = its == own or (j >= n and _expands(its, own))
+            if alike and inputs[j].dtype == inputs[i].dtype and (j >= n or origin[j] == j):
                 origin[i] = j
                 break
     return origin

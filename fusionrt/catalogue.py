@@ -27,7 +27,8 @@ class Op(Protocol):
 
 OPS: dict[str, Op] = {}
 F = TypeVar("F", bound=Callable[..., Any])
-ROWS, COLUMNS = 4096, 4096  # of the examples: any size that is not small gives the same kernels
+# Of the examples: any size that is not small gives the same kernels. They differ, to be told apart.
+ROWS, COLUMNS = 8192, 4096
 
 
 def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example | None = None) -> Any:

@@ -23,20 +23,33 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """`bench` has a file of its own, which builds on this one: it is imported when someone looks at it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "bench"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "bench":
+            from fusionrt.bench.command import bench
+            return bench
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fusionrt.__version__, prog_name="fusionrt")
 def main() -> None:
-    """Fused GPU kernels: fill and tend the kernel cache, examine the installation."""
+    """Fused GPU kernels: fill and tend the kernel cache, examine the installation, measure."""
 
 
-def _console() -> Console:
+def console() -> Console:
     from rich.console import Console
-    console = Console()
-    return console if console.is_terminal else Console(width=200)  # nothing folded in a pipe
+    made = Console()
+    return made if made.is_terminal else Console(width=200)  # nothing folded in a pipe
 
 
 @contextlib.contextmanager
-def _for_users(*expected: type[Exception]) -> Iterator[None]:
+def for_users(*expected: type[Exception]) -> Iterator[None]:
     """What users can cause is said in one line, without a traceback."""
     try:
         yield
@@ -67,7 +80,7 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, jobs: int | None, mod
     """
     if module is not None:
         _search_working_directory()
-    with _for_users(ValueError), _progress(hidden=as_json) as progress:
+    with for_users(ValueError), progress_bar("looking for kernels", hidden=as_json) as progress:
         from fusionrt.precompile import warmup as run
         summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress)
     if as_json:
@@ -86,19 +99,20 @@ def _search_working_directory() -> None:
 
 
 @contextlib.contextmanager
-def _progress(hidden: bool) -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    console = _console()
-    if hidden or not console.is_terminal:
+def progress_bar(first: str, hidden: bool = False) -> Iterator[Progress | None]:
+    """A bar on a terminal, nothing elsewhere. `first`: what it says before the first step."""
+    where = console()
+    if hidden or not where.is_terminal:
         yield None
         return
     from rich import progress
     columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(),
                progress.TimeRemainingColumn())
-    with progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("looking for kernels", total=None)
+    # No refreshing thread: it would disturb what is measured.
+    with progress.Progress(*columns, console=where, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(first, total=None)
         yield lambda done, total, name: bar.update(
-            task, completed=done, total=total, description=name)
+            task, completed=done, total=total, description=name, refresh=True)
 
 
 def _show_summary(summary: Summary) -> None:
@@ -110,7 +124,7 @@ def _show_summary(summary: Summary) -> None:
     for column in values:
         table.add_column(column, justify="right")
     table.add_row(*map(str, values.values()))
-    _console().print(table)
+    console().print(table)
     for line in summary.failures:
         click.echo(f"failed: {line}", err=True)
 
@@ -155,7 +169,7 @@ def list_() -> None:
         known = {name: str(info.metadata.get(name, "")) for name in ("kernel", "arch", "registers")}
         table.add_row(known["kernel"], known["arch"], _size(info.size), known["registers"],
                       _age(time.time() - info.last_used))
-    _console().print(table)
+    console().print(table)
     click.echo(f"{len(infos)} kernels, {_size(sum(info.size for info in infos))} in {_where()}")
 
 
@@ -200,7 +214,7 @@ def clear(yes: bool) -> None:
     from fusionrt.runtime import cache
     if not yes:
         click.confirm(f"Remove all kernels from {_where()}?", abort=True)
-    with _for_users(OSError):
+    with for_users(OSError):
         click.echo(f"removed {cache.clear()} kernels from {_where()}")
 
 
@@ -209,7 +223,7 @@ def clear(yes: bool) -> None:
 def export(file: str) -> None:
     """Write every sound kernel into the archive FILE."""
     from fusionrt.runtime import archive
-    with _for_users(OSError):
+    with for_users(OSError):
         click.echo(f"wrote {archive.export_to(file)} kernels to {file}")
 
 
@@ -221,7 +235,7 @@ def import_(file: str) -> None:
     The exit status is 1 when a kernel of it is refused.
     """
     from fusionrt.runtime import archive
-    with _for_users(OSError, ValueError):
+    with for_users(OSError, ValueError):
         done = archive.import_from(file)
     for name, reason in done.refused:
         click.echo(f"refused: {name}: {reason}", err=True)
@@ -255,13 +269,13 @@ def doctor(as_json: bool) -> None:
         click.echo(json.dumps(report.as_dict()))
     else:
         from rich.markup import escape
-        console = _console()
+        where = console()
         for check in report.checks:
             colour = _COLOURS[check.status]
-            console.print(f"[{colour}]{check.status:8}[/] [bold]{escape(check.name)}[/]: "
+            where.print(f"[{colour}]{check.status:8}[/] [bold]{escape(check.name)}[/]: "
                           f"{escape(check.detail)}", highlight=False, soft_wrap=True)
             if check.cure:
-                console.print(f"         {escape(check.cure)}", highlight=False, soft_wrap=True)
-        console.print(report.summary)
+                where.print(f"         {escape(check.cure)}", highlight=False, soft_wrap=True)
+        where.print(report.summary)
     if not report.ok:
         raise SystemExit(1)

@@ -5,14 +5,17 @@ One graph serves every back end. The emitted statements are valid in C++ and in 
 `fusionrt/cpu/math32.py` on the other. Every node is a number of type `acc_t` or a truth value;
 storage types appear only at loads, stores and explicit casts.
 
-Limits: scalars only. No loops, no reductions, no simplifier.
+The one thing that is not a scalar is the row: `row_sum` and `row_max` of an expression are one value
+for all elements of a row, and so is everything computed from such values alone (`Expr.uniform`).
+
+Limits: no loops, no simplifier.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -29,10 +32,13 @@ class TraceError(TypeError):
 class Expr:
     """A node: the name of a primitive and its operands. Equal nodes are the same object."""
 
-    __slots__ = ("__weakref__", "args", "op")
+    __slots__ = ("__weakref__", "args", "op", "uniform")
 
     def __init__(self, op: str, args: tuple[Expr | Leaf, ...]) -> None:
         self.op, self.args = op, args
+        # The same for every element of a row, as far as that is known without shapes.
+        self.uniform: bool = op in _UNIFORM or (op not in _VARYING and (
+            len(args) > 1 if op == "arg" else all(isinstance(a, Expr) and a.uniform for a in args)))
 
     __hash__ = object.__hash__
 
@@ -136,8 +142,9 @@ def _operand(op: str, value: Any, truth: bool) -> Expr:
     return value
 
 
-def argument(name: str) -> Expr:
-    return node("arg", name)
+def argument(name: str, uniform: bool = False) -> Expr:
+    """`uniform`: a number, or a tensor with one value a row."""
+    return node("arg", name, "row") if uniform else node("arg", name)
 
 
 def random_bits(stream: int) -> Expr:
@@ -208,16 +215,53 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "round": ("rint({})", lambda *_: (None,)),
     "trunc": ("trunc({})", lambda *_: (None,)),
     "kept": ("kept({}, {})", lambda *_: (None, None)),
+    # Rows: a value over all elements of a row.
+    "row_sum": ("row_sum({})", lambda g, out, a: (g,)),
+    "row_max": ("row_max({})",
+                lambda g, out, a: (where(a == out, g / row_sum(where(a == out, 1, 0)), 0),)),
+    # Mean, and the sum of the squares of the distances from it, which a kernel finds together.
+    "moment_mean": ("moment_mean({})", lambda g, out, a: (g / node("row_size", "row_size"),)),
+    "moment_squares": ("moment_squares({}, {})", lambda g, out, a, mean: (2 * g * (a - mean), None)),
+    # A maximum on which the result does not depend: that of a softmax, whose derivative cancels.
+    "row_top": ("row_max({})", lambda *_: (None,)),
+    # The value of argument a in the column that is given, 0 outside of the row.
+    "taken": ("taken({}, {})", lambda g, out, a, column: (where(node("is_column", column), g, 0), None)),
+    "is_column": ("is_column({})", lambda *_: (None,)),
+    "up_to_column": ("up_to_column({})", lambda *_: (None,)),  # this column <= the given one
+    # Of x alone: mean and rstd are its (x - mean)'s and their derivatives are in the first operand's.
+    # What is uniform is multiplied first, which leaves three operations an element.
+    "standardized": ("({} - {}) * {}", lambda g, out, x, mean, rstd: (
+        g * rstd - rstd * row_mean(g) - (x - mean) * (rstd * rstd * row_mean(g * out)), None, None)),
+    "rms_scaled": ("{} * {}", lambda g, out, x, rstd: (
+        g * rstd - x * (rstd * rstd * row_mean(g * out)), None)),
+    # For a softmax, whose gradient is 0 where its result is: not to read the mask again.
+    "masked": ("where({1}, {0}, {2})", lambda g, out, a, passed, low: (g, None, None)),
+    # exp(x - max) / sum, and its logarithm x - max - log(sum): of x alone as well.
+    "softmaxed": ("softmaxed({}, {}, {})", lambda g, out, x, most, scale: (
+        out * (g - row_sum(g * out)), None, None)),
+    "log_softmaxed": ("({} - {}) - {}", lambda g, out, x, most, log_total: (
+        g - exp(out) * row_sum(g), None, None)),
     **{f"cast_{t}": (f"cast_{t}({{}})",
                      (lambda *_: (None,)) if t in _INTEGER_CASTS else (lambda g, out, a: (g,)))
        for t in CASTS},
 }
-_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept"})
-_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,)}
-_LEAVES = frozenset({"arg", "random", "const"})
+_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_column", "up_to_column"})
+_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,)}
+_LEAVES = frozenset({"arg", "random", "const", "row_size"})
+REDUCTIONS = ("row_sum", "row_max", "row_top", "moment_mean", "moment_squares")
+_UNIFORM = frozenset({*REDUCTIONS, "taken", "const", "row_size"})
+_VARYING = frozenset({"random", "is_column", "up_to_column"})
 # Neither language has names for these.
 _NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
                "nan": "div(acc_t(0.0), acc_t(0.0))"}
+
+
+def row_sum(a: Any) -> Expr:
+    return node("row_sum", a)
+
+
+def row_mean(a: Any) -> Expr:
+    return row_sum(a) / node("row_size", "row_size")
 
 
 def _tanh_softplus_slope(a: Expr, e: Expr, r: Expr) -> Expr:
@@ -308,12 +352,12 @@ _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "sub
                 "divide": "div", "negative": "neg", "clip": "clamp"}
 
 
-def toposort(roots: Iterable[Expr]) -> list[Expr]:
-    """Every node that the roots need, operands first."""
+def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:
+    """Every node that the roots need beside the given ones, operands first."""
     order: dict[Expr, None] = {}
 
     def visit(n: Expr) -> None:
-        if n not in order:
+        if n not in order and n not in given:
             for a in n.args:
                 if isinstance(a, Expr):
                     visit(a)
@@ -348,30 +392,33 @@ def through_output(root: Expr, output: Expr) -> dict[Expr, Expr]:
 
 def gradients(seeds: Mapping[Expr, Expr], wrt: Sequence[Expr]) -> list[Expr]:
     """Reverse-mode derivative: `seeds` gives the incoming gradient of each output."""
-    grads = dict(seeds)
+    grads = {n: row_sum(g) if n.uniform and not g.uniform else g for n, g in seeds.items()}
     for n in reversed(toposort(seeds)):
         if n not in grads or n.op in _LEAVES:
             continue
         for a, g in zip(n.args, PRIMITIVES[n.op][1](grads[n], n, *n.args), strict=True):
-            if g is not None and isinstance(a, Expr):
+            if g is not None and isinstance(a, Expr) and a.op != "const":
+                g = row_sum(g) if a.uniform and not g.uniform else g
                 grads[a] = grads[a] + g if a in grads else g
     return [grads.get(v, node("const", "0.0")) for v in wrt]
 
 
-def emit(roots: Sequence[Expr], declare: str) -> tuple[list[str], list[str]]:
+def emit(roots: Sequence[Expr], declare: str, given: Mapping[Expr, str] | None = None, stem: str = "t"
+         ) -> tuple[list[str], list[str]]:
     """One assignment a node, in dependency order: (statements, names of the roots).
 
-    `declare` is the form of an assignment: `"{} = {}"`, or `"const auto {} = {};"`.
+    `declare` is the form of an assignment: `"{} = {}"`, or `"const auto {} = {};"`; `given` names what
+    has been computed; `stem` begins the names that are made here.
     """
-    names: dict[Expr, str] = {}
+    names: dict[Expr, str] = dict(given or {})
     lines: list[str] = []
-    for n in toposort(roots):
-        if n.op in ("arg", "random"):
+    for n in toposort(roots, names):
+        if n.op in ("arg", "random", "row_size"):
             names[n] = str(n.args[0])
         elif n.op == "const":
             names[n] = _NOT_FINITE.get(str(n.args[0]), f"acc_t({n.args[0]})")
         else:
-            names[n] = f"t{len(lines)}"
+            names[n] = f"{stem}{len(lines)}"
             operands = (names[a] for a in n.args if isinstance(a, Expr))
             lines.append(declare.format(names[n], PRIMITIVES[n.op][0].format(*operands)))
     return lines, [names[r] for r in roots]

@@ -14,7 +14,7 @@ import torch
 
 from fusionrt import dispatch
 from fusionrt.expr import Expr, TraceError, argument, node, random_bits
-from fusionrt.op import Operator
+from fusionrt.op import Operator, Target
 
 TraceError.__module__ = "fusionrt"
 
@@ -80,7 +80,8 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     return fuse_named(function, function.__name__)
 
 
-def fuse_named(function: Callable[..., Any], name: str) -> Fused:
+def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -> Fused:
+    """`target`: None, or SCALAR for results that are summed over all elements."""
     signature = inspect.signature(function)
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -92,7 +93,7 @@ def fuse_named(function: Callable[..., Any], name: str) -> Fused:
     params = list(signature.parameters)
     outputs = trace(function, name, [argument(f"a{i}") for i in range(len(params))],
                     signature)
-    return entry(Operator(name, params, outputs), function, signature)
+    return entry(Operator(name, params, outputs, [target] * len(outputs)), function, signature)
 
 
 def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: inspect.Signature

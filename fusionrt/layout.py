@@ -59,6 +59,12 @@ def expand_strides(shape: Sequence[int], strides: Sequence[int], domain: Sequenc
         0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
+def missing(shape: Sequence[int], domain: Sequence[int]) -> set[int]:
+    """Dimensions of the domain, of those that have an extent, that a tensor has not."""
+    pad = len(domain) - len(shape)
+    return {d for d, n in enumerate(domain) if n != 1 and (d < pad or shape[d - pad] == 1)}
+
+
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Dimensions that have an extent, innermost first."""
     return sorted((d for d in range(len(shape)) if shape[d] != 1),

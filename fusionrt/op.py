@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,46 +23,51 @@ import torch
 from fusionrt import dispatch, layout, random
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched, record
-from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output
-from fusionrt.problem import Operand, Problem, Result
+from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output, toposort
+from fusionrt.problem import STORAGE, Output, Problem, pose
+from fusionrt.rowwise import schedule
 
 Args = Sequence[Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-STORAGE = {getattr(torch, name): name for name in (
-    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _collected: contextvars.ContextVar[list[Problem] | None] = contextvars.ContextVar("collected", default=None)
 _meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
 # A number is what a traced graph can hold of an operator.
 OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
 _handles = itertools.count()
+SCALAR = "scalar"
+Target = int | str | None
 _PLANS_KEPT = 4096  # a thread; with more shapes than that alive, plans are built anew
 
 
 class Operator:
     """`outputs` are expressions over `a0`, `a1`, ...; output k is summed to the shape of argument
-    `targets[k]` and takes its dtype, or has the full shape and the promoted dtype (None)."""
+    `targets[k]` and takes its dtype, or has the promoted dtype and the full shape (None) or none (SCALAR).
+    Arguments `uniform` have one value a row, where there are rows."""
 
     def __init__(self, name: str, params: Sequence[str], outputs: Sequence[Expr],
-                 targets: Sequence[int | None] | None = None) -> None:
+                 targets: Sequence[Target] | None = None, uniform: Collection[int] = ()) -> None:
         self.name, self.params, self.outputs = name, tuple(params), tuple(outputs)
         self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
+        self.uniform = frozenset(uniform)
         self.used = frozenset(leaves(self.outputs, "arg"))
         self.streams = tuple(dict.fromkeys(leaves(self.outputs, "random")))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
         self._gradients: dict[tuple[bool, ...], Operator] = {}
-        self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], bool]] = {}
-        self.reads_output = False  # of a gradient: the output is among its arguments
+        self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
+        self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
 
     def __repr__(self) -> str:
         return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
 
+    traits: tuple[Any, ...] = ()  # what else decides what is computed
+
     @functools.cached_property
     def digest(self) -> str:
         """Of what is computed; two operators of one name may differ."""
-        text = repr((emit(self.outputs, "{} = {}"), self.targets))
+        text = repr((emit(self.outputs, "{} = {}"), self.targets, self.traits))
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
     # -- calling ---------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ class Operator:
         promoted = self.compute_dtype(args)
         dtypes = []
         for root, target in zip(self.outputs, self.targets, strict=True):
-            if target is not None:
+            if isinstance(target, int):
                 dtypes.append(args[target].dtype)
             elif root.is_truth:
                 dtypes.append(torch.bool)
@@ -234,14 +239,17 @@ class Operator:
 
     # -- outputs ---------------------------------------------------------------------------------
 
+    def output_shapes(self, args: Args, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(args[target].shape) if isinstance(target, int) else () if target == SCALAR else
+                tuple(shape) for target in self.targets]
+
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
         """The outputs. A full one has the layout of the first argument of full shape (so channels_last
         stays); a reduced one, or one that no argument has the shape of, is contiguous."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         model = next((t for t in tensors if _leads(t, shape)), None)
         outputs = []
-        for dtype, target in zip(self.output_dtypes(args), self.targets, strict=True):
-            size = tuple(shape) if target is None else args[target].shape
+        for dtype, size in zip(self.output_dtypes(args), self.output_shapes(args, shape), strict=True):
             if model is None or size != tuple(shape):
                 outputs.append(torch.empty(size, dtype=dtype, device=tensors[0].device))
             else:
@@ -250,55 +258,46 @@ class Operator:
 
     # -- plans -----------------------------------------------------------------------------------
 
-    def problem(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> tuple[
-            Problem, list[layout.Ints]]:
-        """The kernel to build, and each output's strides over the uncollapsed domain."""
-        full = next((o for o in outputs if tuple(o.shape) == shape), None)
-        walk = full.stride() if full is not None else _reference_strides(args, shape)
-        order = layout.memory_order(shape, walk)
-        inputs = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and f"a{i}" in self.used]
-        over = [layout.expand_strides(a.shape, a.stride(), shape) for _, a in inputs]
-        reduced = [target is not None and any(
-            n != 1 and (d < len(shape) - o.dim() or o.shape[d - len(shape) + o.dim()] == 1)
-            for d, n in enumerate(shape)) for target, o in zip(self.targets, outputs, strict=True)]
-        out_over = [layout.reduced_strides(o.shape, shape, order) if r else
-                    layout.expand_strides(shape, walk, shape)
-                    for o, r in zip(outputs, reduced, strict=True)]
-        domain = layout.collapse(shape, order, [*over, *out_over])
-        operands = [Operand(f"a{i}", STORAGE[a.dtype], s)
-                    for (i, a), s in zip(inputs, domain.strides, strict=False)]
-        results = [Operand(f"out{k}", STORAGE[o.dtype], s) for k, (o, s) in
-                   enumerate(zip(outputs, domain.strides[len(inputs):], strict=True))]
-        double = any(o.dtype == torch.float64 for o in outputs) or self.compute_dtype(args) == torch.float64
-        scalars = tuple(f"a{i}" for i, a in enumerate(args)
-                        if not isinstance(a, torch.Tensor) and f"a{i}" in self.used)
-        return Problem(self.name, tuple(operands), scalars, self.outputs, tuple(results),
-                       tuple(reduced), domain.sizes, "float64" if double else "float32",
-                       self.streams), out_over
-
     def _plan(self, args: Args, alignment: int) -> Callable[..., Any]:
-        shape, device = self.check(args)
+        shape, _ = self.check(args)
         if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
             return self._resolving
         outputs = self.allocate(args, shape)
         if 0 in shape:
-            return lambda *args: _pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
-        problem, out_over = self.problem(args, shape, outputs)
+            return lambda *args: pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
+        return self.build(args, shape, outputs, alignment)
+
+    def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
+              ) -> Callable[..., Any]:
+        walk, order = memory_walk(args, shape, outputs)
+        made = []
+        for root, o, target in zip(self.outputs, outputs, self.targets, strict=True):
+            reduced = target is not None and bool(layout.missing(o.shape, shape))
+            over = (layout.reduced_strides(o.shape, shape, order) if reduced else
+                    layout.expand_strides(shape, walk, shape))
+            made.append(Output(root, o.dtype, tuple(o.shape), o.stride(), over, reduced))
+        double = any(o.dtype == torch.float64 for o in outputs) or self.compute_dtype(args) == torch.float64
+        return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
+
+    def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],
+                alignment: int, of_whole: Callable[[Any], Any] = lambda results: results
+                ) -> Callable[..., Any]:
+        """A callable of the arguments (and random numbers) on the device that they are on; `of_whole`
+        takes its share from the results of the whole operator."""
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
         if device.type == "meta":
             collected = _collected.get()
             if collected is not None:
                 collected.append(problem)
-            return lambda *args: _pack(self.allocate(args[:len(self.params)], shape))
-        results = [Result(tuple(o.shape), o.stride(), o.dtype, over[len(shape) - o.dim():])
-                   for o, over in zip(outputs, out_over, strict=True)]
+            return lambda *args: pack(self.allocate(args[:len(self.params)], shape))
         if device.type == "cpu":
-            from fusionrt.cpu import pointwise as cpu
-            return cpu.build(problem, results, len(args))
+            from fusionrt.cpu import build
+            return build(problem, outputs, len(args))
         from fusionrt.runtime import launch
-        return launch.build(launch.Call(problem, results, len(args), device.index), alignment,
-                            self._misaligned)
+        return launch.build(launch.Call(problem, outputs, len(args), device.index), alignment,
+                            lambda *args: of_whole(self.misaligned(*args)))
 
-    def _misaligned(self, *args: Any) -> Any:
+    def misaligned(self, *args: Any) -> Any:
         """The same call for pointers that are not multiples of 16 bytes."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         alignment = min((t.data_ptr() & -t.data_ptr() for t in tensors if t.data_ptr()), default=16)
@@ -312,40 +311,57 @@ class Operator:
 
     # -- derivatives -----------------------------------------------------------------------------
 
-    def gradient(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Operator:
-        """The operator of the backward pass: arguments are this one's, perhaps its output, and the
-        `given` gradients of its outputs; results the gradients of the `needed` arguments, each in that
-        one's shape."""
-        key = (*needed, *given)
+    def gradient(self, needed: tuple[bool, ...], given: tuple[bool, ...],
+                 wanted: tuple[bool, ...] | None = None) -> Operator:
+        """The operator of the backward pass: arguments are this one's, those of its outputs that shorten
+        the work (`saved`), and the `given` gradients of its outputs; results the gradients of the `needed`
+        arguments, each in that one's shape, or of some `wanted` ones of them: what is saved stays."""
+        wanted = wanted or needed
+        key = (*needed, *given, *wanted)
         if key not in self._gradients:
-            n = len(self.params)
             positions = [k for k, is_given in enumerate(given) if is_given]
+            grads = {k: argument(f"grad{k}", self.targets[k] in self.uniform if isinstance(
+                self.targets[k], int) else self.outputs[k].uniform) for k in positions}
             seeds: dict[Expr, Expr] = {}
-            for i, k in enumerate(positions):
-                seed = argument(f"a{n + i}")
+            for k, grad in grads.items():
                 out = self.outputs[k]
-                seeds[out] = seeds[out] + seed if out in seeds else seed
-            wrt = [i for i in range(n) if needed[i]]
-            roots = gradients(seeds, [argument(f"a{i}") for i in wrt])
-            names = [f"grad_output{k}" if len(given) > 1 else "grad_output" for k in positions]
-            shorter = self._from_output(roots)
-            if shorter is not None:
-                roots, names = shorter, ["output", *names]
-            flags = "".join(str(int(flag)) for flag in key)
-            made = Operator(f"{self.name}_backward_{flags}", [*self.params, *names], roots, wrt)
-            made.reads_output = shorter is not None
+                seeds[out] = seeds[out] + grad if out in seeds else grad
+            wrt = [i for i in range(len(self.params)) if needed[i]]
+            roots = gradients(seeds, [argument(f"a{i}", i in self.uniform) for i in wrt])
+            roots, saved = self._through_outputs(roots)
+            # Saved outputs stand before the gradients: results have the layout of the first full argument.
+            more = [*saved.values(), *grads.values()]
+            place = dict(zip(more, itertools.count(len(self.params)), strict=False))
+            roots = substitute(roots, {a: argument(f"a{at}", a.uniform) for a, at in place.items()})
+            roots = [root for root, i in zip(roots, wrt, strict=True) if wanted[i]]
+            names = [f"output{k}" if len(self.outputs) > 1 else "output" for k in saved]
+            names += [f"grad_output{k}" if len(given) > 1 else "grad_output" for k in positions]
+            flags = "".join(str(int(flag)) for flag in (*wanted, *given))
+            made = self.derived(f"{self.name}_backward_{flags}", [*self.params, *names], roots,
+                                [i for i in wrt if wanted[i]],
+                                {*self.uniform, *(at for a, at in place.items() if a.uniform)})
+            made.saved = tuple(saved)
             self._gradients[key] = made
         return self._gradients[key]
 
-    def _from_output(self, roots: list[Expr]) -> list[Expr] | None:
-        """The gradients by means of the output, if they need fewer arguments then (relu(a + b))."""
-        if len(self.outputs) > 1 or self.targets[0] is not None or self.outputs[0].op in ("arg", "const"):
-            return None
-        # It stands before the incoming gradient: results have the layout of the first full argument.
-        at, after = (argument(f"a{len(self.params) + k}") for k in (0, 1))
-        found = substitute(roots, {**through_output(self.outputs[0], at), at: after})
-        fewer = len(leaves(found, "arg")) < len(leaves(roots, "arg"))
-        return found if fewer else None
+    def derived(self, *definition: Any) -> Operator:
+        """An operator of the same kind."""
+        return Operator(*definition)
+
+    def _through_outputs(self, roots: list[Expr]) -> tuple[list[Expr], dict[int, Expr]]:
+        """The gradients by means of outputs: of the small ones that they need, of a full one that others
+        are computed from (a sum with a residual), and of the only one if that saves reading arguments
+        (relu(a + b)) or passes over the rows (softmax)."""
+        free = {k: out for k, out in enumerate(self.outputs)
+                if self.targets[k] is None and out.op not in ("arg", "const")}
+        names = {k: argument(f"out{k}", out.uniform) for k, out in free.items()}
+        inner = {a for out in self.outputs for n in toposort([out]) for a in n.args}
+        roots = substitute(roots, {out: names[k] for k, out in free.items() if out.uniform or out in inner})
+        if len(self.outputs) == 1 and 0 in free:
+            found = substitute(roots, through_output(free[0], names[0]))
+            roots = found if _work(found) < _work(roots) else roots
+        used = set(leaves(roots, "arg"))
+        return roots, {k: name for k, name in names.items() if f"out{k}" in used}
 
     @functools.cached_property
     def shared(self) -> list[tuple[int, list[int]]]:
@@ -355,19 +371,19 @@ class Operator:
         for k, (root, target) in enumerate(zip(self.outputs, self.targets, strict=True)):
             candidates = [int(str(root.args[0])[1:])] if root.op == "arg" else []
             candidates += [t for t, other in zip(self.targets[:k], self.outputs, strict=False)
-                           if other is root and t is not None]
-            if candidates and target is not None:
+                           if other is root and isinstance(t, int)]
+            if candidates and isinstance(target, int):
                 found.append((target, candidates))
         return found
 
-    def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
-        """Which arguments' values the gradients of the needed ones depend on, and whether the output's."""
+    def read_by_backward(self, needed: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Which arguments' values the gradients of the needed ones depend on, and which outputs'."""
         if needed not in self._reads:
             n, any_gradient = len(self.params), any(self.differentiable) and any(needed)
             gradient = self.gradient(needed, self.differentiable) if any_gradient else None
             used = gradient.used if gradient is not None else frozenset()
             self._reads[needed] = (tuple(f"a{i}" in used for i in range(n)),
-                                   gradient is not None and gradient.reads_output)
+                                   gradient.saved if gradient is not None else ())
         return self._reads[needed]
 
     @functools.cached_property
@@ -412,13 +428,25 @@ def _leads(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
         stride != 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _reference_strides(args: Args, shape: layout.Ints) -> layout.Ints:
-    """Memory order of the domain when no output has its full shape."""
+def memory_walk(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]
+                ) -> tuple[layout.Ints, list[int]]:
+    """Strides of the domain in memory, which are those of the outputs of full shape, or else of what they
+    would be; and the dimensions in that order, innermost first."""
+    full = next((o for o in outputs if tuple(o.shape) == shape), None)
     model = next((a for a in args if isinstance(a, torch.Tensor) and _leads(a, shape)), None)
-    if model is None:
-        return tuple(reversed(layout.dense(tuple(reversed(shape)))))
-    return tuple(torch.empty_like(model, device="meta").stride())
+    if full is not None:
+        walk = tuple(full.stride())
+    elif model is not None:
+        walk = tuple(torch.empty_like(model, device="meta").stride())
+    else:
+        walk = tuple(reversed(layout.dense(tuple(reversed(shape)))))
+    return walk, layout.memory_order(shape, walk)
 
 
-def _pack(outputs: list[torch.Tensor]) -> Any:
+def _work(roots: Sequence[Expr]) -> tuple[int, int]:
+    """What a kernel of these outputs costs first of all: the arguments it reads, the passes it takes."""
+    return len(leaves(roots, "arg")), len(schedule(roots))
+
+
+def pack(outputs: list[torch.Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -163,8 +163,8 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], kind: str, gr
 def _texts(problem: Problem, kind: str) -> list[tuple[str, str]]:
     if kind == "cuda":
         return [(source.text, source.entry) for source in launch.sources(problem)]
-    from fusionrt.cpu import pointwise as cpu
-    return [(cpu.generate(problem), problem.accuracy)]
+    from fusionrt import cpu
+    return cpu.texts(problem)
 
 
 def _rehearse(function: Any, dtype: torch.dtype, backward: bool) -> None:
@@ -195,7 +195,7 @@ def _example(function: Any, dtype: torch.dtype, requires_grad: bool
              ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments: the function's own example, or a matrix for whatever has no default."""
 
-    def make(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def make(*shape: int, dtype: torch.dtype = dtype, high: int | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta",
                            requires_grad=requires_grad and dtype.is_floating_point)
 

@@ -1,4 +1,4 @@
-"""One pointwise kernel to be built: what to compute, on which storage, over which domain.
+"""One kernel to be built: what to compute, on which storage, over which domain.
 
 The GPU and the CPU runtime take the same description. Operands are named by position (`a0`, `a1`,
 ..., `out0`, ...), so no name that a user chose reaches generated text.
@@ -6,10 +6,18 @@ The GPU and the CPU runtime take the same description. Operands are named by pos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.expr import Expr
+import torch
+
+from fusionrt import layout
+from fusionrt.expr import Expr, leaves, toposort
 from fusionrt.layout import Domain, Ints
+
+STORAGE = {getattr(torch, name): name for name in (
+    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
+_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 
 
 class Operand(NamedTuple):
@@ -18,13 +26,21 @@ class Operand(NamedTuple):
     strides: Ints          # over the collapsed domain, innermost first
 
 
-class Result(NamedTuple):
-    """How an output is allocated, and the order in which a reduced one is computed."""
+class Output(NamedTuple):
+    """An output of a kernel: what it is, how it is allocated, how it lies in the domain."""
 
+    root: Expr
+    dtype: torch.dtype
     shape: Ints
     strides: Ints
-    dtype: Any             # of torch
-    walk_strides: Ints     # dense in the order in which the domain is walked
+    over: Ints             # strides over the uncollapsed domain; of a sum, in the order of the walk
+    reduced: bool          # the kernel sums it over the dimensions in which it has no stride
+    into: int | None = None    # the argument whose memory it takes
+
+    @property
+    def walk_strides(self) -> Ints:
+        """Of its memory, in the order in which the domain is walked."""
+        return self.over[len(self.over) - len(self.shape):]
 
 
 class Problem(NamedTuple):
@@ -37,6 +53,9 @@ class Problem(NamedTuple):
     sizes: Ints
     acc: str                          # float32 or float64
     streams: tuple[str, ...]          # random streams
+    row_dims: int = 0                 # the first dimensions of the domain are a row; 0: it has none
+    across: bool = False              # rows are the dimensions in which no output has a stride
+    row_size: int = 0                 # where `row_size` is among the scalars
 
     @property
     def domain(self) -> Domain:
@@ -44,8 +63,11 @@ class Problem(NamedTuple):
 
     @property
     def accuracy(self) -> str:
-        """That the CPU's mathematics need: float16 for 16-bit results, else that of the arithmetic."""
-        return "float16" if self.significant_bits <= 11 and self.acc == "float32" else self.acc
+        """That the CPU's mathematics need: float16 for 16-bit results, else that of the arithmetic. But a
+        logarithm may be near 0, where it makes a relative error an absolute one (of a softmax's sum)."""
+        low = self.significant_bits <= 11 and self.acc == "float32"
+        has_log = any(n.op in ("log", "log2") for n in toposort(self.roots))
+        return "float16" if low and not has_log else self.acc
 
     @property
     def significant_bits(self) -> int:
@@ -53,4 +75,31 @@ class Problem(NamedTuple):
         return max(_BITS.get(o.dtype, 24) for o in self.outputs)
 
 
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outputs: Sequence[Output],
+         double: bool, row: int = 0, row_size: int = 0) -> Problem:
+    """The problem over `shape`, walked in `order`, of the outputs of one kernel.
+
+    `row`: how many of the last dimensions form a row, which `order` then names first; without them
+    `row_size` may say how many elements a row has.
+    """
+    roots = tuple(o.root for o in outputs)
+    used = set(leaves(roots, "arg"))
+    tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and f"a{i}" in used]
+    over = [layout.expand_strides(a.shape, a.stride(), shape) for _, a in tensors]
+    over += [o.over for o in outputs]
+    first = len(shape) - row
+    domain = layout.collapse(shape, [d for d in order if not row or d >= first], over)
+    sizes, strides = domain.sizes, list(domain.strides)
+    if row:
+        rows = layout.collapse(shape, [d for d in order if d < first], over)
+        sizes, strides = sizes + rows.sizes, [a + b for a, b in zip(strides, rows.strides, strict=True)]
+    inputs = tuple(Operand(f"a{i}", STORAGE[a.dtype], s) for (i, a), s in zip(tensors, strides, strict=False))
+    made = tuple(Operand(f"out{k}", STORAGE[o.dtype], s)
+                 for k, (o, s) in enumerate(zip(outputs, strides[len(inputs):], strict=True)))
+    numbers = tuple(f"a{i}" for i, a in enumerate(args)
+                    if not isinstance(a, torch.Tensor) and f"a{i}" in used)
+    if not row and leaves(roots, "row_size"):
+        numbers = (*numbers, "row_size")
+    return Problem(name, inputs, numbers, roots, made, tuple(o.reduced for o in outputs), sizes,
+                   "float64" if double else "float32", tuple(dict.fromkeys(leaves(roots, "random"))),
+                   len(domain.sizes) if row else 0, row_size=row_size)

@@ -125,3 +125,200 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True
                      ) -> Tensor:
     return F.dropout(x + bias, p, training) + residual
+
+
+def _norm_input(x: Tensor, residual: Tensor | None, dropout_p: float, training: bool) -> Tensor:
+    x = F.dropout(x, dropout_p, training) if dropout_p else x
+    return x if residual is None else x + residual
+
+
+def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
+               residual: Any = None, dropout_p: float = 0.0, training: bool = True, epilogue: Any = None,
+               return_sum: bool = False, return_stats: bool = False) -> Any:
+    total = _norm_input(x, residual, dropout_p, training)
+    y, mean, rstd = torch.native_layer_norm(total, normalized_shape, weight, bias, eps)
+    y = y if epilogue is None else epilogue(y)
+    outputs = y, *([total] if return_sum else []), *([mean, rstd] if return_stats else [])
+    return outputs if len(outputs) > 1 else y
+
+
+def rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None, *,
+             weight_offset: int = 0, residual: Any = None, dropout_p: float = 0.0, training: bool = True,
+             epilogue: Any = None, return_sum: bool = False) -> Any:
+    total = _norm_input(x, residual, dropout_p, training)
+    weight = weight + weight_offset if weight is not None and weight_offset else weight
+    y = F.rms_norm(total, normalized_shape, weight, eps)
+    y = y if epilogue is None else epilogue(y)
+    return (y, total) if return_sum else y
+
+
+def layer_norm_relu(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+                    ) -> Tensor:
+    return torch.relu(F.layer_norm(x, normalized_shape, weight, bias, eps))
+
+
+def layer_norm_gelu(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None,
+                    eps: float = 1e-5, *, approximate: str = "none") -> Tensor:
+    return F.gelu(F.layer_norm(x, normalized_shape, weight, bias, eps), approximate=approximate)
+
+
+def rms_norm_gelu(x: Tensor, weight: Tensor, eps: float | None = None, *, weight_offset: int = 0,
+                  approximate: str = "none") -> Tensor:
+    y = rms_norm(x, weight.shape, weight, eps, weight_offset=weight_offset)
+    return F.gelu(y, approximate=approximate)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
+             epilogue: Any = None) -> tuple[Tensor, Tensor]:
+    shape = x.shape[-1:] if weight is None else weight.shape
+    return layer_norm(x, shape, weight, bias, eps, residual=residual, epilogue=epilogue, return_sum=True)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Any = None, eps: float | None = None, *,
+                 weight_offset: int = 0, epilogue: Any = None) -> tuple[Tensor, Tensor]:
+    shape = x.shape[-1:] if weight is None else weight.shape
+    return rms_norm(x, shape, weight, eps, weight_offset=weight_offset, residual=residual, epilogue=epilogue,
+                    return_sum=True)
+
+
+def dropout_add_layer_norm(x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, p: float = 0.5,
+                           training: bool = True, *, eps: float = 1e-5, return_sum: bool = False) -> Any:
+    shape = x.shape[-1:] if weight is None else weight.shape
+    return layer_norm(x, shape, weight, bias, eps, residual=residual, dropout_p=p, training=training,
+                      return_sum=return_sum)
+
+
+def _scores(x: Tensor, scale: Any, mask: Any, causal: bool) -> Tensor:
+    x = x if scale is None else x * scale
+    if causal:
+        rows, columns = x.shape[-2:]
+        x = x.masked_fill(~torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril(columns - rows),
+                          -float("inf"))
+    if mask is None:
+        return x
+    return x.masked_fill(~mask, -float("inf")) if mask.dtype == torch.bool else x + mask
+
+
+def softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
+            epilogue: Any = None) -> Tensor:
+    y = torch.softmax(_scores(x, scale, mask, causal), dim)
+    return y if epilogue is None else epilogue(y)
+
+
+def log_softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
+                epilogue: Any = None) -> Tensor:
+    y = torch.log_softmax(_scores(x, scale, mask, causal), dim)
+    return y if epilogue is None else epilogue(y)
+
+
+def attention_dropout(scores: Tensor, p: float = 0.5, training: bool = True, *, softmax: bool = True,
+                      scale: Any = None, mask: Any = None, causal: bool = False) -> Tensor:
+    y = torch.softmax(_scores(scores, scale, mask, causal), -1) if softmax else scores
+    return F.dropout(y, p, training)
+
+
+sum = torch.sum
+mean = torch.mean
+amax = torch.amax
+amin = torch.amin
+argmax = torch.argmax
+argmin = torch.argmin
+
+
+def row_reduce(x: Tensor, dim: Any = None, map: Any = None, op: str = "sum", keepdim: bool = False) -> Tensor:
+    dims = tuple(range(x.dim())) if dim is None else dim
+    reduce: Any = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[op]
+    return reduce(x if map is None else map(x), dims, keepdim)
+
+
+def sum_squared(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.sum(x.square(), dim, keepdim)
+
+
+def mean_abs(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.mean(x.abs(), dim, keepdim)
+
+
+def var(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    return torch.var(x, dim, correction=correction, keepdim=keepdim)
+
+
+def std(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    return torch.std(x, dim, correction=correction, keepdim=keepdim)
+
+
+def norm(x: Tensor, dim: Any = None, p: float = 2, keepdim: bool = False) -> Tensor:
+    return torch.linalg.vector_norm(x, p, dim, keepdim)
+
+
+def logsumexp(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.logsumexp(x, tuple(range(x.dim())) if dim is None else dim, keepdim)
+
+
+def _finished(y: Tensor, residual: Any, epilogue: Any) -> Tensor:
+    y = y if residual is None else y + residual
+    return y if epilogue is None else epilogue(y)
+
+
+def batch_norm(x: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+               bias: Any = None, training: bool = False, momentum: Any = 0.1, eps: float = 1e-5, *,
+               num_batches_tracked: Any = None, residual: Any = None, epilogue: Any = None) -> Tensor:
+    if num_batches_tracked is not None and training:
+        num_batches_tracked.add_(1)
+    factor = 1 / float(num_batches_tracked) if momentum is None else momentum
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, factor, eps)
+    return _finished(y, residual, epilogue)
+
+
+def batch_norm_relu(x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, eps: float = 1e-5
+                    ) -> Tensor:
+    return torch.relu(F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps))
+
+
+def instance_norm(x: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+                  bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *,
+                  residual: Any = None, epilogue: Any = None) -> Tensor:
+    y = F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _finished(y, residual, epilogue)
+
+
+def group_norm(x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
+               residual: Any = None, epilogue: Any = None) -> Tensor:
+    return _finished(F.group_norm(x, num_groups, weight, bias, eps), residual, epilogue)
+
+
+mse_loss = F.mse_loss
+l1_loss = F.l1_loss
+smooth_l1_loss = F.smooth_l1_loss
+huber_loss = F.huber_loss
+kl_div = F.kl_div
+
+
+def bce_with_logits(input: Tensor, target: Tensor, weight: Any = None, reduction: str = "mean",
+                    pos_weight: Any = None) -> Tensor:
+    return F.binary_cross_entropy_with_logits(input, target, weight, None, None, reduction, pos_weight)
+
+
+def cross_entropy(input: Tensor, target: Tensor, weight: Any = None, ignore_index: int = -100,
+                  reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
+                  softcap: float | None = None, inplace_backward: bool = False) -> Tensor:
+    logits = input if softcap is None else softcap * torch.tanh(input / softcap)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if not z_loss:
+        return F.cross_entropy(logits, target, weight, reduction=reduction, **options)
+    losses = F.cross_entropy(logits, target, weight, reduction="none", **options)
+    counted = torch.ones_like(losses) > 0 if target.is_floating_point() else target != ignore_index
+    losses = losses + z_loss * logits.logsumexp(min(1, logits.dim() - 1)).square().where(counted, 0)
+    if reduction != "mean":
+        return losses if reduction == "none" else losses.sum()
+    if weight is not None and not target.is_floating_point():
+        return losses.sum() / weight[target[counted]].sum()
+    return losses.sum() / counted.sum()
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, *,
+                         class_weight: Any = None, **options: Any) -> Tensor:
+    logits = F.linear(hidden, weight, bias).flatten(0, -2)
+    rows = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
+    losses = cross_entropy(logits, rows, class_weight, **options)
+    return losses.view(hidden.shape[:-1]) if losses.dim() else losses

@@ -122,6 +122,11 @@ template <int W, typename T> __device__ __forceinline__ Pack<T, W> load_pack(con
     return pack;
 }
 
+// From shared memory.
+template <int W, typename T> __device__ __forceinline__ Pack<T, W> shared_pack(const T* from) {
+    return *reinterpret_cast<const Pack<T, W>*>(from);
+}
+
 template <int BYTES> __device__ __forceinline__ void store_bytes(void* to, const void* from) {
     if constexpr (BYTES > 16) {
         store_bytes<16>(to, from);
@@ -147,6 +152,26 @@ template <typename T, int W> __device__ __forceinline__ void store_pack(T* to, c
 #pragma unroll
     for (int v = 0; v < W; ++v) pack.data[v] = from_acc<T>(values[v]);
     store_bytes<Pack<T, W>::BYTES>(to, &pack);
+}
+
+// One element. Of bfloat16 a shift or a mask of the word it lies in: by way of 16 bits the compiler takes
+// two instructions for every second one.
+template <typename T, int W> __device__ __forceinline__ acc_t at(const Pack<T, W>& pack, int v) {
+    return to_acc(pack.data[v]);
+}
+template <int W> __device__ __forceinline__ acc_t at(const Pack<bfloat16_t, W>& pack, int v) {
+    if constexpr (W == 1) return to_acc(pack.data[0]);
+    const unsigned word = reinterpret_cast<const unsigned*>(pack.data)[v / 2];
+    return __uint_as_float(v % 2 ? word & 0xffff0000u : word << 16);
+}
+
+// Makes the compiler forget what it knows of a pack, at no cost.
+template <typename T, int W> __device__ __forceinline__ void hide_pack(Pack<T, W>& pack) {
+    if constexpr (Pack<T, W>::BYTES >= 4) {
+        unsigned* words = reinterpret_cast<unsigned*>(pack.data);
+#pragma unroll
+        for (int k = 0; k < Pack<T, W>::BYTES / 4; ++k) asm volatile("" : "+r"(words[k]));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -262,6 +287,13 @@ __device__ __forceinline__ acc_t pow_(acc_t a, acc_t b) { return ::pow(a, b); }
 __device__ __forceinline__ acc_t floor(acc_t a) { return ::floor(a); }
 __device__ __forceinline__ acc_t rint(acc_t a) { return ::rint(a); }
 __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
+
+// exp(x - most) scale. The exponential by itself would lose what is below 2^-126, where bfloat16 goes on.
+__device__ __forceinline__ acc_t softmaxed(acc_t x, acc_t most, acc_t scale) {
+    if constexpr (SIGNIFICANT_BITS == 8) return ex2(::fmaf(x - most, LOG2_E, 64.0f)) * (scale * 5.4210109e-20f);
+    else if constexpr (HALF) return ex2(LOG2_E * (x - most)) * scale;
+    else return exp(x - most) * scale;
+}
 
 // With e = exp(-|a|), which cannot overflow: 1 / (1 + e), or e / (1 + e) for negative a.
 __device__ __forceinline__ acc_t sigmoid(acc_t a) {

@@ -277,7 +277,7 @@ def test_devices():
 
 def test_nothing_is_computed_before_an_error(monkeypatch):
     monkeypatch.setattr(Operator, "allocate", lambda *a: pytest.fail("allocated"))
-    monkeypatch.setattr(Operator, "problem", lambda *a: pytest.fail("planned"))
+    monkeypatch.setattr(Operator, "build", lambda *a: pytest.fail("planned"))
     state = torch.get_rng_state()
     for call in (
         lambda: frt.swish_multiply(A, B),

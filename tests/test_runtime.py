@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from checking import assert_same_bits
 from torch.nn import functional as F
 from torch.testing import assert_close
 

@@ -49,7 +49,7 @@ def test_contents(wheel: Path) -> None:
     modules = {n for n in names if n.endswith(".py")}
 
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "fusionrt/py.typed" in names
+    assert {"fusionrt/py.typed", "fusionrt/bench/report.html"} <= set(names)
     assert {n.split("/")[0].split("-")[0] for n in names} == {"fusionrt"}
     assert templates == {
         f"fusionrt/{path.relative_to(ROOT).as_posix()}"

@@ -1,0 +1,30 @@
+"""Machines without a GPU: generated kernels, compiled by Numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusionrt.problem import Output, Problem
+
+
+def build(problem: Problem, outputs: Sequence[Output], n_args: int) -> Callable[..., Any]:
+    """A callable of the operator's arguments (and random numbers)."""
+    if problem.row_dims:
+        from fusionrt.cpu import rows
+        return rows.build(problem, outputs, n_args)
+    if problem.across:
+        from fusionrt.cpu import across
+        return across.build(problem, outputs, n_args)
+    from fusionrt.cpu import pointwise
+    return pointwise.build(problem, outputs, n_args)
+
+
+def texts(problem: Problem) -> list[tuple[str, str]]:
+    """Of each of its kernels the text and the accuracy of the mathematics."""
+    if problem.row_dims:
+        from fusionrt.cpu import rows
+        return [(rows.generate(problem), problem.accuracy)]
+    from fusionrt.cpu import across, pointwise
+    parts = across.divided(problem) if problem.across else [problem]
+    return [(pointwise.generate(part), part.accuracy) for part in parts]

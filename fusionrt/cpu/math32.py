@@ -1,4 +1,4 @@
-"""The vocabulary of generated CPU kernels that compute in float32.
+"""The vocabulary of generated CPU kernels that compute in float32, beside what storage.py has for all.
 
 Each function is a branch-free polynomial that LLVM vectorises; calls of libm would not (sin, cos,
 pow_ still are such calls). Strict IEEE: denormals are kept, NaN and infinities pass as in torch.
@@ -16,49 +16,17 @@ from fusionrt.cpu.storage import (
     abs_,
     bfloat16_to_float,
     bits_to_float,
-    cast_bool,
-    cast_int8,
-    cast_int16,
-    cast_int32,
-    cast_int64,
-    cast_uint8,
     copysign,
-    div,
-    fill_random,
     float_to_bits,
     float_to_half,
-    floor,
     fma,
     half_to_float,
     horner,
     inline,
-    isnan_,
-    logical_not,
-    maximum,
-    minimum,
-    mul_rn,
-    philox7,
-    rint,
     sqrt,
     store_bfloat16,
-    store_float16,
-    store_float32,
-    store_float64,
-    trunc,
     where,
 )
-
-__all__ = [
-    "abs_", "acc_t", "cast_bfloat16", "cast_bool", "cast_float16", "cast_float32", "cast_int8",
-    "cast_int16", "cast_int32", "cast_int64", "cast_uint8", "cos", "div", "erf", "exp", "exp2",
-    "expm1", "fill_random", "floor", "fma", "isnan_", "load_bfloat16", "load_bool",
-    "load_float16", "load_float32", "load_float64", "load_int8", "load_int16", "load_int32",
-    "load_int64", "load_uint8", "log", "log1p", "log2", "logical_not", "maximum", "minimum",
-    "mul_rn", "near_reciprocal", "normcdf", "normpdf", "philox7", "pow_", "reciprocal", "rint", "rsqrt",
-    "sigmoid", "sigmoid_complement", "sin", "softplus",
-    "sqrt", "store_bfloat16", "store_float16", "store_float32", "store_float64", "tanh",
-    "trunc", "where",
-]
 
 acc_t = np.float32
 INV_SQRT_2PI = acc_t(1 / math.sqrt(2 * math.pi))

@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from fusionrt.cpu import math16, math32, math64, storage
+from fusionrt.cpu import math16, math32, math64, reductions, storage
 from fusionrt.cpu.storage import inline
 
 
@@ -62,7 +62,8 @@ def _casting(store: Any, acc: Any) -> Any:
 def scope(accuracy: str) -> dict[str, Any]:
     """Every name that generated text uses, for arithmetic in float32 or float64; "float16" is
     arithmetic in float32 for 16-bit results."""
-    names = dict({"float64": vars(math64), "float32": vars(math32), "float16": math16.NAMES}[accuracy])
+    mathematics = {"float64": vars(math64), "float32": vars(math32), "float16": math16.NAMES}[accuracy]
+    names = {**vars(storage), **reductions.NAMES, **mathematics}
     integers = ("int8", "uint8", "int16", "int32", "int64", "bool")
     for dtype in integers:
         store = getattr(storage, f"cast_{dtype}")

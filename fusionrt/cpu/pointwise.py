@@ -3,22 +3,26 @@
 A kernel walks a linear range of the domain, one run of the innermost dimension at a time, so that
 the inner loop has constant strides (0, 1 or a variable) and vectorises. Sums go to an array of the
 task's own, in float64; the number of tasks follows from the shape alone, so results do as well.
+
+Of rows that lie across memory (`across`) each root is a sum, a maximum or a mean, and the output what is
+added up or compared for it. For a mean that is done in float64 throughout: that of equal elements is one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 
 from fusionrt.cpu import compiler, team, threads
-from fusionrt.expr import emit
+from fusionrt.expr import Expr, emit
 from fusionrt.layout import Ints
-from fusionrt.problem import Operand, Problem, Result
+from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
 SUM_TASKS = 32
@@ -31,12 +35,15 @@ def generate(problem: Problem) -> str:
     inputs, outputs, sizes = problem.inputs, problem.outputs, problem.sizes
     summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
     # Summed over the inner dimension: collected in a buffer, then added pairwise.
-    buffered = [o for o in summed if o.strides[0] == 0]
+    tops = {o for o, root in zip(outputs, problem.roots, strict=True) if _is_top(root)}
+    means = {o for o, root in zip(outputs, problem.roots, strict=True) if root.op == "moment_mean"}
+    buffered = [o for o in summed if o.strides[0] == 0 and o not in tops]
+    inner_tops = [o for o in summed if o.strides[0] == 0 and o in tops]
     arrays = [(f"{o.name}_data", ELEMENT.get(o.dtype, o.dtype)) for o in inputs]
     arrays += [(f"{o.name}_data", "float64" if o in summed else ELEMENT.get(o.dtype, o.dtype))
                for o in outputs]
     arrays += [(f"bits_{s}", "uint16") for s in problem.streams]
-    arrays += [(f"buffer_{o.name}", problem.acc) for o in buffered]
+    arrays += [(f"buffer_{o.name}", "float64" if o in means else problem.acc) for o in buffered]
     lines = [f"{name} = {dtype}_at(pointers[{k}])" for k, (name, dtype) in enumerate(arrays)]
     lines += [f"words_{s} = uint64_at(pointers[{len(inputs) + len(outputs) + k}])"
               for k, s in enumerate(problem.streams)]
@@ -62,9 +69,13 @@ def generate(problem: Problem) -> str:
                    for s in problem.streams), "    drawn_end = drawn + 512 * n_blocks"]
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
              for o in inputs if not o.strides[0]]
-    body += ["for j in range(length):", *("    " + line for line in _inner(problem, summed, buffered))]
+    body += [line for o in inner_tops for line in (f"top_{o.name} = -acc_t(INF)", f"met_{o.name} = False")]
+    inner = _inner(problem, summed, buffered, tops, means)
+    body += ["for j in range(length):", *("    " + line for line in inner)]
     body += [f"{o.name}_data[{o.name}_base] += float64_of(pairwise_sum(buffer_{o.name}, length))"
              for o in buffered]
+    body += [_raise_top(o, f"{o.name}_data[{o.name}_base]", f"maximum_found(top_{o.name}, met_{o.name})")
+             for o in inner_tops]
     body.append("i += length")
     return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
                       *("    " + line for line in lines), "    i = start", "    while i < stop:",
@@ -77,15 +88,31 @@ def _offset(operand: Operand) -> str:
     return " + ".join(terms) or "0"
 
 
-def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand]) -> list[str]:
+def _raise_top(output: Operand, place: str, value: str) -> str:
+    return f"{place} = larger_or_nan({place}, float64_of({value}))"
+
+
+def _is_top(root: Expr) -> bool:
+    return root.op in ("row_max", "row_top")
+
+
+def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand], tops: Container[Operand],
+           means: Container[Operand]) -> list[str]:
     lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
              for o in problem.inputs if o.strides[0]]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
-    statements, results = emit(problem.roots, "{} = {}")
+    roots = [a for root in problem.roots for a in (root.args if problem.across else [root])
+             if isinstance(a, Expr)]
+    statements, results = emit(roots, "{} = {}")
     lines += statements
     for o, value in zip(problem.outputs, results, strict=True):
-        if o in buffered:
-            lines.append(f"buffer_{o.name}[j] = acc_t({value})")
+        if o in tops and not o.strides[0]:
+            lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
+                      f"met_{o.name} = met_nan(met_{o.name}, {value})"]
+        elif o in tops:
+            lines.append(_raise_top(o, f"{o.name}_data[{o.name}_base + {_step(o)}]", value))
+        elif o in buffered:
+            lines.append(f"buffer_{o.name}[j] = {'float64_of' if o in means else 'acc_t'}({value})")
         elif o in summed:
             lines.append(f"{o.name}_data[{o.name}_base + {_step(o)}] += float64_of({value})")
         else:
@@ -97,7 +124,7 @@ def _step(operand: Operand) -> str:
     return "j" if operand.strides[0] == 1 else f"j * {operand.name}_s0"
 
 
-def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[..., Any]:
+def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and seed) that allocates and computes."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
@@ -105,9 +132,11 @@ def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     positions = [int(o.name[1:]) for o in problem.inputs]
-    scalars = [int(name[1:]) for name in problem.scalars]
+    scalars = [int(name[1:]) for name in problem.scalars if name != "row_size"]
+    constant = [problem.row_size] if len(scalars) < len(problem.scalars) else []  # the last one
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
-    buffers = len(problem.streams) + sum(problem.outputs[k].strides[0] == 0 for k in summed)
+    tops = [k for k in summed if _is_top(problem.roots[k])]
+    buffers = len(problem.streams) + sum(problem.outputs[k].strides[0] == 0 for k in summed if k not in tops)
 
     def call(*args: Any) -> Any:
         inputs = [args[k].data_ptr() for k in positions]
@@ -115,12 +144,12 @@ def build(problem: Problem, results: Sequence[Result], n_args: int) -> Callable[
         rng = args[n_args] if problem.streams else (0, 0, None)
         seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
         constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)
-        numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
+        numbers = struct.pack(f"={len(problem.scalars)}d", *(args[k] for k in scalars), *constant)
         if not summed:
             _whole(run, inputs + [o.data_ptr() for o in outputs], constants, numbers, buffers, count)
         else:
             _summing(run, problem, inputs, outputs, constants, numbers, buffers, count, sums_of,
-                     [r.walk_strides for r in results])
+                     [r.walk_strides for r in results], [k in tops for k in summed])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
@@ -149,10 +178,11 @@ def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers
 
 def _summing(run: compiler.Function, problem: Problem, inputs: list[int], outputs: list[torch.Tensor],
              constants: bytes, numbers: bytes, buffers: int, count: int, sums_of: list[int],
-             kept_strides: Sequence[Ints]) -> None:
+             kept_strides: Sequence[Ints], is_top: Sequence[bool]) -> None:
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
     tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of)) + 1))
-    partials = [torch.zeros((tasks, n), dtype=torch.float64) for n in sums_of]
+    partials = [torch.full((tasks, n), -math.inf if top else 0.0, dtype=torch.float64)
+                for n, top in zip(sums_of, is_top, strict=True)]
     bounds = [count * t // tasks for t in range(tasks + 1)]
 
     def part(first: int, last: int) -> None:
@@ -163,12 +193,12 @@ def _summing(run: compiler.Function, problem: Problem, inputs: list[int], output
             _task(run, pointers, constants, numbers, buffers, bounds[t], bounds[t + 1])
 
     threads.run(part, tasks, parallel=count >= threads.SERIAL_BELOW, grain=1)
-    sums = iter(partials)
+    sums = zip(partials, is_top, strict=True)
     for o, strides, reduced in zip(outputs, kept_strides, problem.reduced, strict=True):
         if reduced:
-            total = next(sums)
+            total, top = next(sums)
             for t in range(1, tasks):
-                total[0] += total[t]
+                (torch.maximum if top else torch.add)(total[0], total[t], out=total[0])
             o.copy_(total[0].as_strided(o.shape, strides))  # from the order of the walk
 
 

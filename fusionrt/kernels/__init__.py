@@ -4,21 +4,24 @@ from types import ModuleType
 from typing import Any
 
 from fusionrt import ops
-from fusionrt.ops import activations, dropout, pointwise, quantize
 
-_FAMILIES = {"elementwise": (pointwise, quantize, activations), "fusion": (pointwise, dropout),
-             "activation": (activations,), "quantization": (quantize,)}
+# Modules of `fusionrt.ops`.
+_FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
+             "fusion": ("pointwise", "dropout", "norm", "batch_norm"), "activation": ("activations",),
+             "quantization": ("quantize",), "normalization": ("norm", "batch_norm"),
+             "reduction": ("reduction",), "attention": ("softmax",),
+             "loss": ("loss", "cross_entropy", "linear_cross_entropy")}
 
 
-def _family(name: str, modules: tuple[ModuleType, ...]) -> ModuleType:
+def _family(name: str, modules: tuple[str, ...]) -> ModuleType:
     family = ModuleType(f"{__name__}.{name}", f"CUDA kernels of the family {name}.")
-    members = {op for module in modules for op in ops.__all__ if hasattr(module, op)}
+    members = {op for op in ops.__all__ if getattr(ops, op).__module__.rpartition(".")[2] in modules}
     for op in members | {alias for alias, op in ops.ALIASES.items() if op in members}:
         setattr(family, op, getattr(ops, op).cuda)
     return family
 
 
-elementwise, fusion, activation, quantization = (
+elementwise, fusion, activation, quantization, normalization, reduction, attention, loss = (
     _family(name, modules) for name, modules in _FAMILIES.items())
 
 

@@ -18,7 +18,21 @@ from fusionrt.ops.activations import (
     softplus,
     tanh,
 )
+from fusionrt.ops.batch_norm import batch_norm, batch_norm_relu, group_norm, instance_norm
+from fusionrt.ops.cross_entropy import cross_entropy
 from fusionrt.ops.dropout import bias_dropout_add, dropout_add, gelu_dropout, relu_dropout
+from fusionrt.ops.linear_cross_entropy import linear_cross_entropy
+from fusionrt.ops.loss import bce_with_logits, huber_loss, kl_div, l1_loss, mse_loss, smooth_l1_loss
+from fusionrt.ops.norm import (
+    add_norm,
+    add_rms_norm,
+    dropout_add_layer_norm,
+    layer_norm,
+    layer_norm_gelu,
+    layer_norm_relu,
+    rms_norm,
+    rms_norm_gelu,
+)
 from fusionrt.ops.pointwise import (
     add_mul_add,
     add_mul_exp,
@@ -37,6 +51,22 @@ from fusionrt.ops.pointwise import (
     swish_multiply,
 )
 from fusionrt.ops.quantize import dequantize_int8, quantize_int8
+from fusionrt.ops.reduction import (
+    amax,
+    amin,
+    argmax,
+    argmin,
+    logsumexp,
+    mean,
+    mean_abs,
+    norm,
+    row_reduce,
+    std,
+    sum,
+    sum_squared,
+    var,
+)
+from fusionrt.ops.softmax import attention_dropout, log_softmax, softmax
 
 # Other name -> op. `fusionrt.kernels` reads the same table.
 ALIASES = {
@@ -48,16 +78,35 @@ ALIASES = {
     "fused_dropout_add": "dropout_add", "fused_swish_multiply": "swish_multiply",
     "swiglu": "swish_multiply", "fused_mish_scale": "mish_scale",
     "fused_prelu_bias": "prelu_bias", "fused_add_mul_exp": "add_mul_exp",
+    "fused_cross_entropy": "cross_entropy", "fused_linear_cross_entropy": "linear_cross_entropy",
+    "fused_mse_loss": "mse_loss", "binary_cross_entropy_with_logits": "bce_with_logits",
     "fused_quantize_int8": "quantize_int8", "swish": "silu",
+    "reduce_sum_squared": "sum_squared", "reduce_mean_abs": "mean_abs", "reduce": "row_reduce",
+    "reduce_sum": "sum", "reduce_mean": "mean", "reduce_max": "amax", "reduce_min": "amin",
+    "batchnorm": "batch_norm", "groupnorm": "group_norm", "instancenorm": "instance_norm",
+    "fused_batch_norm": "batch_norm", "fused_batch_norm_relu": "batch_norm_relu",
+    "fused_group_norm": "group_norm",
+    "layernorm": "layer_norm", "rmsnorm": "rms_norm", "fused_layer_norm": "layer_norm",
+    "fused_rms_norm": "rms_norm", "fused_layer_norm_relu": "layer_norm_relu",
+    "fused_layer_norm_gelu": "layer_norm_gelu", "fused_rms_norm_gelu": "rms_norm_gelu",
+    "fused_add_norm": "add_norm", "fused_layer_norm_add": "add_norm", "fused_add_rms_norm": "add_rms_norm",
+    "fused_dropout_add_layernorm": "dropout_add_layer_norm",
 }
 
 __all__ = [
-    "add_mul_add", "add_mul_exp", "add_relu", "add_sigmoid", "bias_dropout_add", "bias_gelu",
-    "bias_relu", "bias_silu", "dequantize_int8", "dropout_add", "elu", "geglu", "gelu",
-    "gelu_dropout", "gelu_tanh", "hardsigmoid", "hardswish", "leaky_relu", "mish", "mish_scale",
-    "mul_tanh", "multiply_relu", "prelu_bias", "quantize_int8", "reglu", "relu", "relu6",
-    "relu_dropout", "relu_squared", "scale_bias_sigmoid", "sigmoid", "silu", "softplus",
-    "swish_multiply", "tanh",
+    "add_mul_add", "add_mul_exp", "add_norm", "add_relu", "add_rms_norm", "add_sigmoid",
+    "amax", "amin", "argmax", "argmin", "attention_dropout", "batch_norm",
+    "batch_norm_relu", "bce_with_logits", "bias_dropout_add", "bias_gelu", "bias_relu",
+    "bias_silu", "cross_entropy", "dequantize_int8", "dropout_add",
+    "dropout_add_layer_norm", "elu", "geglu", "gelu", "gelu_dropout", "gelu_tanh",
+    "group_norm", "hardsigmoid", "hardswish", "huber_loss", "instance_norm", "kl_div",
+    "l1_loss", "layer_norm", "layer_norm_gelu", "layer_norm_relu", "leaky_relu",
+    "linear_cross_entropy", "log_softmax", "logsumexp", "mean", "mean_abs", "mish",
+    "mish_scale", "mse_loss", "mul_tanh", "multiply_relu", "norm", "prelu_bias",
+    "quantize_int8", "reglu", "relu", "relu6", "relu_dropout", "relu_squared", "rms_norm",
+    "rms_norm_gelu", "row_reduce", "scale_bias_sigmoid", "sigmoid", "silu",
+    "smooth_l1_loss", "softmax", "softplus", "std", "sum", "sum_squared", "swish_multiply",
+    "tanh", "var",
 ]
 
 

@@ -56,10 +56,10 @@ def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
     return x + bias + residual
 
 
-def _scale(op: str, p: float, training: bool) -> float | None:
+def scale_of_kept(op: str, p: float, training: bool, argument: str = "p") -> float | None:
     """1 / (1 - p), or None when nothing is dropped."""
     if not 0 <= p <= 1:
-        raise ValueError(f"{op}: p must be a probability in [0, 1], got {p!r}")
+        raise ValueError(f"{op}: {argument} must be a probability in [0, 1], got {p!r}")
     if not training or p == 0:
         return None
     return 0.0 if p == 1 else 1 / (1 - p)
@@ -75,7 +75,7 @@ def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: 
         gelu_dropout(torch.randn(8, 512), 0.1)
     """
     tanh = is_tanh("gelu_dropout", approximate)
-    scale = _scale("gelu_dropout", p, training)
+    scale = scale_of_kept("gelu_dropout", p, training)
     if scale is None:
         return gelu_tanh(x) if tanh else gelu(x)
     return (_gelu_tanh_dropout if tanh else _gelu_dropout)(x, p, scale)
@@ -89,7 +89,7 @@ def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
 
         relu_dropout(torch.randn(8, 512), 0.1)
     """
-    scale = _scale("relu_dropout", p, training)
+    scale = scale_of_kept("relu_dropout", p, training)
     return relu(x) if scale is None else _relu_dropout(x, p, scale)
 
 
@@ -101,7 +101,7 @@ def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) ->
 
         dropout_add(torch.randn(8, 512), torch.randn(8, 512), 0.1)
     """
-    scale = _scale("dropout_add", p, training)
+    scale = scale_of_kept("dropout_add", p, training)
     return _add(x, residual) if scale is None else _dropout_add(x, residual, p, scale)
 
 
@@ -113,7 +113,7 @@ def bias_dropout_add(x: Any, bias: Any, residual: Any, p: float = 0.5, training:
 
         bias_dropout_add(torch.randn(8, 512), torch.zeros(512), torch.randn(8, 512), 0.1)
     """
-    scale = _scale("bias_dropout_add", p, training)
+    scale = scale_of_kept("bias_dropout_add", p, training)
     if scale is None:
         return _bias_add_add(x, bias, residual)
     return _bias_dropout_add(x, bias, residual, p, scale)

@@ -6,6 +6,7 @@ host cost of its `launchKernel` and of the alternatives: benchmarks/NOTES.md.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from fusionrt.errors import CaptureError
 from fusionrt.runtime import compiler
 
+# CUfunction_attribute of cuda.h
+_DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _functions: dict[tuple[str, int], int] = {}
 _lock = threading.Lock()
 
@@ -33,6 +37,16 @@ def driver() -> Any:
 def architecture(device: int) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_clusters(device: int) -> bool:
+    """Whether blocks can share a row through each other's memory."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -55,6 +69,34 @@ def function(text: str, entry: str, device: int, name: str) -> int:
             module = driver().moduleLoadData(cached.payload)
             _functions[key] = driver().moduleGetFunction(module, entry)
         return _functions[key]
+
+
+def allow(function: int, shared: int, cluster: int) -> None:
+    """What a kernel may not have without asking: more than 48 KB of shared memory, `shared` of them sized at
+    the launch, more than 8 blocks in a cluster."""
+    if shared > 32 << 10:
+        driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+    if cluster > 8:
+        driver().funcSetAttribute(function, _LARGE_CLUSTERS, 1)
+
+
+@functools.cache
+def clusters_at_a_time(function: int, block: int, shared: int, cluster: int) -> int:
+    """How many clusters of blocks the device holds: fewer than its multiprocessors suggest, as each lies
+    within one of their groups."""
+    attribute = (ctypes.c_uint * 18)()  # CUlaunchAttribute: id, padding, a union of 64 bytes
+    attribute[0], attribute[2], attribute[3], attribute[4] = _CLUSTER_DIMENSION, cluster, 1, 1
+    config = _LaunchConfig(cluster, 1, 1, block, 1, 1, shared, None, ctypes.addressof(attribute), 1)
+    found = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+        ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
+    return found.value if status == 0 else 0
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_uint) for name in
+                  ("x", "y", "z", "block_x", "block_y", "block_z", "shared")),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint))
 
 
 def bind_context(device: int) -> None:

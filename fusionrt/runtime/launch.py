@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Operand, Problem, Result
+from fusionrt.problem import Operand, Output, Problem
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime import pointwise
+from fusionrt.runtime import found, pointwise, row_layout
+from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.source import ITEMSIZE
 
 Run = Callable[..., Any]
@@ -34,7 +35,7 @@ class Call(NamedTuple):
     """What an operator knows of one kind of call."""
 
     problem: Problem
-    results: Sequence[Result]
+    results: Sequence[Output]
     n_arguments: int                  # of the operator: a0, a1, ...
     device: int
 
@@ -51,8 +52,10 @@ class Text:
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {dtype})")
 
-    def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str]) -> None:
-        """Load a kernel, and write the lines that fill its parameters and launch it.
+    def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
+               shared: int = 0, cluster: int = 1) -> None:
+        """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
+        shared memory.
 
         The parameter buffer belongs to this text, and the text to one thread.
         """
@@ -62,11 +65,22 @@ class Text:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self.scope |= {f"pack{k}": packer.pack_into, f"buffer{k}": buffer, f"pointers{k}": pointers}
         function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name)
+        cuda.allow(function, shared, cluster)
         packed = [values.get(v, v) if isinstance(v, str) else str(v)
                   for field in source.values for v in field]
         self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
-        self.lines.append(f"launch({function}, {grid}, 1, 1, {block}, 1, 1, 0, "
+        self.lines.append(f"launch({function}, {grid}, 1, 1, {block}, 1, 1, {shared}, "
                           f"stream({self.call.device}), {ctypes.addressof(pointers)}, 0)")
+
+    def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
+        """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
+        device = self.call.device
+        most = blocks * cuda.multiprocessors(device) // cluster
+        if cluster == 1:
+            return most
+        function = cuda.function(source.text, source.entry, device, self.call.problem.name)
+        cuda.allow(function, shared, cluster)
+        return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
     def compile(self, arguments: str) -> Run:
         exec("\n    ".join([f"def run({arguments}):", *self.lines]), self.scope)
@@ -95,20 +109,27 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
     names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams else [])
     arguments = ", ".join(names)
-    values = {o.name: f"p_{o.name}" for o in problem.inputs}
+    values = {o.name: f"p_{o.name}" for o in problem.inputs} | {"row_size": str(float(problem.row_size))}
     text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in problem.inputs]
     if alignment == 16 and problem.inputs:
         text.scope["misaligned"] = misaligned
-        text.lines.append(f"if ({' | '.join(values.values())}) & 15: return misaligned({arguments})")
+        pointers = " | ".join(values[o.name] for o in problem.inputs)
+        text.lines.append(f"if ({pointers}) & 15: return misaligned({arguments})")
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
         text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
     for operand, result, reduced in zip(problem.outputs, call.results, problem.reduced, strict=True):
         if not reduced:
-            text.allocate(operand.name, result.shape, result.strides, result.dtype)
+            if result.into is None:
+                text.allocate(operand.name, result.shape, result.strides, result.dtype)
+            else:
+                text.lines.append(f"{operand.name} = a{result.into}")
             values[operand.name] = f"{operand.name}.data_ptr()"
-    for launch in pointwise.split(problem):
-        _write_launch(text, launch, alignment, values)
+    if problem.row_dims:
+        _write_rows(text, problem, alignment, values)
+    else:
+        for launch in pointwise.split(problem):
+            _write_launch(text, launch, alignment, values)
     text.lines.append("return " + ", ".join(o.name for o in problem.outputs))
     return text.compile(arguments)
 
@@ -122,6 +143,9 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
         text.launch(source, grid, pointwise.BLOCK, values)
         return
     grid, chunks = pointwise.reduction_grid(rows, width)
+    if part.across:
+        _write_across(text, launch, source, grid, chunks, values)
+        return
     reduced = [k for k in launch.outputs if text.call.problem.reduced[k]]
     acc = getattr(torch, part.acc)
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
@@ -131,6 +155,49 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
         offset = position * chunks * rows.kept * acc.itemsize
         _write_sum(text, part, rows, k, dtype, {
             "partials": f"p_partials + {offset}", "chunks": str(chunks), "kept": str(rows.kept)})
+
+
+def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int, chunks: int,
+                  values: dict[str, str]) -> None:
+    """Partial values of all rows, then what follows from them."""
+    part, rows = launch.problem, launch.rows
+    assert rows is not None
+    n_values, acc = found.n_values(found.groups(part)), getattr(torch, part.acc)
+    text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
+    values = values | {"partials": "partials.data_ptr()", "chunks": str(chunks), "kept": str(rows.kept)}
+    text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
+    for operand, result in zip(part.outputs, text.call.results, strict=True):
+        text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
+        values[operand.name] = f"{operand.name}.data_ptr()"
+    text.launch(pointwise.generate_join(part), -(-rows.kept // found.COLUMNS), found.BLOCK, values)
+    text.lines += [f"{operand.name} = {operand.name}.contiguous()"
+                   for operand, result in zip(part.outputs, text.call.results, strict=True)
+                   if tuple(result.walk_strides) != tuple(result.strides)]
+
+
+def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, str]) -> None:
+    device = text.call.device
+    layout = row_layout.layout(problem, alignment, cuda.has_clusters(device))
+    source, shared = row_kernels.generate(problem, alignment), row_layout.shared_bytes(problem, layout)
+    blocks = row_layout.grid(problem, layout, text.at_a_time(source, layout.block, layout.blocks, shared,
+                                                             layout.cluster))
+    values |= {"span": str(row_layout.span(problem, layout))}
+    summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    if summed:
+        kept, acc = row_layout.columns(problem), getattr(torch, problem.acc)
+        text.allocate("partials", (len(summed) * blocks * kept,), (1,), acc)
+        text.lines.append("p_partials = partials.data_ptr()")
+        values |= {"partials": "p_partials", "chunks": str(blocks)}
+    text.launch(source, blocks * layout.cluster, layout.block, values, shared, layout.cluster)
+    for position, k in enumerate(summed):
+        operand, result = problem.outputs[k], text.call.results[k]
+        text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
+        text.launch(pointwise.generate_sum(problem, operand.dtype), -(-kept // pointwise.SUM_COLUMNS),
+                    pointwise.SUM_BLOCK, {
+                        "partials": f"p_partials + {position * blocks * kept * acc.itemsize}",
+                        "chunks": str(blocks), "kept": str(kept), "out": f"{operand.name}.data_ptr()"})
+        if tuple(result.walk_strides) != tuple(result.strides):
+            text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
 
 
 def _write_sum(text: Text, part: Problem, rows: Reduction, k: int, dtype: str, values: dict[str, str]
@@ -161,13 +228,19 @@ def _elements(problem: Problem, alignment: int) -> int:
 
 def sources(problem: Problem) -> list[pointwise.Source]:
     """All that a call on 16-byte aligned tensors compiles."""
-    found = []
+    if problem.row_dims:
+        sums = [o.dtype for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+        return [row_kernels.generate(problem, 16),
+                *(pointwise.generate_sum(problem, dtype) for dtype in dict.fromkeys(sums))]
+    made = []
     for launch in pointwise.split(problem):
         part = launch.problem
-        found.append(pointwise.generate(part, _elements(part, 16), launch.rows))
-        if launch.rows is not None:
-            found += [pointwise.generate_sum(part, dtype) for dtype in _sum_dtypes(launch)]
-    return found
+        made.append(pointwise.generate(part, _elements(part, 16), launch.rows))
+        if part.across:
+            made.append(pointwise.generate_join(part))
+        elif launch.rows is not None:
+            made += [pointwise.generate_sum(part, dtype) for dtype in _sum_dtypes(launch)]
+    return made
 
 
 def _sum_dtypes(launch: pointwise.Launch) -> list[str]:
@@ -182,7 +255,7 @@ def _kept(operand: Operand, problem: Problem) -> int:
     return math.prod(size for stride, size in zip(operand.strides, problem.sizes, strict=True) if stride)
 
 
-def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int], result: Result
+def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int], result: Output
              ) -> Any:
     """Sum a small finer gradient over what a coarser one (a scalar's) does not keep."""
     kept = [d for d in reversed(range(len(sizes))) if rows.pattern[d]]

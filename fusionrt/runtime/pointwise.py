@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import emit, leaves
+from fusionrt.expr import emit, leaves, toposort
 from fusionrt.layout import Reduction, dense, reduction
 from fusionrt.problem import Operand, Problem
+from fusionrt.runtime import found
 from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
 
 BLOCK = 128
@@ -38,10 +39,14 @@ class Source(NamedTuple):
 
 
 class Geometry:
-    """Fields and text for the coordinates of an element, shared by all operands that need them."""
+    """Fields and text for the coordinates of an element, shared by all operands that need them.
 
-    def __init__(self, problem: Problem, wide: bool) -> None:
-        self.problem, self.wide = problem, wide
+    `axis` begins the names of what is declared here, so that two geometries may stand side by side.
+    """
+
+    def __init__(self, sizes: Sequence[int], wide: bool, axis: str = "c", wide_strides: bool = False) -> None:
+        self.sizes, self.wide, self.axis = sizes, wide, axis
+        self.wide_strides = wide or wide_strides
         self.index_t = "unsigned long long" if wide else "unsigned"
         self.divisor_t = "WideDivisor" if wide else "Divisor"
         self.fields: list[tuple[Field, tuple[str | int, ...]]] = []
@@ -57,26 +62,29 @@ class Geometry:
 
     def coordinates(self, index: str) -> list[str]:
         """Statements for c0, c1, ...: the coordinates of linear element `index`."""
-        last, rest, lines = len(self.problem.sizes) - 1, index, []
+        last, rest, lines, c, t = len(self.sizes) - 1, index, [], self.axis, self.index_t
         for d in range(last):
-            lines.append(f"const index_t q{d} = p.size{d}.divide({rest}), "
-                         f"c{d} = {rest} - q{d} * p.size{d}.value;")
-            rest = f"q{d}"
-        return [*lines, f"const index_t c{last} = {rest};"]
+            lines.append(f"const {t} {c}q{d} = p.{c}_size{d}.divide({rest}), "
+                         f"{c}{d} = {rest} - {c}q{d} * p.{c}_size{d}.value;")
+            rest = f"{c}q{d}"
+        return [*lines, f"const {t} {c}{last} = {rest};"]
 
     def declare(self, operands: Sequence[Operand]) -> None:
         """Parameters that `coordinates` and `offset` read, for the operands that need them."""
         if operands:
-            for d, size in enumerate(self.problem.sizes[:-1]):
-                self.divisor(f"size{d}", size)
+            for d, size in enumerate(self.sizes[:-1]):
+                self.divisor(f"{self.axis}_size{d}", size)
         for o in operands:
             for d, stride in enumerate(o.strides):
                 if stride not in (0, 1):
-                    self.index(f"{o.name}_stride{d}", stride)
+                    self._stride(f"{o.name}_{self.axis}_stride{d}", stride)
 
-    @staticmethod
-    def offset(operand: Operand) -> str:
-        terms = [f"c{d}" + ("" if stride == 1 else f" * p.{operand.name}_stride{d}")
+    def _stride(self, name: str, value: int) -> None:
+        t, code = ("unsigned long long", U64) if self.wide_strides else (self.index_t, "I")
+        self.fields.append((Field(f"{t} {name}", code), (value,)))
+
+    def offset(self, operand: Operand) -> str:
+        terms = [f"{self.axis}{d}" + ("" if stride == 1 else f" * p.{operand.name}_{self.axis}_stride{d}")
                  for d, stride in enumerate(operand.strides) if stride]
         return " + ".join(terms) or "0"
 
@@ -104,17 +112,25 @@ def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight."""
     operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
-    if width < 4 or (operands > 1 and not problem.streams):
+    if width < 4 or ((operands > 1 or _words(problem, width) > 12) and not problem.streams):
         return 1
     return 4 if problem.streams and operands == 1 else 2
 
 
+def _words(problem: Problem, width: int) -> int:
+    """Registers that the operands of one vector take."""
+    return sum(max(1, ITEMSIZE[o.dtype] * (width if o.strides[0] else 1) // 4) for o in problem.inputs)
+
+
 def min_blocks(problem: Problem, width: int) -> int:
-    """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors, else 40.
+    """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors, else 40; more
+    for many operands.
 
     With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
     """
-    return 8 if problem.acc == "float64" else 10 if unroll(problem, width) == 4 else 12
+    blocks = 8 if problem.acc == "float64" else 10 if unroll(problem, width) == 4 else 12
+    words = unroll(problem, width) * _words(problem, width)
+    return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8)))
 
 
 def tile(problem: Problem, width: int) -> int:
@@ -140,7 +156,7 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
     """The whole translation unit. `alignment`: elements to which every pointer is aligned."""
     wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
     width = vector_width(problem, alignment)
-    geometry = Geometry(problem, wide)
+    geometry = Geometry(problem.sizes, wide)
     modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
     geometry.declare([o for o, mode in modes.items() if mode not in ("flat", "scalar")])
     if rows is None:
@@ -149,13 +165,13 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
                      f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
         extra: list[str] = []
     else:
-        constants, extra = _reduction_text(rows, geometry, width, sum(problem.reduced))
+        constants, extra = _reduction_text(problem, rows, geometry, width)
     fields = _fields(problem, geometry, rows is not None)
     params = Params([field for field, _ in fields])
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-                 *_load_text(geometry, modes, rows), *_draws_text(problem), *_finish_text(problem)]
+                 *_load_text(geometry, modes, rows), *draws_text(problem), *_finish_text(problem)]
     stem = "pointwise" if rows is None else "pointwise_reduce"
-    text = assemble(stem, _constants(problem), functions)
+    text = assemble(stem, arithmetic(problem), functions)
     return Source(stem, text, params, tuple(values for _, values in fields))
 
 
@@ -165,7 +181,8 @@ def _reach(problem: Problem) -> int:
                 for o in problem.inputs), default=0)
 
 
-def _constants(problem: Problem) -> list[str]:
+def arithmetic(problem: Problem) -> list[str]:
+    """What the prelude needs to know."""
     return [f"using acc_t = {'double' if problem.acc == 'float64' else 'float'};",
             f"constexpr int SIGNIFICANT_BITS = {problem.significant_bits};"]
 
@@ -179,15 +196,20 @@ def _fields(problem: Problem, geometry: Geometry, reduces: bool
                for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
     if reduces:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
-    if problem.streams:
-        fields.append((Field("unsigned long long seed", U64), ("seed",)))
-        fields.append((Field("unsigned long long random_offset", U64), ("random_offset",)))
-        fields.append((pointer("unsigned long long", "random_state"), ("random_state",)))
+    fields += random_fields(problem)
     scalars: list[tuple[Field, tuple[str | int, ...]]] = [
         (Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
     if acc == "double" and not geometry.wide:
         return fields + scalars + geometry.fields
     return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
+
+
+def random_fields(problem: Problem) -> list[tuple[Field, tuple[str | int, ...]]]:
+    if not problem.streams:
+        return []
+    return [(Field("unsigned long long seed", U64), ("seed",)),
+            (Field("unsigned long long random_offset", U64), ("random_offset",)),
+            (pointer("unsigned long long", "random_state"), ("random_state",))]
 
 
 def _load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | None) -> list[str]:
@@ -233,7 +255,7 @@ def _reads(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
     return ["    " + line for line in body]
 
 
-def _draws_text(problem: Problem) -> list[str]:
+def draws_text(problem: Problem) -> list[str]:
     """Random bits: a member of `Draws` per stream; stream k takes the k-th counter from the offset."""
     state, single, both = [], [], []
     if problem.streams:
@@ -251,23 +273,23 @@ def _draws_text(problem: Problem) -> list[str]:
 
 
 def _finish_text(problem: Problem) -> list[str]:
-    lines, results = emit(problem.roots, "const auto {} = {};")
-    used = set(leaves(problem.roots, "arg"))
-    full = [o.name for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
+    values = found.groups(problem) if any(problem.reduced) else []
+    roots = [g.operand for g in values] if problem.across else problem.roots
+    lines, results = emit(roots, "const auto {} = {};")
+    used = set(leaves(roots, "arg"))
+    full = {o.name: result for o, reduced, result in
+            zip(problem.outputs, problem.reduced, results, strict=not problem.across) if not reduced}
     head = [f"acc_t {name}[W];" for name in full]
-    body = [f"const acc_t {o.name} = to_acc(tile.{o.name}.data[W <= LANES_OF(tile.{o.name}) ? v : 0]);"
+    body = [f"const acc_t {o.name} = at(tile.{o.name}, W <= LANES_OF(tile.{o.name}) ? v : 0);"
             for o in problem.inputs if o.name in used]
     body += [f"const acc_t {name} = p.{name};" for name in problem.scalars]
     body += [f"const Lane {s} = draws.{s}[v];" for s in problem.streams]
     body += lines
-    sums = 0
-    for o, reduced, result in zip(problem.outputs, problem.reduced, results, strict=True):
-        if reduced:
-            body.append(f"sums[{sums}][v] += {result};")
-            sums += 1
-        else:
-            body.append(f"{o.name}[v] = {result};")
-    accumulators = f", acc_t (&sums)[{sums}][W]" if sums else ""
+    summed = results if problem.across else [
+        result for result, reduced in zip(results, problem.reduced, strict=True) if reduced]
+    body += [found.take(g, result) for g, result in zip(values, summed, strict=True)]
+    body += [f"{name}[v] = {result};" for name, result in full.items()]
+    accumulators = ", acc_t (&values)[VALUES][W], bool first" if values else ""
     return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
             "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
             f"const Tile<W>& tile, const Draws<W>& draws{accumulators}) {{",
@@ -276,17 +298,18 @@ def _finish_text(problem: Problem) -> list[str]:
             *(f"    store_pack(p.{name} + i, {name});" for name in full), "}"]
 
 
-def _reduction_text(rows: Reduction, geometry: Geometry, width: int, sums: int
+def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
                     ) -> tuple[list[str], list[str]]:
-    lanes = n_lanes(rows, width)
-    double = geometry.problem.acc == "float64"
+    lanes, values = n_lanes(rows, width), found.groups(problem)
+    double = problem.acc == "float64"
     unroll = 1 if double else REDUCE_UNROLL        # two tiles of doubles spill
-    # 255, 84 (on Blackwell 128) or 64 registers a thread; fewer spill.
-    min_blocks = "1" if double else "__CUDA_ARCH__ >= 1000 ? 2 : 3" if sums > 1 else "4"
+    # 255, 128, 84 or 64 registers a thread: with fewer some of each kind spill.
+    several, long = found.n_values(values) > 1, len(toposort(problem.roots)) > 20
+    min_blocks = "1" if double else "2" if several else "3" if long else "4"
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
-                 f"constexpr int LANES = {lanes}, SUMS = {sums};",
+                 f"constexpr int LANES = {lanes};", *found.declarations(values),
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};"]
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
@@ -347,10 +370,16 @@ def generate_sum(problem: Problem, out_dtype: str) -> Source:
               (Field("unsigned long long chunks", U64), ("chunks",)),
               (Field("unsigned long long kept", U64), ("kept",))]
     params = Params([field for field, _ in fields])
-    text = assemble("sum_partials", _constants(problem), [
+    text = assemble("sum_partials", arithmetic(problem), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {SUM_BLOCK}, COLUMNS = {SUM_COLUMNS};"])
     return Source("sum_partials", text, params, tuple(values for _, values in fields))
+
+
+def generate_join(problem: Problem) -> Source:
+    """The kernel that joins partial values and computes all outputs of rows that lie across memory."""
+    params, values, text = found.joining(problem)
+    return Source("join_partials", assemble("join_partials", arithmetic(problem), text), params, values)
 
 
 SUM_BLOCK, SUM_COLUMNS = 512, 16
@@ -367,6 +396,9 @@ class Launch(NamedTuple):
 def split(problem: Problem) -> list[Launch]:
     """One launch writes the full outputs and one pattern of reduced ones; another launch for each
     pattern that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
+    if problem.across:
+        kept = tuple(s != 0 for s in problem.outputs[0].strides)
+        return [Launch(problem, tuple(range(len(problem.outputs))), reduction(problem.domain, kept))]
     patterns: dict[tuple[bool, ...], list[int]] = {}
     for k in sorted((k for k, r in enumerate(problem.reduced) if r),
                     key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
@@ -386,7 +418,7 @@ def split(problem: Problem) -> list[Launch]:
 
 def _part(problem: Problem, chosen: Sequence[int]) -> Problem:
     roots = tuple(problem.roots[k] for k in chosen)
-    used = set(leaves(roots, "arg"))
+    used = {*leaves(roots, "arg"), *leaves(roots, "row_size")}
     random = set(leaves(roots, "random"))
     return problem._replace(
         inputs=tuple(o for o in problem.inputs if o.name in used),

@@ -15,6 +15,9 @@ from typing import NamedTuple
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
             "int16": 2, "int32": 4, "int64": 8, "bool": 1}
+# Template -> headers beside the prelude.
+HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh",),
+           "join_partials": ("reductions.cuh",)}
 
 
 def directory() -> Path:
@@ -29,8 +32,10 @@ def template(name: str) -> str:
 
 
 def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
-    return "\n".join([*constants, template("prelude.cuh"), "namespace fusionrt {", *functions,
-                      template(f"{stem}.cu"), "}  // namespace fusionrt", ""])
+    """The template with the headers that it builds on."""
+    headers = [template(name) for name in ("prelude.cuh", *HEADERS.get(stem, ()))]
+    return "\n".join([*constants, *headers, "namespace fusionrt {", *functions, template(f"{stem}.cu"),
+                      "}  // namespace fusionrt", ""])
 
 
 class Field(NamedTuple):

@@ -18,7 +18,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,14 +42,14 @@ def summary(samples: Sequence[float]) -> Time:
     return Time(round(middle, 3), round((high - low) / middle, 4) if middle else 0.0)
 
 
-def _in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
     """Every name once a round, backwards in every other one: no variant always follows the same."""
     for k in range(rounds):
         yield from names if k % 2 == 0 else reversed(names)
 
 
 @contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
+def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
@@ -67,8 +67,8 @@ def cpu(variants: Mapping[str, Call], rounds: int = 15, settle: float = 0.02
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         call()
-    with _no_collector():
-        for name in _in_turns(list(variants), rounds):
+    with no_collector():
+        for name in in_turns(list(variants), rounds):
             call, settled = variants[name], time.perf_counter() + settle
             while time.perf_counter() < settled:
                 call()
@@ -87,8 +87,8 @@ def bursts(variants: Mapping[str, Call], calls: int = BURST, rounds: int = 21) -
     for call in variants.values():
         for _ in range(20):
             call()
-    with _no_collector():
-        for name in _in_turns(list(variants), rounds):
+    with no_collector():
+        for name in in_turns(list(variants), rounds):
             call = variants[name]
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -114,21 +114,21 @@ def latency(variants: Mapping[str, Call], rounds: int = 70) -> dict[str, Time]:
 # -- GPU: the device's side ------------------------------------------------------------------------
 
 @functools.cache
-def _stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def stream() -> Iterator[None]:
     """All of a GPU benchmark runs in here: a backward pass runs on the stream of its forward pass,
     and a graph can only be captured on a stream that is not the default one."""
-    with torch.cuda.stream(_stream()):
+    with torch.cuda.stream(_stream(torch.cuda.current_device())):
         yield
     torch.cuda.synchronize()
 
 
 @functools.cache
-def _pool() -> tuple[tuple[int, int], torch.cuda.CUDAGraph]:
+def _pool(device: int) -> tuple[Any, torch.cuda.CUDAGraph]:
     """One memory pool for all graphs, kept by an empty one: memory is not fetched anew for each.
 
     Graphs then write over each other's outputs, which nobody reads.
@@ -140,20 +140,33 @@ def _pool() -> tuple[tuple[int, int], torch.cuda.CUDAGraph]:
     return pool, keeper
 
 
-def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     for call in calls[:2]:
         call()  # compiles and allocates whatever has to be
     torch.cuda.synchronize()
-    pool, graph = _pool()[0], torch.cuda.CUDAGraph()
+    pool, graph = _pool(torch.cuda.current_device())[0], torch.cuda.CUDAGraph()
     gc.disable()  # what it may free cannot be freed during a capture
     graph.capture_begin(pool=pool)
     try:
         kept = [call() for call in calls]  # alive until the end: no output reuses another's memory
-    finally:
+    except BaseException:
+        _abandon(graph)
+        raise
+    else:
         graph.capture_end()
+    finally:
         gc.enable()
     del kept
     return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that failed. torch leaves it half open then: its pool cannot be used again, and random
+    numbers are refused until some other capture has ended well."""
+    with contextlib.suppress(RuntimeError):  # it would hide why
+        graph.capture_end()
+    _pool.cache_clear()
+    _pool(torch.cuda.current_device())
 
 
 def release() -> None:
@@ -164,7 +177,7 @@ def release() -> None:
 
 def replayed(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str, Time]:
     """Device time a call; a variant is its calls, on as many input sets as there are."""
-    graphs = {name: _capture(calls) for name, calls in variants.items()}
+    graphs = {name: capture(calls) for name, calls in variants.items()}
     return _on_device({name: (graphs[name].replay, len(calls)) for name, calls in variants.items()},
                       rounds)
 
@@ -182,7 +195,7 @@ def issued(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str
 
 def _on_device(variants: Mapping[str, tuple[Call, int]], rounds: int) -> dict[str, Time]:
     names, events = list(variants), []
-    for k, name in enumerate(_in_turns(names, rounds + 2)):
+    for k, name in enumerate(in_turns(names, rounds + 2)):
         if k % len(names) == 0:
             torch.cuda.synchronize()
             torch.cuda._sleep(200_000)  # 0.1 ms in which the host gets ahead of the device
@@ -207,7 +220,7 @@ def n_sets(nbytes: int) -> int:
     """Input sets in rotation: four times the L2 in all; one, and a warm L2, for small calls."""
     if nbytes < LARGE:
         return 1
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    l2 = torch.cuda.get_device_properties(None).L2_cache_size
     return max(2, -(-4 * l2 // nbytes))
 
 
@@ -226,11 +239,11 @@ def copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
     significant bits, so that neighbours share a measurement.
     """
     drop = max(0, nbytes.bit_length() - 4)
-    return _copy_ceiling(((nbytes + (1 << drop >> 1)) >> drop) << drop)
+    return _copy_ceiling(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
 
 
 @functools.cache
-def _copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
+def _copy_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
     pairs = [(torch.randn(nbytes // 8, device="cuda"), torch.empty(nbytes // 8, device="cuda"))
              for _ in range(n_sets(nbytes))]
     chosen = [pairs[i % len(pairs)] for i in range(n_calls(nbytes))]

@@ -1,0 +1,20 @@
+"""The ops of the catalogue by family: the modules of `fusionrt.ops`, and their titles in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import fusionrt.ops  # noqa: F401  (fills the catalogue)
+from fusionrt.catalogue import OPS
+
+FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8",
+            "activations": "Activations", "norm": "Norms", "softmax": "Softmax",
+            "loss": "Losses", "cross_entropy": "Cross-entropy",
+            "linear_cross_entropy": "Cross-entropy of a linear layer",
+            "reduction": "Reductions", "batch_norm": "Channel norms"}
+POINTWISE = ("pointwise", "dropout", "quantize", "activations")
+
+
+def members(modules: Sequence[str]) -> list[str]:
+    """The ops that are defined in these modules."""
+    return [name for name, op in OPS.items() if op.__module__.rpartition(".")[2] in modules]

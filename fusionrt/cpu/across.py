@@ -1,0 +1,81 @@
+"""Rows that lie across memory, on the CPU: a kernel that finds sums and maxima of all rows, and a small
+pointwise one for what follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusionrt.cpu import pointwise
+from fusionrt.expr import argument, leaves, node, substitute
+from fusionrt.problem import Operand, Output, Problem
+from fusionrt.rowwise import schedule
+
+
+def n_read(problem: Problem) -> int:
+    """How many of the first arguments hold all that the problem reads."""
+    names = [*(o.name for o in problem.inputs), *(s for s in problem.scalars if s != "row_size")]
+    return 1 + max((int(name[1:]) for name in names), default=-1)
+
+
+def divided(problem: Problem) -> tuple[Problem, Problem]:
+    """What finds the values, and what computes the outputs from them: they follow the arguments read."""
+    values = [v for f in schedule(problem.roots, online=False)[0].found for v in f.values if v is not None]
+    like = problem.outputs[0].strides
+    used = {*leaves(values, "arg"), *leaves(values, "row_size")}
+    finding = problem._replace(
+        roots=tuple(values),
+        outputs=tuple(Operand(f"out{k}", "float64", like) for k in range(len(values))),
+        reduced=(True,) * len(values),
+        scalars=tuple(s for s in problem.scalars if s in used),
+    )
+    totals = [argument(f"a{n_read(problem) + k}", True) for k in range(len(values))]
+    names = {
+        v: total / node("row_size", "row_size") if v.op == "moment_mean" else total
+        for v, total in zip(values, totals, strict=True)
+    }
+    roots = tuple(substitute(problem.roots, names))
+    kept = math.prod(size for size, stride in zip(problem.sizes, like, strict=True) if stride)
+    read = set(leaves(roots, "arg"))
+    given = tuple(Operand(str(a.args[0]), "float64", (1,)) for a in totals if a.args[0] in read)
+    scalars = tuple(s for s in problem.scalars if s != "row_size" and s in read)
+    scalars += ("row_size",) if leaves(roots, "row_size") else ()
+    following = problem._replace(
+        inputs=given,
+        scalars=scalars,
+        roots=roots,
+        acc="float64",
+        outputs=tuple(o._replace(strides=(1,)) for o in problem.outputs),
+        reduced=(False,) * len(roots),
+        sizes=(kept,),
+        streams=(),
+        across=False,
+    )
+    return finding, following
+
+
+def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
+    """A callable of the operator's arguments (and random numbers)."""
+    finding, following = divided(problem)
+    n = n_read(problem)
+    values = [
+        Output(root, torch.float64, r.shape, r.walk_strides, r.over, True)
+        for root, r in zip(finding.roots, [results[0]] * len(finding.roots), strict=True)
+    ]
+    find = pointwise.build(finding, values, n_args)
+    finish = pointwise.build(
+        following, [r._replace(strides=r.walk_strides) for r in results], n + len(values)
+    )
+    reordered = any(tuple(r.strides) != tuple(r.walk_strides) for r in results)
+
+    def call(*args: Any) -> Any:
+        found = find(*args)
+        computed = finish(*args[:n], *(found if isinstance(found, tuple) else (found,)))
+        if not reordered:
+            return computed
+        return computed.contiguous() if len(results) == 1 else tuple(c.contiguous() for c in computed)
+
+    return call

@@ -1,0 +1,402 @@
+"""Numba text for a problem over rows, and the callable that runs it on CPU tensors.
+
+A kernel takes a range of rows. Each row is walked several times, while it is in the cache: a loop for
+every pass of the schedule, and one for the exponentials of a softmax after the one for its maximum.
+What is costly and needed again is kept in a row of scratch; everything else is computed anew.
+Of an operand whose rows, and not columns, are neighbours in memory (a transposed gradient, say) several
+rows at a time are turned over in scratch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu.pointwise import ELEMENT
+from fusionrt.expr import Expr, emit, exp, substitute, toposort
+from fusionrt.problem import Operand, Output, Problem
+from fusionrt.rowwise import schedule, with_sums
+
+BLOCK = 1024          # elements that are summed in the arithmetic's type; blocks are added in float64
+DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
+TURNED = 16           # rows that are turned over at a time: a cache line of float32
+TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
+PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
+COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
+                    "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
+_COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+class Loop(NamedTuple):
+    """One walk over the columns of a row."""
+
+    sums: tuple[Expr, ...]
+    maxima: tuple[Expr, ...]
+    outputs: tuple[int, ...]       # positions of the roots that can be written
+    tops: tuple[Expr, ...] = ()    # the maxima relative to which exponentials are summed
+
+    @property
+    def operands(self) -> list[Expr]:
+        return [a for n in (*self.sums, *self.maxima) for a in n.args if isinstance(a, Expr)]
+
+
+def loops(roots: Sequence[Expr]) -> list[Loop]:
+    made = []
+    for one in schedule(roots):
+        of_kind: dict[str, list[list[Expr]]] = {"sum": [], "max": [], "softmax": [], "moments": []}
+        for f in one.found:
+            of_kind[f.kind].append([value for value in f.values if value is not None])
+        maxima = [values[0] for values in (*of_kind["max"], *of_kind["softmax"])]
+        sums_of = (*of_kind["sum"], *of_kind["moments"])
+        made.append(Loop(tuple(values[0] for values in sums_of), tuple(maxima), one.outputs))
+        if of_kind["softmax"]:
+            tops, sums = zip(*of_kind["softmax"], strict=True)
+            made.append(Loop(sums, (), (), tops))
+    return made
+
+
+def spelled_out(roots: Sequence[Expr]) -> list[Expr]:
+    """With the exponentials of a softmax as nodes, which are those that its sum has computed, and squares
+    about a mean as sums: the second look at a row finds it in the cache."""
+    roots = with_sums(roots, moments=False)
+    replacement: dict[Expr, Expr] = {}
+    for n in toposort(roots):
+        if n.op == "softmaxed":
+            x, most, scale = substitute([a for a in n.args if isinstance(a, Expr)], replacement)
+            replacement[n] = exp(x - most) * scale
+    return substitute(roots, replacement)
+
+
+def kept_values(roots: Sequence[Expr], walks: Sequence[Loop]) -> dict[Expr, str]:
+    """What is costly and needed by a later loop as well, and the name of its row of scratch."""
+    kept: dict[Expr, str] = {}
+    computed: set[Expr] = set()
+    found: set[Expr] = set()
+    for loop in walks:
+        wanted = [*loop.operands, *(roots[i] for i in loop.outputs)]
+        while again := [n for n in toposort(wanted, found | kept.keys())
+                        if n in computed and n.op in COSTLY and not n.uniform]:
+            kept[again[-1]] = f"kept{len(kept)}"
+        computed.update(toposort(wanted, found | kept.keys()))
+        found.update(loop.sums, loop.maxima)
+    return kept
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+def generate(problem: Problem) -> str:
+    """The kernel's text. `pointers`: inputs, outputs, scratch for random numbers, kept values, turned rows;
+    `integers`: sizes, strides, rows of a task, bytes of its scratch, seed, offset."""
+    return _Text(problem).kernel()
+
+
+def turned(problem: Problem) -> list[Operand]:
+    """The operands whose rows are neighbours, element by element."""
+    if problem.row_dims > 1 or problem.sizes[0] > TURNED_COLUMNS:
+        return []
+    return [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1 and o.strides[1] == 1]
+
+
+class _Text:
+    """The kernel of one problem, written from top to bottom; `names` says what is known by then."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.turned = {o.name: o for o in turned(problem)}
+        inputs, outputs = (tuple(o._replace(strides=(1, *o.strides[1:])) if o.name in self.turned else o
+                                 for o in some) for some in (problem.inputs, problem.outputs))
+        self.problem = problem._replace(inputs=inputs, outputs=outputs)
+        self.row_dims = range(problem.row_dims)
+        self.operands = (*inputs, *outputs)
+        self.inputs = {o.name: o for o in inputs}
+        self.roots = spelled_out(problem.roots)
+        self.loops = loops(self.roots)
+        self.kept = kept_values(self.roots, self.loops)
+        self.written: dict[Expr, str] = {}   # kept values of the loops so far
+        self.names: dict[Expr, str] = {}
+        self.numbers = itertools.count()
+
+    def kernel(self) -> str:
+        p, n_dims = self.problem, len(self.problem.sizes)
+        after = n_dims * (1 + len(self.operands))
+        lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
+        lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
+                  for k, o in enumerate(self.operands) for d in range(n_dims)
+                  if self.turned.get(o.name, o).strides[d] not in (0, 1)]
+        lines += [f"columns = {' * '.join(f'n{d}' for d in self.row_dims)}", "row_size = acc_t(columns)",
+                  f"mine = start // integers[{after}] * integers[{after + 1}]", *self._arrays()]
+        lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(p.scalars)]
+        body = self._row_begins()
+        if p.streams:
+            lines += [f"seed = uint64_of(integers[{after + 2}])", f"offset = integers[{after + 3}]",
+                      "drawn = 0", "drawn_end = start * columns"]
+            body += self._draws()
+        body += [line for loop in self.loops for line in self._loop(loop)]
+        body = self._turning(body) if self.turned else ["for row in range(start, stop):", *_indented(body)]
+        return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
+                          *_indented([*lines, *body]), ""])
+
+    def _arrays(self) -> list[str]:
+        p = self.problem
+        shared = [(f"{o.name}_{'memory' if o.name in self.turned else 'data'}", o.dtype)
+                  for o in self.operands]
+        own = [(f"bits_{s}_data", "uint16") for s in p.streams]
+        own += [(f"{name}_data", p.acc) for name in self.kept.values()]
+        own += [(f"{o.name}_data", o.dtype) for o in self.turned.values()]
+        places = [f"pointers[{k}]" for k in range(len(shared))]
+        places += [f"pointers[{len(shared) + k}] + mine" for k in range(len(own))]
+        lines = [f"{name} = {ELEMENT.get(dtype, dtype)}_at({place})"
+                 for place, (name, dtype) in zip(places, shared + own, strict=True)]
+        return lines + [f"words_{s} = uint64_at({place})"
+                        for place, s in zip(places[len(shared):], p.streams, strict=False)]
+
+    def _coordinates(self, row: str) -> list[str]:
+        *inner, outermost = range(len(self.row_dims), len(self.problem.sizes))
+        lines = [f"rest = {row}"]
+        for d in inner:
+            lines += [f"c{d} = rest % n{d}", f"rest = rest // n{d}"]
+        return [*lines, f"c{outermost} = rest"]
+
+    def _row_begins(self) -> list[str]:
+        """Its place in each operand, and the operands that have one value a row."""
+        dims = range(len(self.row_dims), len(self.problem.sizes))
+        lines = self._coordinates("row")
+        lines += [f"{o.name}_row = " + (f"(row - first_row) * (columns + {PAD})" if o.name in self.turned else
+                                        _offset(o, dims)) for o in self.operands]
+        return lines + [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_row])"
+                        for o in self.problem.inputs if not self._varies(o)]
+
+    def _turning(self, body: Sequence[str]) -> list[str]:
+        """The rows, a few neighbours at a time, whose elements are fetched before and put back after."""
+        lines = [*self._coordinates("first_row"),
+                 f"last_row = min(first_row + {TURNED}, first_row + n1 - c1, stop)"]
+        fetch, put = [], []
+        for o in self.turned.values():
+            lines.append(f"{o.name}_corner = {_offset(o, range(1, len(o.strides)))}")
+            far = f"{o.name}_memory[{o.name}_corner{_step(o)} + r]"
+            near = f"{o.name}_data[r * (columns + {PAD}) + j]"
+            if o.name in self.inputs:
+                fetch.append(f"        {near} = {far}")
+            else:
+                put.append(f"        {far} = {near}")
+        move = ["for j in range(columns):", "    for r in range(last_row - first_row):"]
+        lines += move + fetch if fetch else []
+        lines += ["for row in range(first_row, last_row):", *_indented(body)]
+        lines += move + put if put else []
+        lines.append("first_row = last_row")
+        return ["first_row = start", "while first_row < stop:", *_indented(lines)]
+
+    def _draws(self) -> list[str]:
+        fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, seed, "
+                 f"uint64_of(offset + {s.removeprefix('random')}))" for s in self.problem.streams]
+        return ["begin = row * columns", "if begin + columns > drawn_end:",
+                "    drawn = begin - (begin & 511)",
+                f"    ahead = min({DRAWN_AHEAD}, (stop * columns - drawn + 511) // 512)",
+                "    n_blocks = max(ahead, (begin + columns - drawn + 511) // 512)", *fills,
+                "    drawn_end = drawn + 512 * n_blocks"]
+
+    def _varies(self, operand: Operand) -> bool:
+        """Within a row."""
+        return any(operand.strides[d] for d in self.row_dims)
+
+    def _fresh(self, stem: str) -> str:
+        return f"{stem}{next(self.numbers)}"
+
+    # -- what is one value a row -----------------------------------------------------------------
+
+    def _uniform(self, roots: Iterable[Expr]) -> list[str]:
+        """What the roots need of that, and which columns they ask for."""
+        lines: list[str] = []
+        for n in toposort(roots, self.names):
+            if n.op in _COLUMN_TESTS or n.op == "taken":
+                column = self._fresh("column")
+                lines.append(f"{column} = {self._column(n.args[-1])}")
+                if n.op == "taken":
+                    self.names[n] = self._fresh("taken")
+                    lines += self._taken(n, column)
+                else:
+                    self.names[n] = f"(column + j {_COLUMN_TESTS[n.op]} {column})"
+            elif n.uniform:
+                statements, (self.names[n],) = emit([n], "{} = {}", self.names, self._fresh("u") + "_")
+                lines += statements
+        return lines
+
+    def _column(self, column: Any) -> str:
+        """An integer: as it lies in memory, because acc_t may round it, unless it is computed."""
+        operand = self.inputs.get(str(column.args[0])) if column.op == "arg" else None
+        if operand is not None and "int" in operand.dtype and not self._varies(operand):
+            return f"int64_of({operand.name}_data[{operand.name}_row])"
+        if not column.uniform and (operand is None or self._varies(operand)):
+            raise TypeError(f"{self.problem.name}: a column must be one value a row, got one that varies "
+                            "along it")
+        return f"store_int64(acc_t({self.names.get(column, str(column.args[0]))}))"
+
+    def _taken(self, n: Expr, column: str) -> list[str]:
+        """Of an operand the element in a column, 0 outside of the row."""
+        tensor = n.args[0]
+        if not isinstance(tensor, Expr) or str(tensor.args[0]) not in self.inputs:
+            raise TypeError(f"{self.problem.name}: taken() reads a tensor argument, got an expression")
+        o, name, rest = self.inputs[str(tensor.args[0])], self.names[n], self._fresh("rest")
+        lines = [f"{name} = acc_t(0)", f"if {column} >= 0 and {column} < columns:", f"    {rest} = {column}",
+                 f"    at = {o.name}_row"]
+        for d in self.row_dims:
+            lines += [f"    at += {rest} % n{d} * {_stride(o, d)}", f"    {rest} = {rest} // n{d}"]
+        return [*lines, f"    {name} = load_{o.dtype}({o.name}_data[at])"]
+
+    # -- a walk over the columns -----------------------------------------------------------------
+
+    def _loop(self, loop: Loop) -> list[str]:
+        in_full = [i for i in loop.outputs
+                   if self._varies(self.problem.outputs[i]) or not self.roots[i].uniform]
+        once = [i for i in loop.outputs if i not in in_full]
+        tops = {top: self._fresh("finite") for top in loop.tops}
+        lines = [f"{name} = finite_top({self.names[top]})" for top, name in tops.items()]
+        before, self.names = self.names, self.names | tops
+        roots = [*loop.operands, *(self.roots[i] for i in in_full)]
+        lines += self._uniform([*roots, *(self.roots[i] for i in once)])
+        lines += [_store(self.problem.outputs[i], "row", self.names[self.roots[i]]) for i in once]
+        if roots:
+            lines += self._walk(loop, in_full, roots)
+        self.names |= {top: before[top] for top in tops}
+        return lines
+
+    def _walk(self, loop: Loop, in_full: Sequence[int], roots: Sequence[Expr]) -> list[str]:
+        sums, maxima = [self._fresh("sum") for _ in loop.sums], [self._fresh("max") for _ in loop.maxima]
+        reads, body, results = self._body(roots)
+        outputs = [self.problem.outputs[i] for i in in_full]
+        values = iter(results)
+        # Means are added up in float64, so that the mean of equal elements is one of them.
+        means = {name for name, n in zip(sums, loop.sums, strict=True) if n.op == "moment_mean"}
+        body += [f"{name} = plus({name}, {f'float64_of({value})' if name in means else value})"
+                 for name, value in zip(sums, values, strict=False)]
+        for name, value in zip(maxima, values, strict=False):
+            body += [f"{name} = larger({name}, {value})", f"nan_{name} = met_nan(nan_{name}, {value})"]
+        body += [_store(o, f"base{_step(o)}", value)
+                 for o, value in zip(outputs, results[len(loop.operands):], strict=True)]
+        inner = [f"column = {self._first_column()}",
+                 *(f"{o.name}_base = {o.name}_row + {_offset(o, self.row_dims[1:])}"
+                   for o in (*reads, *outputs)),
+                 *(_load(o) for o in reads if not o.strides[0])]
+        if sums:
+            inner += [f"for first in range(0, n0, {BLOCK}):",
+                      *(f"    {name} = {'float64_of' if name in means else 'acc_t'}(0)" for name in sums),
+                      f"    for j in range(first, min(first + {BLOCK}, n0)):", *_indented(_indented(body)),
+                      *(f"    total_{name} += float64_of({name})" for name in sums)]
+        else:
+            inner += ["for j in range(n0):", *_indented(body)]
+        for d in self.row_dims[1:]:
+            inner = [f"for c{d} in range(n{d}):", *_indented(inner)]
+        self.names |= dict(zip((*loop.sums, *loop.maxima), (*sums, *maxima), strict=True))
+        return [*(f"total_{name} = float64_of(0)" for name in sums),
+                *(f"{name} = -acc_t(INF)" for name in maxima), *(f"nan_{name} = False" for name in maxima),
+                *inner, *(f"{name} = acc_t(total_{name}{' / float64_of(columns)' if name in means else ''})"
+                          for name in sums),
+                *(f"{name} = maximum_found({name}, nan_{name})" for name in maxima)]
+
+    def _body(self, roots: Sequence[Expr]) -> tuple[list[Operand], list[str], list[str]]:
+        """Of an element: the operands that it reads, what is computed, and the names of the roots."""
+        known = self.names | self.written
+        needed = dict.fromkeys(toposort(roots, known))
+        used = {str(n.args[0]) for n in needed if n.op == "arg"}
+        reads = [o for o in self.problem.inputs if o.name in used and self._varies(o)]
+        lines = [f"{n.args[0]} = bits_{n.args[0]}_data[begin - drawn + column + j]"
+                 for n in needed if n.op == "random"]
+        lines += [_load(o) for o in reads if o.strides[0]]
+        at_hand = {*roots, *(a for n in needed for a in n.args)}
+        lines += [f"{name} = {name}_data[column + j]" for n, name in self.written.items() if n in at_hand]
+        keeping = {n: name for n, name in self.kept.items() if n in needed}
+        statements, results = emit([*roots, *keeping], "{} = {}", known, self._fresh("t") + "_")
+        lines += statements
+        lines += [f"{name}_data[column + j] = {value}"
+                  for name, value in zip(keeping.values(), results[len(roots):], strict=True)]
+        self.written |= keeping
+        return reads, lines, results[:len(roots)]
+
+    def _first_column(self) -> str:
+        place = [" * ".join((f"c{d}", *(f"n{inner}" for inner in range(d)))) for d in self.row_dims[1:]]
+        return " + ".join(place) or "0"
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+def _stride(operand: Operand, d: int) -> str:
+    return str(operand.strides[d]) if operand.strides[d] in (0, 1) else f"{operand.name}_s{d}"
+
+
+def _offset(operand: Operand, dims: Iterable[int]) -> str:
+    return " + ".join(f"c{d} * {_stride(operand, d)}" for d in dims if operand.strides[d]) or "0"
+
+
+def _step(operand: Operand) -> str:
+    stride = operand.strides[0]
+    return ("", " + j")[stride] if stride in (0, 1) else f" + j * {_stride(operand, 0)}"
+
+
+def _load(operand: Operand) -> str:
+    name = operand.name
+    return f"{name} = load_{operand.dtype}({name}_data[{name}_base{_step(operand)}])"
+
+
+def _store(output: Operand, at: str, value: str) -> str:
+    return f"{output.name}_data[{output.name}_{at}] = store_{output.dtype}(acc_t({value}))"
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
+    """A callable of the operator's arguments (and random numbers) that allocates and computes."""
+    run = compiler.function(generate(problem), problem.accuracy, problem.name)
+    columns, rows = math.prod(problem.sizes[:problem.row_dims]), math.prod(problem.sizes[problem.row_dims:])
+    operands = [*problem.inputs, *problem.outputs]
+    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
+    positions = [int(o.name[1:]) for o in problem.inputs]
+    scalars = [int(name[1:]) for name in problem.scalars]
+    places, share = _scratch(problem, columns)
+
+    def call(*args: Any) -> Any:
+        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) if r.into is None else args[r.into]
+                   for r in results]
+        # As team.run divides rows among threads: a task finds its scratch by the row that it starts at.
+        n_threads = torch.get_num_threads() if rows * columns >= threads.SERIAL_BELOW else 1
+        chunk = -(-rows // n_threads)
+        tasks = -(-rows // chunk)
+        scratch = torch.empty(share * tasks, dtype=torch.uint8)
+        rng = args[n_args] if problem.streams else (0, 0, None)
+        seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
+        table = struct.pack(f"={len(operands) + len(places)}Q", *(args[k].data_ptr() for k in positions),
+                            *(o.data_ptr() for o in outputs),
+                            *(scratch.data_ptr() + place for place in places))
+        constants = struct.pack(f"={len(integers) + 2}q2Q", *integers, chunk, share,
+                                seed % 2**64, offset % 2**64)
+        numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
+        if tasks > 1 and team.usable():
+            team.run(run.address, run.scratch, (table, constants, numbers), rows, grain=1)
+        else:
+            def part(first: int, last: int) -> None:
+                for t in range(first, last):
+                    run(table, constants, numbers, t * chunk, min((t + 1) * chunk, rows))
+
+            threads.run(part, tasks, tasks > 1, grain=1)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call
+
+
+def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:
+    """Where a task's buffers lie, and how many bytes they take."""
+    roots = spelled_out(problem.roots)
+    drawn = max(512 * DRAWN_AHEAD, columns + 1024) * 2
+    row = columns * (8 if problem.acc == "float64" else 4)
+    sizes = [drawn] * len(problem.streams) + [row] * len(kept_values(roots, loops(roots)))
+    sizes += [TURNED * (columns + PAD) * getattr(torch, o.dtype).itemsize for o in turned(problem)]
+    ends = list(itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
+    return ends[:-1], ends[-1]

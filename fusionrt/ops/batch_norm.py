@@ -1,0 +1,402 @@
+"""Norms of channels: batch norm, instance norm, group norm, with what stands after them.
+
+x is (N, C, ...), contiguous or channels_last; the result lies in memory as x does. After the norm come
+weight and bias (one a channel), a residual, and an epilogue: `fusionrt.relu`, a function made by `fuse`, or a
+plain one of scalars. Inference is one pass over memory; with the statistics of the batch it is one that finds
+mean and squares about it, without the cancellation of a difference of sums, and one that normalises; so
+are the gradients, of any order, of x, weight, bias and residual.
+
+Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the
+weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusionrt.array import is_foreign, to_torch
+from fusionrt.catalogue import Make, public
+from fusionrt.expr import Expr, node, rsqrt
+from fusionrt.ops.activations import relu
+from fusionrt.rows import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.rowwise import standardize
+
+IMAGES = (32, 256, 56, 56)  # of the examples
+
+
+# -- what the kernels compute ----------------------------------------------------------------------
+
+
+@per_call
+def _operator(
+    op: str,
+    names: tuple[str, ...],
+    row_dims: int,
+    per_channel: bool,
+    epilogue: Epilogue,
+    recorded: bool,
+    tracked: bool,
+) -> Run:
+    """`names` of the tensors that there are; mean and var are among them unless they are found in x.
+    `per_channel`: weight and bias have one value a row. `recorded`, `tracked`: with what the gradient reads,
+    with the unbiased variance."""
+
+    def expression(
+        x: Expr,
+        eps: float,
+        weight: Any = None,
+        bias: Any = None,
+        residual: Any = None,
+        mean: Any = None,
+        var: Any = None,
+    ) -> tuple[Any, ...]:
+        more: list[Expr] = []
+        if var is None:
+            y, mean, rstd = standardize(x, eps)
+            more = [mean, *([rstd] if recorded else [])] if recorded or tracked else []
+            if tracked:
+                more.append(node("moment_squares", x, mean) / (node("row_size", "row_size") - 1))
+        else:
+            y = (x - mean) * rsqrt(var + eps)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+        return finished(op, y if residual is None else y + residual, epilogue), *more
+
+    uniform = ("mean", "var", *(("weight", "bias") if per_channel else ()))
+    return row_operator(
+        expression,
+        ("x", *names, "eps"),
+        name=op,
+        row_dims=row_dims,
+        uniform=tuple(name for name in names if name in uniform),
+    )
+
+
+def _is_recorded(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _of_channels(
+    op: str,
+    x: torch.Tensor,
+    training: bool,
+    running: tuple[Any, Any],
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    eps: float,
+    epilogue: Epilogue,
+) -> tuple[Any, ...]:
+    """The result, and with `training` mean and unbiased variance of every channel. A row is a channel."""
+    n = x.dim()
+    order, ones = (1, 0, *range(2, n)), (-1,) + (1,) * (n - 1)
+    mean, var = (None, None) if training else running
+    given = {"weight": weight, "bias": bias, "mean": mean, "var": var}
+    tensors = {name: t.view(ones) for name, t in given.items() if t is not None}
+    if residual is not None:
+        tensors["residual"] = residual.permute(order)
+    tracked = training and running[0] is not None
+    run = _operator(
+        op,
+        tuple(tensors),
+        n - 1,
+        True,
+        epilogue,
+        training and _is_recorded(x, weight, bias, residual),
+        tracked,
+    )
+    out = run(x.permute(order), *tensors.values(), eps)
+    if not isinstance(out, tuple):
+        return (out.permute(order),)
+    return out[0].permute(order), out[1].view(-1), out[-1].view(-1)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _tensors(op: str, function: Callable[..., Any], named: dict[str, Any]) -> Any:
+    """function of the tensors that the arguments are; the result is of the kind of the first of them."""
+    given, back = {}, None
+    for name, a in named.items():
+        if is_foreign(a):
+            a, restore = to_torch(a, op, name)
+            back = back or restore
+        elif a is not None and not isinstance(a, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(a).__name__}")
+        given[name] = a
+    if given["x"] is None:
+        raise TypeError(f"{op}: x must be a tensor or an array, got None")
+    result = function(**given)
+    return result if back is None else back(result)
+
+
+def _check(op: str, x: torch.Tensor, least_dims: int, residual: Any, **of_channels: Any) -> None:
+    if x.dim() < least_dims:
+        raise ValueError(
+            f"{op}: x must have at least {least_dims} dimensions, (N, C, ...), got shape {tuple(x.shape)}"
+        )
+    for name, value in of_channels.items():
+        if value is not None and tuple(value.shape) != (x.shape[1],):
+            raise ValueError(
+                f"{op}: {name} must have one value a channel, shape ({x.shape[1]},), got {tuple(value.shape)}"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"{op}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+
+
+def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool) -> None:
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(f"{op}: running_mean and running_var go together: give both or neither")
+    if needed and running_mean is None:
+        raise ValueError(
+            f"{op}: without the batch's statistics running_mean and running_var are needed, got None"
+        )
+
+
+@torch.no_grad()
+def _update(
+    running: tuple[torch.Tensor, torch.Tensor],
+    found: tuple[torch.Tensor, torch.Tensor],
+    factor: float | torch.Tensor,
+) -> None:
+    """running += factor * (found - running), both in one kernel."""
+    new = [f.to(r.dtype) for f, r in zip(found, running, strict=True)]
+    if isinstance(factor, torch.Tensor):
+        for r, f in zip(running, new, strict=True):
+            r.lerp_(f, factor.to(r.dtype))
+    else:
+        torch._foreach_lerp_(list(running), new, factor)
+
+
+@torch.no_grad()
+def _factor(
+    op: str, momentum: float | None, num_batches_tracked: torch.Tensor | None
+) -> float | torch.Tensor:
+    """That of the running average; without a momentum that of the mean of all batches so far."""
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    if momentum is not None:
+        return momentum
+    if num_batches_tracked is None:
+        raise ValueError(f"{op}: momentum None is the mean over all batches and needs num_batches_tracked")
+    return 1 / num_batches_tracked
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+
+def _typical(make: Make) -> tuple[Any, ...]:
+    channels = IMAGES[1]
+    return make(*IMAGES), make(channels), make(channels), make(channels), make(channels)
+
+
+@public(example=lambda make: tuple(t.detach() if 0 < k < 3 else t for k, t in enumerate(_typical(make))))
+def batch_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    num_batches_tracked: Any = None,
+    residual: Any = None,
+    epilogue: Epilogue = None,
+) -> Any:
+    """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), mean and var of every channel.
+
+    x: (N, C, ...), residual: x's shape, the others (C,). With `training` mean and (biased) variance are the
+    batch's, and running_mean, running_var, where given, move towards the batch's mean and unbiased variance
+    by `momentum`, in place; without it they are what is taken. `momentum` None: by 1 / num_batches_tracked,
+    the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to.
+    Source: torch.nn.functional.batch_norm, torch.nn.BatchNorm2d (Ioffe & Szegedy 2015).
+    Raises TypeError or ValueError for what does not fit, for one value a channel in training as torch does.
+
+        batch_norm(x, running_mean, running_var, weight, bias, training=True, epilogue=fusionrt.relu)
+    """
+
+    def run(
+        x: torch.Tensor,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any,
+        bias: Any,
+        residual: Any,
+        num_batches_tracked: Any,
+    ) -> torch.Tensor:
+        _check(
+            "batch_norm",
+            x,
+            2,
+            residual,
+            running_mean=running_mean,
+            running_var=running_var,
+            weight=weight,
+            bias=bias,
+        )
+        _check_running("batch_norm", running_mean, running_var, not training)
+        running = running_mean, running_var
+        if training and x.numel() == x.shape[1]:
+            raise ValueError(
+                "batch_norm: Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)}"
+            )
+        counted = training and (running_mean is not None or num_batches_tracked is not None)
+        factor = _factor("batch_norm", momentum, num_batches_tracked) if counted else 0.0
+        y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue)
+        if training and running_mean is not None and x.numel():
+            _update(running, (found[0], found[1]), factor)
+        return y
+
+    return _tensors(
+        "batch_norm",
+        run,
+        {
+            "x": x,
+            "running_mean": running_mean,
+            "running_var": running_var,
+            "weight": weight,
+            "bias": bias,
+            "residual": residual,
+            "num_batches_tracked": num_batches_tracked,
+        },
+    )
+
+
+@public(example=_typical)
+def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float = 1e-5) -> Any:
+    """relu((x - mean) / sqrt(var + eps) * weight + bias): batch norm at inference; all but x are (C,).
+
+    Source: torch.relu(torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)). With the
+    batch's statistics: `batch_norm(..., training=True, epilogue=relu)`.
+
+        batch_norm_relu(x, weight, bias, mean, var)
+    """
+
+    def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any) -> torch.Tensor:
+        _check("batch_norm_relu", x, 2, None, weight=weight, bias=bias, mean=mean, var=var)
+        _check_running("batch_norm_relu", mean, var, True)
+        found = _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)
+        return found[0]
+
+    return _tensors(
+        "batch_norm_relu", run, {"x": x, "weight": weight, "bias": bias, "mean": mean, "var": var}
+    )
+
+
+@public(example=lambda make: (make(*IMAGES), None, None, make(IMAGES[1]), make(IMAGES[1])))
+def instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Any = None,
+    epilogue: Epilogue = None,
+) -> Any:
+    """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), of each instance's channels.
+
+    x: (N, C, ...) with at least one more dimension, residual: x's shape, the others (C,). Running statistics,
+    where given, move by `momentum` towards the means, over the instances, of mean and unbiased variance;
+    without `use_input_stats` they are what is taken. Source: torch.nn.functional.instance_norm.
+    Raises TypeError or ValueError for what does not fit, for one element a channel as torch does.
+
+        instance_norm(x, weight=weight, bias=bias, epilogue=fusionrt.relu)
+    """
+
+    def run(
+        x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any
+    ) -> torch.Tensor:
+        op = "instance_norm"
+        _check(
+            op, x, 3, residual, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+        )
+        _check_running(op, running_mean, running_var, not use_input_stats)
+        running = running_mean, running_var
+        if not use_input_stats:
+            found = _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)
+            return found[0]
+        if math.prod(x.shape[2:]) == 1:
+            raise ValueError(
+                "instance_norm: Expected more than 1 spatial element when training, got input size "
+                f"{tuple(x.shape)}"
+            )
+        ones, tracked = (-1,) + (1,) * (x.dim() - 2), running_mean is not None
+        tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
+        tensors |= {} if residual is None else {"residual": residual}
+        recorded = _is_recorded(x, weight, bias, residual)
+        out = _operator(op, tuple(tensors), x.dim() - 2, True, epilogue, recorded, tracked)(
+            x, *tensors.values(), eps
+        )
+        if tracked and x.numel():
+            mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
+            _update(running, (mean, var), momentum)
+        return out[0] if isinstance(out, tuple) else out
+
+    return _tensors(
+        "instance_norm",
+        run,
+        {
+            "x": x,
+            "running_mean": running_mean,
+            "running_var": running_var,
+            "weight": weight,
+            "bias": bias,
+            "residual": residual,
+        },
+    )
+
+
+@public(example=lambda make: (make(*IMAGES), 32, make(IMAGES[1]), make(IMAGES[1])))
+def group_norm(
+    x: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    residual: Any = None,
+    epilogue: Epilogue = None,
+) -> Any:
+    """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
+
+    x: (N, C, ...), residual: x's shape, weight and bias: (C,). Source: torch.nn.functional.group_norm
+    (Wu & He 2018). Raises ValueError where num_groups does not divide C or a shape does not fit.
+
+        group_norm(x, 32, weight, bias, epilogue=fusionrt.silu)
+    """
+
+    def run(x: torch.Tensor, weight: Any, bias: Any, residual: Any) -> torch.Tensor:
+        _check("group_norm", x, 2, residual, weight=weight, bias=bias)
+        channels = x.shape[1]
+        if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
+            raise ValueError(
+                f"group_norm: num_groups must divide the {channels} channels, got {num_groups!r}"
+            )
+        grouped = num_groups, channels // num_groups
+        ones = (1,) * (x.dim() - 2)
+        tensors = {
+            name: t.view(*grouped, *ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None
+        }
+        tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
+        recorded = _is_recorded(x, weight, bias, residual)
+        out = _operator("group_norm", tuple(tensors), x.dim() - 1, False, epilogue, recorded, False)(
+            x.unflatten(1, grouped), *tensors.values(), eps
+        )
+        y = out[0] if isinstance(out, tuple) else out
+        return y.flatten(1, 2)
+
+    return _tensors("group_norm", run, {"x": x, "weight": weight, "bias": bias, "residual": residual})
+
+
+__all__ = ["batch_norm", "batch_norm_relu", "group_norm", "instance_norm"]

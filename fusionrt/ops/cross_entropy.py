@@ -1,0 +1,288 @@
+"""Cross-entropy: one kernel over the logits, another one for their gradient.
+
+The loss of a row of logits x with the class t, the weights w of classes (1 unless given) and C classes:
+
+    (1 - label_smoothing) w[t] (lse - x[t]) + label_smoothing / C sum_c w[c] (lse - x[c]) + z_loss lse^2
+
+with lse = log(sum_c exp(x[c])). With the probabilities q of classes it is
+
+    sum_c w[c] ((1 - label_smoothing) q[c] + label_smoothing / C) (lse - x[c]) + z_loss lse^2
+
+Logits may be capped: softcap tanh(x / softcap) in the place of x. The kernel reads the logits once and
+leaves a maximum and a sum of exponentials for each row; with these the other one reads the logits and
+writes their gradient. Losses are computed in float32 (float64 for doubles), reduced, and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt import deferred
+from fusionrt.array import is_foreign, to_torch
+from fusionrt.autograd import is_batched, is_watched
+from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.ops.cross_entropy_kernels import count_wrong, gradient_of, losses_of, reduction_of
+
+
+class Call(NamedTuple):
+    """The arguments of a call after its checks: classes last, a target of classes with size 1 there."""
+
+    op: str
+    params: tuple[str, ...]      # of the kernel over the logits
+    args: tuple[Any, ...]        # and its arguments, logits and target first
+    reduction: str
+    dtype: torch.dtype           # of the result
+
+    @property
+    def of_classes(self) -> bool:
+        return "ignore_index" in self.params
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether the mean divides by weights, which the kernel over the logits gives."""
+        return self.of_classes and "weight" in self.params and self.reduction == "mean"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the kernel over the logits has the result, of the logits' dtype."""
+        return self.reduction == "none" and self.dtype == self.args[0].dtype
+
+    @property
+    def n_classes(self) -> int:
+        n: int = self.args[0].shape[-1]
+        return n
+
+
+def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
+            label_smoothing: float, z_loss: float, softcap: float | None, weight_name: str = "weight"
+            ) -> Call:
+    """`input`: logits of shape (C,), (N, C) or (N, C, d1, ...)."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
+    for name, value in (("input", input), ("target", target)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")
+    n_classes = input.shape[input.dim() > 1] if input.dim() else 0
+    if n_classes == 0:
+        raise ValueError(f"{op}: input must have at least one class, got shape {tuple(input.shape)}")
+    if weight is not None and tuple(weight.shape) != (n_classes,):
+        raise ValueError(f"{op}: {weight_name} must have one value for each of the {n_classes} classes, got "
+                         f"shape {tuple(weight.shape)}")
+    _check_target(op, input, target, ignore_index)
+    logits = input if input.dim() <= 2 else input.movedim(1, -1)
+    named: dict[str, Any] = {}
+    if target.is_floating_point():
+        target = target if target.dim() <= 2 else target.movedim(1, -1)
+    else:
+        target = target.unsqueeze(-1) if input.dim() > 1 else target.view(1)
+        named["ignore_index"] = ignore_index
+        if logits.stride(-1) != 1 and logits.dim() > 1:
+            make = _columns.__wrapped__ if torch.compiler.is_dynamo_compiling() else _columns
+            named["columns"] = make(n_classes, logits.device)
+    named |= {} if weight is None else {"weight": weight}
+    named |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    named |= {"z_loss": z_loss} if z_loss else {}
+    named |= {"softcap": softcap} if softcap is not None else {}
+    return Call(op, ("input", "target", *named), (logits, target, *named.values()), reduction,
+                result_dtype(logits.device, logits.dtype))
+
+
+def result_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """float32 under autocast, as torch's."""
+    is_cast = device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
+    return torch.promote_types(dtype, torch.float32) if is_cast else dtype
+
+
+def _check_target(op: str, input: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:
+    shape, found = tuple(input.shape), tuple(target.shape)
+    if target.is_floating_point():
+        if found != shape:
+            raise ValueError(f"{op}: target must have the shape of input, {shape}, for probabilities of "
+                             f"classes, got {found}")
+        if ignore_index >= 0:
+            raise ValueError(f"{op}: ignore_index is for a target of classes, got {ignore_index} with "
+                             "probabilities")
+        return
+    if target.dtype == torch.bool:
+        raise TypeError(f"{op}: target must hold integers (classes) or floating-point probabilities, got "
+                        "torch.bool")
+    expected = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    if found != expected and (len(shape) > 1 or found != (1,)):
+        raise ValueError(f"{op}: target must have the shape {expected} for classes and an input of the shape "
+                         f"{shape}, got {found}")
+
+
+@functools.lru_cache(64)
+def _columns(n_classes: int, device: torch.device) -> torch.Tensor:
+    """For rows that lie across memory: a class is found by comparison, in one look at all logits."""
+    return torch.arange(n_classes, dtype=torch.int32, device=device)
+
+
+def _run(call: Call, in_place: bool) -> Any:
+    with_gradient = torch.is_grad_enabled() and any(
+        isinstance(a, torch.Tensor) and a.requires_grad for a in call.args)
+    if in_place:
+        _check_in_place(call.op, call.args[0])
+    if with_gradient and not is_watched() and not any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in call.args[1:]):
+        return CrossEntropy.apply(call.args[0], call, in_place)
+    return _of_operators(call, with_gradient)
+
+
+def _of_operators(call: Call, with_gradient: bool) -> Any:
+    """Two operators, each with derivatives of any order of its own."""
+    losses, stats = _losses(call, with_gradient)
+    if call.reduction == "none":
+        check_classes(call)
+        return losses.squeeze(-1)
+    return reduced(call, losses, stats[0] if call.has_shares else None)[0]
+
+
+def _losses(call: Call, with_gradient: bool) -> tuple[Any, list[Any]]:
+    found = losses_of(call.params, with_gradient, call.rounds)(*call.args)
+    losses, *stats = found if isinstance(found, tuple) else (found,)
+    return losses, stats
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The first derivative of logits in one kernel, which divides by what a mean divides by as well; where it
+    is differentiated in turn, the operators are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, call: Call, in_place: bool) -> torch.Tensor:
+        losses, stats = _losses(call, True)
+        if call.reduction == "none":
+            check_classes(call)
+            result, count = losses.squeeze(-1), None
+        else:
+            result, count = reduced(call, losses, stats[0] if call.has_shares else None)
+        ctx.kernel = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
+        ctx.in_place, ctx.count = in_place, None if isinstance(count, torch.Tensor) else count
+        ctx.call = call._replace(args=tuple(None if isinstance(a, torch.Tensor) else a for a in call.args))
+        found = (losses, *stats)
+        ctx.save_for_backward(count if ctx.count is None else None, *(found[k] for k in ctx.kernel.saved),
+                              *(a for a in call.args if isinstance(a, torch.Tensor)))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        kernel, (count, *saved) = ctx.kernel, ctx.saved_tensors
+        stats, tensors = saved[:len(kernel.saved)], iter(saved[len(kernel.saved):])
+        call: Call = ctx.call._replace(args=tuple(next(tensors) if a is None else a for a in ctx.call.args))
+        if torch.is_grad_enabled() or is_watched() or is_batched(grad_output):
+            if ctx.in_place:
+                raise RuntimeError(f"{call.op}: inplace_backward has no second derivative")
+            with torch.enable_grad():
+                result = _of_operators(call, True)
+            return *torch.autograd.grad(result, call.args[0], grad_output, create_graph=True), None, None
+        incoming = grad_output.unsqueeze(-1) if call.reduction == "none" else grad_output
+        divisor = [ctx.count if count is None else count] if call.reduction == "mean" else []
+        grad = kernel.operator.launch([*call.args, *stats, incoming, *divisor])
+        if ctx.in_place:  # whoever saved the logits is told
+            torch.autograd.graph.increment_version(call.args[0])
+            grad = grad.detach()
+        return grad, None, None
+
+
+def _check_in_place(op: str, logits: torch.Tensor) -> None:
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError(f"{op}: inplace_backward overwrites input, which must not be a leaf that requires a "
+                         "gradient")
+    if not logits.is_contiguous():
+        raise ValueError(f"{op}: inplace_backward needs an input that is contiguous with the classes last, "
+                         f"got strides {logits.stride()} of shape {tuple(logits.shape)}")
+
+
+def reduced(call: Call, losses: Any, share: Any) -> tuple[Any, Any]:
+    """The sum or mean of losses with size 1 in the last dimension, and what it divided by."""
+    mean, rows = call.reduction == "mean", losses.numel()
+    if call.of_classes:
+        named = {"loss": losses, "target": call.args[1], "ignore_index": call.args[2],
+                 "n_classes": call.n_classes} | ({} if share is None else {"share": share})
+    else:
+        named = {"loss": losses, "factor": 1 / max(1, rows) if mean else 1.0}
+    kernel = reduction_of(tuple(named), mean, str(call.dtype).removeprefix("torch."), losses.dim())
+    found = kernel(*named.values())
+    result, *more = found if isinstance(found, tuple) else (found,)
+    if more:
+        _check(call, more[0])
+    if not mean:
+        return result, 1
+    return result if rows else result * math.nan, more[1] if more else rows
+
+
+def check_classes(call: Call) -> None:
+    if call.of_classes:
+        _check(call, count_wrong(call.args[1], call.args[2], call.n_classes))
+
+
+def _check(call: Call, wrong: torch.Tensor) -> None:
+    target = call.args[1] if wrong.device.type == "cpu" else None
+    deferred.check(wrong, functools.partial(_wrong_classes, call.op, call.n_classes, call.args[2], target))
+
+
+def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Tensor | None, count: int
+                   ) -> str:
+    such = ""
+    if target is not None:
+        such = f" such as {target[(target != ignore_index) & ((target < 0) | (target >= n_classes))][0]}"
+    return (f"{op}: target must be in [0, {n_classes}) or ignore_index ({ignore_index}), got {count} other "
+            f"value{'s' * (count > 1)}{such}")
+
+
+def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+    """All as torch tensors, and what a result becomes: torch's among other arrays decide, as they may
+    need a gradient."""
+    found = {name: to_torch(a, op, name) if is_foreign(a) else (a, None) for name, a in arrays.items()}
+    restore = next(back for _, back in found.values() if back is not None)
+    has_torch = any(isinstance(a, torch.Tensor) for a in arrays.values())
+    return [a for a, _ in found.values()], (lambda result: result) if has_torch else restore
+
+
+def _example(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, COLUMNS), make(ROWS, dtype=torch.int64, high=COLUMNS)
+
+
+@public(example=_example)
+def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int = -100,
+                  reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
+                  softcap: float | None = None, inplace_backward: bool = False) -> Any:
+    """The cross-entropy of logits and classes, or probabilities of classes.
+
+    `input`: logits of shape (C,), (N, C) or (N, C, d1, ...), of dtype float16, bfloat16, float32 or float64.
+    `target`: integers of shape (), (N,) or (N, d1, ...), in [0, C) or `ignore_index`; or probabilities of
+    the shape of input. `weight`: one value a class, of any floating dtype. `reduction`: "none", "sum", or
+    "mean": the sum divided by that of weight[target] over the rows that are not ignored (NaN if there are
+    none), of probabilities by the number of rows. `label_smoothing`: a number in [0, 1]. `z_loss` adds
+    z_loss logsumexp(row)^2 to a row's loss. `softcap`: logits are softcap tanh(input / softcap). The result
+    has input's dtype, under autocast at least float32. First and second derivatives of input, weight and
+    probabilities.
+
+    `inplace_backward`: the backward pass writes the gradient into the memory of input, which must not be a
+    leaf, and is no longer there after it. Whoever saved input for a backward pass of its own, a second one
+    through this op included, gets torch's error on modified tensors; in torch.compile it has no effect.
+
+    A class out of range: its row has the loss NaN and the gradient 0, and IndexError is raised: on a CPU at
+    once; on a GPU, which is not waited for, by a later call of the op, when the number of such classes has
+    arrived (or by `fusionrt.deferred.examine(wait=True)`). In torch.compile and while a graph is captured,
+    NaN is all there is. Raises ValueError and TypeError for arguments that do not fit.
+    Source: torch.nn.functional.cross_entropy; z-loss: Chowdhery et al. 2022; softcap: Gemma 2.
+
+        cross_entropy(torch.randn(8, 512), torch.randint(512, (8,)), label_smoothing=0.1)
+    """
+    arrays = {"input": input, "target": target, "weight": weight}
+    if any(map(is_foreign, arrays.values())):
+        (input, target, weight), restore = converted("cross_entropy", arrays)
+        return restore(cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing,
+                                     z_loss=z_loss, softcap=softcap, inplace_backward=inplace_backward))
+    return _run(checked("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing,
+                        z_loss, softcap), inplace_backward)

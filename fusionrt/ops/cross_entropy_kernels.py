@@ -1,0 +1,135 @@
+"""The kernels of `cross_entropy`: losses of rows of logits, their gradient, their reduction."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, where
+from fusionrt.fusion import fuse_named
+from fusionrt.op import SCALAR
+from fusionrt.row_op import RowOperator
+from fusionrt.rows import per_call, row_operator
+from fusionrt.rowwise import softmax_terms, taken
+
+N_CLASSES = node("row_size", "row_size")
+
+
+def _of_classes(input: Expr, target: Expr, ignore_index: float, weight: Any = None,
+                label_smoothing: float = 0, z_loss: float = 0, softcap: float = 0, columns: Any = None
+                ) -> tuple[Expr, ...]:
+    """A row's loss, the weight of its class, and what its gradient reads. A wrong class makes NaN."""
+    def of_class(values: Expr) -> Expr:
+        return taken(values, target) if columns is None else row_sum(where(columns == target, values, 0))
+
+    x, at_class = _capped(input, softcap), _capped(of_class(input), softcap)
+    most, total = softmax_terms(x)
+    share = node("const", "1.0") if weight is None else of_class(weight)
+    loss, stats = share * (log(total) - (at_class - most)), [most, total]
+    if isinstance(label_smoothing, Expr):
+        distance, weights = x - most, N_CLASSES
+        if weight is not None:
+            distance, weights = weight * distance, row_sum(weight)
+            stats.append(weights)
+        of_all = weights * log(total) - row_sum(distance)
+        loss = (1 - label_smoothing) * loss + label_smoothing / N_CLASSES * of_all
+    loss = _with_z_loss(loss, most, total, z_loss)
+    loss = where(_is_wrong(target, ignore_index, N_CLASSES), math.nan, loss)
+    is_ignored = target == ignore_index
+    return where(is_ignored, 0, loss), where(is_ignored, 0, share), *stats
+
+
+def _of_probabilities(input: Expr, target: Expr, weight: Any = None, label_smoothing: float = 0,
+                      z_loss: float = 0, softcap: float = 0) -> tuple[Expr, ...]:
+    """A row's loss, and what its gradient reads."""
+    x = _capped(input, softcap)
+    most, total = softmax_terms(x)
+    if isinstance(label_smoothing, Expr):
+        target = (1 - label_smoothing) * target + label_smoothing / N_CLASSES
+    shares = target if weight is None else target * weight
+    weights = row_sum(shares)
+    loss = weights * log(total) - row_sum(shares * (x - most))
+    return _with_z_loss(loss, most, total, z_loss), most, total, weights
+
+
+def _capped(x: Expr, softcap: Any) -> Expr:
+    return softcap * tanh(x / softcap) if isinstance(softcap, Expr) else x
+
+
+def _with_z_loss(loss: Expr, most: Expr, total: Expr, z_loss: Any) -> Expr:
+    log_sum = most + log(total)
+    return loss + z_loss * (log_sum * log_sum) if isinstance(z_loss, Expr) else loss
+
+
+def _is_wrong(target: Expr, ignore_index: Any, n_classes: Any) -> Expr:
+    return (target != ignore_index) & ((target < 0) | (n_classes <= target))
+
+
+@per_call
+def losses_of(params: tuple[str, ...], with_gradient: bool, is_result: bool) -> Callable[..., Any]:
+    """The kernel over the logits. `is_result`: losses are what the user gets, of the logits' dtype."""
+    of_classes = "ignore_index" in params
+    formula: Callable[..., tuple[Expr, ...]] = _of_classes if of_classes else _of_probabilities
+
+    @functools.wraps(formula)
+    def expression(**given: Any) -> tuple[Expr, ...]:
+        loss, *stats = formula(**given)
+        share = [stats.pop(0)] if of_classes else []
+        share = share if "weight" in params and not is_result else []
+        return loss, *share, *(stats if with_gradient else [])
+
+    return row_operator(expression, params, name="cross_entropy",
+                        uniform=("target",) if of_classes else (), rounded=(0,) if is_result else ())
+
+
+class Gradient(NamedTuple):
+    """The kernel of the gradient of the logits, and which results of the kernel over the logits it reads."""
+
+    operator: RowOperator
+    saved: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def gradient_of(params: tuple[str, ...], is_result: bool, mean: bool, in_place: bool) -> Gradient:
+    """Arguments: those of the kernel over the logits, its `saved` results, the incoming gradient, and what a
+    mean divides by. `in_place`: the gradient takes the memory of the logits."""
+    kernel = losses_of(params, True, is_result).operator
+    needed, given = ((True, *(False,) * (n - 1)) for n in (len(params), len(kernel.outputs)))
+    gradient = kernel.gradient(needed, given)
+    n = len(gradient.params)
+    incoming, count = argument(f"a{n - 1}", True), argument(f"a{n}", True)
+    roots = substitute(gradient.outputs, {incoming: incoming / count}) if mean else gradient.outputs
+    definition = gradient.name, [*gradient.params, "count"][:n + mean], roots, gradient.targets
+    return Gradient(RowOperator(*definition, {*gradient.uniform, n}, in_place=in_place), gradient.saved)
+
+
+@per_call
+def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int) -> Callable[..., Any]:
+    """The kernel over the losses of all rows: their sum or mean, how many classes are wrong, and what the
+    gradient of a mean reads."""
+
+    def expression(loss: Expr, target: Any = None, ignore_index: float = 0, n_classes: float = 0,
+                   share: Any = None, factor: float = 1) -> tuple[Expr, ...]:
+        if target is None:
+            return (rounded(row_sum(loss) * factor),)
+        wrong = cast(row_sum(where(_is_wrong(target, ignore_index, n_classes), 1, 0)), "int64")
+        if not mean:
+            return rounded(row_sum(loss)), wrong
+        count = row_sum(where(target == ignore_index, 0, 1) if share is None else share)
+        return rounded(row_sum(loss) / count), wrong, count
+
+    def rounded(result: Expr) -> Expr:
+        return cast(result, dtype) if dtype in ("float16", "bfloat16") else result
+
+    targets = (SCALAR, *((SCALAR, None) if mean else (SCALAR,))) if "target" in params else (SCALAR,)
+    return row_operator(expression, params, name="cross_entropy_reduction", targets=targets,
+                        row_dims=row_dims, rounded=(0, 1))
+
+
+def _count_wrong(target: Expr, ignore_index: float, n_classes: float) -> Expr:
+    return cast(where(_is_wrong(target, ignore_index, n_classes), 1, 0), "int64")
+
+
+count_wrong = fuse_named(_count_wrong, "cross_entropy_wrong", SCALAR)

@@ -1,0 +1,223 @@
+"""Losses of single elements, fused with their reduction: what is summed is never written.
+
+`reduction`: "mean" (of all elements), "sum", or "none" (a loss for each element). Sums are accumulated
+in float32 (float64 for doubles) in an order that depends on the shape alone, and rounded once.
+`input` and `target` broadcast; like torch, a loss warns where their shapes differ. The result has their
+promoted dtype. Dtypes: float16, bfloat16 (computed in float32), float32, float64; one of the two may be
+of integers. Every floating tensor has first and second derivatives, each one kernel.
+All raise ValueError for another `reduction` or shapes that do not broadcast, TypeError for what is no array.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fusionrt import layout
+from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.expr import Expr, abs_, exp, log, minimum, softplus, where
+from fusionrt.fusion import Fused, fuse_named
+from fusionrt.op import SCALAR
+
+
+class Loss(NamedTuple):
+    """A formula's two kernels."""
+
+    each: Fused              # of the formula's arguments
+    total: Fused             # of those and a factor, by which every element is scaled before it is added
+
+
+def _loss(formula: Callable[..., Expr]) -> Loss:
+    name = formula.__name__.removeprefix("_")
+    parameters = list(inspect.signature(formula).parameters.values())
+
+    def scaled(*args: Any) -> Expr:
+        return formula(*args[:-1]) * args[-1]
+
+    factor = inspect.Parameter("factor", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=float)
+    scaled.__signature__ = inspect.Signature([*parameters, factor])  # type: ignore[attr-defined]
+    return Loss(fuse_named(formula, name), fuse_named(scaled, name, SCALAR))
+
+
+def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
+    shape = _shape(op, *args[:2])
+    if reduction == "mean":
+        count = math.prod(shape)
+        return loss.total(*args, 1 / count) if count else loss.total(*args, 1.0) * math.nan
+    if reduction == "sum":
+        return loss.total(*args, 1.0)
+    if reduction == "none":
+        return loss.each(*args)
+    raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _shape(op: str, input: Any, target: Any) -> tuple[int, ...]:
+    """Of the loss before its reduction."""
+    mine, other = (tuple(getattr(a, "shape", ())) for a in (input, target))
+    if mine == other:
+        return mine
+    shape = layout.broadcast_shapes([mine, other])
+    if shape is None:
+        raise ValueError(f"{op}: input and target must broadcast, got {mine} and {other}")
+    warnings.warn(f"{op}: target has shape {other} and input {mine}: they broadcast, which is seldom what "
+                  "is meant", UserWarning, stacklevel=4)
+    return shape
+
+
+def _pair(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, COLUMNS), make(ROWS, COLUMNS)
+
+
+# -- regression ------------------------------------------------------------------------------------
+
+@_loss
+def _mse_loss(input: Expr, target: Expr) -> Expr:
+    difference = input - target
+    return difference * difference
+
+
+@_loss
+def _l1_loss(input: Expr, target: Expr) -> Expr:
+    return abs_(input - target)
+
+
+def _huber(input: Expr, target: Expr, delta: float) -> tuple[Expr, Expr]:
+    """Two factors. A choice between two formulas would have infinity times 0 in its gradient."""
+    error = abs_(input - target)
+    near = minimum(error, delta)
+    return near, error - 0.5 * near
+
+
+@_loss
+def _huber_loss(input: Expr, target: Expr, delta: float) -> Expr:
+    near, rest = _huber(input, target, delta)
+    return near * rest
+
+
+@_loss
+def _smooth_l1_loss(input: Expr, target: Expr, beta: float) -> Expr:
+    near, rest = _huber(input, target, beta)
+    return near / beta * rest
+
+
+@public(example=_pair)
+def mse_loss(input: Any, target: Any, reduction: str = "mean") -> Any:
+    """(input - target)^2, reduced.
+
+    Source: torch.nn.functional.mse_loss.
+
+        mse_loss(model(x), y)
+    """
+    return _reduced("mse_loss", _mse_loss, reduction, input, target)
+
+
+@public(example=_pair)
+def l1_loss(input: Any, target: Any, reduction: str = "mean") -> Any:
+    """|input - target|, reduced; its derivative at 0 is 0.
+
+    Source: torch.nn.functional.l1_loss.
+
+        l1_loss(model(x), y)
+    """
+    return _reduced("l1_loss", _l1_loss, reduction, input, target)
+
+
+@public(example=_pair)
+def smooth_l1_loss(input: Any, target: Any, reduction: str = "mean", beta: float = 1.0) -> Any:
+    """e^2 / (2 beta) where e = |input - target| < beta, e - beta / 2 elsewhere, reduced.
+
+    `beta` is a number: l1_loss where it is 0. Raises ValueError where it is negative or NaN.
+    Source: torch.nn.functional.smooth_l1_loss.
+
+        smooth_l1_loss(model(x), y, beta=0.1)
+    """
+    if not beta >= 0:
+        raise ValueError(f"smooth_l1_loss: beta must be at least 0, got {beta!r}")
+    if beta == 0:
+        return _reduced("smooth_l1_loss", _l1_loss, reduction, input, target)
+    return _reduced("smooth_l1_loss", _smooth_l1_loss, reduction, input, target, beta)
+
+
+@public(example=_pair)
+def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0) -> Any:
+    """e^2 / 2 where e = |input - target| < delta, delta (e - delta / 2) elsewhere, reduced.
+
+    `delta` is a number. Raises ValueError unless it is positive.
+    Source: torch.nn.functional.huber_loss.
+
+        huber_loss(model(x), y, delta=2.0)
+    """
+    if not delta > 0:
+        raise ValueError(f"huber_loss: delta must be positive, got {delta!r}")
+    return _reduced("huber_loss", _huber_loss, reduction, input, target, delta)
+
+
+# -- probabilities ---------------------------------------------------------------------------------
+
+# Nothing cancels near certainty: what is added is softplus(-|x|), spelled with a derivative at 0.
+@_loss
+def _bce_with_logits(x: Expr, y: Expr) -> Expr:
+    return where(x < 0, -(x * y), x * (1 - y)) + softplus(where(x < 0, x, -x))
+
+
+@_loss
+def _bce_with_logits_weighted(x: Expr, y: Expr, weight: Expr, pos_weight: Expr) -> Expr:
+    certain = where(x < 0, -(x * (pos_weight * y)), x * (1 - y))
+    return weight * (certain + (1 - y + pos_weight * y) * softplus(where(x < 0, x, -x)))
+
+
+@public(example=_pair)
+def bce_with_logits(input: Any, target: Any, weight: Any = None, reduction: str = "mean",
+                    pos_weight: Any = None) -> Any:
+    """-weight (pos_weight target log sigmoid(input) + (1 - target) log(1 - sigmoid(input))), reduced.
+
+    `weight`, `pos_weight`: numbers, or tensors that broadcast to input's shape. The mean is that of all
+    elements, whatever their weights. Raises ValueError where shapes do not allow that.
+    Source: torch.nn.functional.binary_cross_entropy_with_logits.
+
+        bce_with_logits(torch.randn(8, 512), torch.rand(8, 512).round(), pos_weight=torch.full((512,), 3.0))
+    """
+    mine, other = (tuple(getattr(a, "shape", ())) for a in (input, target))
+    if mine != other:
+        raise ValueError(f"bce_with_logits: target must have the shape of input, {mine}, got {other}")
+    if weight is None and pos_weight is None:
+        return _reduced("bce_with_logits", _bce_with_logits, reduction, input, target)
+    for name, value in (("weight", weight), ("pos_weight", pos_weight)):
+        shape = tuple(getattr(value, "shape", ()))
+        if layout.broadcast_shapes([mine, shape]) != mine:
+            raise ValueError(f"bce_with_logits: {name} must broadcast to the shape of input, {mine}, got "
+                             f"{shape}")
+    weight, pos_weight = (1.0 if w is None else w for w in (weight, pos_weight))
+    return _reduced("bce_with_logits", _bce_with_logits_weighted, reduction, input, target, weight,
+                    pos_weight)
+
+
+@_loss
+def _kl_div(input: Expr, target: Expr) -> Expr:
+    return target * (log(where(target == 0, 1, target)) - input)
+
+
+@_loss
+def _kl_div_of_logs(input: Expr, target: Expr) -> Expr:
+    return exp(target) * (target - input)
+
+
+@public(example=_pair)
+def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = False) -> Any:
+    """target (log(target) - input), 0 where target is 0, reduced; exp(target) (target - input) of a target of
+    logarithms. `input` are logarithms.
+
+    `reduction`: "batchmean" as well, the sum divided by the size of the first dimension.
+    Source: torch.nn.functional.kl_div.
+
+        kl_div(log_probabilities, probabilities, "batchmean")
+    """
+    loss = _kl_div_of_logs if log_target else _kl_div
+    if reduction != "batchmean":
+        return _reduced("kl_div", loss, reduction, input, target)
+    size = input.shape[0] if len(input.shape) else 1
+    shape = _shape("kl_div", input, target)
+    return loss.total(input, target, 1 / size) if math.prod(shape) else loss.total(input, target, 1.0) / size

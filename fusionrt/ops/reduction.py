@@ -1,0 +1,399 @@
+"""Reductions: sums, means, maxima and what is built of them, of any function of the elements.
+
+Over any dimensions: the last ones are one kernel over rows; others, and a few long rows, are one pass over
+memory in its own order and a small second kernel. float16 and bfloat16 are accumulated in float32 and
+rounded once. No atomics: two calls give the same bits. Gradients of any order; that of a plain sum is
+its incoming gradient, expanded.
+
+`dim`: None (all dimensions), an int or a tuple, negative ones count from the end. IndexError for a dimension
+that x has not, ValueError for one that is named twice, TypeError for x of integers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.array import is_foreign, to_torch
+from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, sqrt, where
+from fusionrt.expr import abs_ as absolute
+from fusionrt.rows import Run, per_call, row_operator
+from fusionrt.rowwise import row_max, softmax_terms
+
+Dim = int | tuple[int, ...] | list[int] | None
+Map = Callable[[Any], Any] | None
+INDICES_HELD = 1 << 20  # indices of longer rows are made anew for each call
+EXACT_IN_FLOAT = 1 << 24
+OPS = ("sum", "mean", "max", "min")
+
+
+# -- what the kernels compute ----------------------------------------------------------------------
+
+
+def _same(x: Expr) -> Expr:
+    return x
+
+
+def _root(squares: Expr) -> Expr:
+    """The square root; its derivative at 0 is 0, as torch takes it for norms and deviations."""
+    return where(squares == 0, 0, sqrt(where(squares == 0, 1, squares)))
+
+
+def _moments(x: Expr, correction: Any) -> tuple[Expr, Expr]:
+    mean = node("moment_mean", x)
+    size = node("row_size", "row_size")
+    return node("moment_squares", x, mean) / maximum(size - correction, 0), mean
+
+
+def _deviation(x: Expr, correction: Any) -> tuple[Expr, ...]:
+    var, mean = _moments(x, correction)
+    return _root(var), var, mean
+
+
+def _logsumexp(x: Expr) -> tuple[Expr, ...]:
+    most, total = softmax_terms(x)
+    return where(most == math.inf, most, most + log(total)), most, total
+
+
+def _first(x: Expr, index: Expr, least: bool) -> Expr:
+    """The index of the first NaN, or else of the first maximum."""
+    x = -x if least else x
+    return cast(-row_max(where((x == row_max(x)) | (x != x), -index, -math.inf)), "int64")
+
+
+# Each gives its result and, after it, the values that its gradient would have to find again.
+_EXPRESSIONS: dict[str, Callable[..., Any]] = {
+    "sum": lambda x: (row_sum(x),),
+    "mean": lambda x: (row_mean(x),),
+    "max": lambda x: (row_max(x), row_max(x)),
+    "min": lambda x: (-row_max(-x), row_max(-x)),
+    "var": _moments,
+    "std": _deviation,
+    "norm": lambda x: (_root(row_sum(x * x)), row_sum(x * x)),
+    "logsumexp": _logsumexp,
+    "argmax": lambda x, index: (_first(x, index, False),),
+    "argmin": lambda x, index: (_first(x, index, True),),
+}
+# Of no elements. Maxima have no such value.
+_OF_NOTHING = {
+    "sum": 0.0,
+    "mean": math.nan,
+    "var": math.nan,
+    "std": math.nan,
+    "norm": 0.0,
+    "logsumexp": -math.inf,
+}
+
+
+@per_call
+def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> Run:
+    """`recorded`: with the values that the gradient reads."""
+    mapped = map or _same
+
+    def expression(x: Expr, correction: float = 1.0, index: Any = None) -> tuple[Expr, ...]:
+        more = {"var": (correction,), "std": (correction,), "argmax": (index,), "argmin": (index,)}.get(
+            kind, ()
+        )
+        found = _EXPRESSIONS[kind](mapped(x), *more)
+        return tuple(found) if recorded else tuple(found[:1])
+
+    params = {
+        "var": ("x", "correction"),
+        "std": ("x", "correction"),
+        "argmax": ("x", "index"),
+        "argmin": ("x", "index"),
+    }.get(kind, ("x",))
+    return row_operator(
+        expression,
+        params,
+        name=name,
+        row_dims=row_dims,
+        rounded=frozenset({0}),
+        double_on_cpu=kind in ("var", "std"),
+    )
+
+
+# -- dimensions ------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    reduced: tuple[int, ...]
+    kept: tuple[int, ...]
+    order: tuple[int, ...] | None  # of dimensions, that the reduced ones may be the last
+
+
+def _layout(op: str, n_dims: int, dim: Any) -> _Layout:
+    dims = tuple(range(n_dims)) if dim is None or dim == () else dim if isinstance(dim, tuple) else (dim,)
+    for d in dims:
+        if not isinstance(d, int):
+            raise TypeError(f"{op}: dim must be None, an int or ints, got {dim!r}")
+        if not -n_dims <= d < n_dims:
+            raise IndexError(
+                f"{op}: dim must be in [{-n_dims}, {n_dims - 1}] for x of {n_dims} dimensions, got {d}"
+            )
+    reduced = tuple(sorted(d % n_dims for d in dims))
+    if len({*reduced}) < len(reduced):
+        raise ValueError(f"{op}: dim names a dimension twice, got {dim}")
+    kept = tuple(d for d in range(n_dims) if d not in reduced)
+    order = (*kept, *reduced)
+    return _Layout(reduced, kept, None if order == tuple(range(n_dims)) else order)
+
+
+_held_layout = functools.lru_cache(1024)(_layout)
+
+
+def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None, *more: Any) -> Any:
+    if is_foreign(x):
+        tensor, back = to_torch(x, op, "x")
+        return back(_reduce(op, kind, tensor, dim, keepdim, map, *more))
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
+    if not x.dim():
+        _layout(op, 1, dim)
+        return _reduce(op, kind, x.reshape(1), None, False, map, *more)
+    dims: Any = tuple(dim) if isinstance(dim, list) else dim
+    held = not torch.compiler.is_dynamo_compiling()  # which warns of caches
+    reduced, kept, order = (_held_layout if held else _layout)(op, x.dim(), dims)
+    shape: Any = ()
+    if keepdim:
+        shape = [1 if d in reduced else size for d, size in enumerate(x.shape)]
+    elif kept:
+        shape = [x.shape[d] for d in kept]
+    if not math.prod([x.shape[d] for d in reduced]):
+        return _of_nothing(op, kind, x, reduced, keepdim)
+    # A maximum of the elements themselves is as exact in x's dtype.
+    recorded = x.requires_grad and torch.is_grad_enabled() and not (kind == "max" and map is None)
+    if kind in ("argmax", "argmin"):
+        recorded, more = False, (_indices(math.prod([x.shape[d] for d in reduced]), x.device),)
+    out = _operator(op, kind, map, len(reduced), recorded)(x if order is None else x.permute(order), *more)
+    return (out[0] if isinstance(out, tuple) else out).view(shape)
+
+
+def _of_nothing(op: str, kind: str, x: torch.Tensor, reduced: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: x must be a floating-point tensor, got one of {x.dtype}")
+    if kind not in _OF_NOTHING:
+        raise IndexError(
+            f"{op}: a dimension that is reduced must not be empty, got x of shape {tuple(x.shape)}"
+        )
+    return x.sum(reduced, keepdim) + _OF_NOTHING[kind]
+
+
+def _indices(n: int, device: torch.device) -> torch.Tensor:
+    held = n <= INDICES_HELD and not torch.compiler.is_dynamo_compiling()
+    return (_held_indices if held else _new_indices)(n, device)
+
+
+def _new_indices(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int32 if n <= EXACT_IN_FLOAT else torch.float64, device=device)
+
+
+_held_indices = functools.lru_cache(64)(_new_indices)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+
+def _matrix(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, COLUMNS), -1
+
+
+@public(example=_matrix)
+def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdim: bool = False) -> Any:
+    """`op` of map(x) over `dim`: "sum", "mean", "max" or "min" of any function of the elements, in one pass.
+
+    `map`: a function of one traced value, as `fuse` takes them, or a fused function; define it once, outside
+    of a loop. Result: x's dtype and x's shape without the reduced dimensions, or with 1 in their place
+    (`keepdim`). Elements that share a maximum share its gradient. Of no elements a sum is 0, a mean NaN, and
+    a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
+
+        row_reduce(x, -1, lambda v: abs(v) ** 3)                # the sum of |x|^3 along rows
+        row_reduce(x, (0, 2), fusionrt.relu, "max")
+    """
+    if op not in OPS:
+        raise ValueError(f"row_reduce: op must be one of {', '.join(OPS)}, got {op!r}")
+    if map is not None and not callable(map):
+        raise TypeError(f"row_reduce: map must be a function of one traced value, got {type(map).__name__}")
+    return _reduce("row_reduce", op, x, dim, keepdim, map)
+
+
+def _square(x: Expr) -> Expr:
+    return x * x
+
+
+@public(example=_matrix)
+def sum_squared(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The sum of x^2 over `dim`.
+
+    Source: x.square().sum(dim, keepdim).
+
+        sum_squared(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), -1)  # [5., 25.]
+    """
+    return _reduce("sum_squared", "sum", x, dim, keepdim, _square)
+
+
+@public(example=_matrix)
+def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The mean of |x| over `dim`; the derivative at 0 is 0. Of no elements it is NaN.
+
+    Source: x.abs().mean(dim, keepdim).
+
+        mean_abs(torch.tensor([[1.0, -2.0], [3.0, -4.0]]), -1)  # [1.5, 3.5]
+    """
+    return _reduce("mean_abs", "mean", x, dim, keepdim, absolute)
+
+
+@public(example=_matrix)
+def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The sum of x over `dim`, in x's dtype.
+
+    Source: torch.sum.
+
+        sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [4., 6.]
+    """
+    return _reduce("sum", "sum", x, dim, keepdim)
+
+
+@public(example=_matrix)
+def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The mean of x over `dim`; NaN of no elements.
+
+    Source: torch.mean.
+
+        mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [2., 3.]
+    """
+    return _reduce("mean", "mean", x, dim, keepdim)
+
+
+@public(example=_matrix)
+def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The maximum of x over `dim`; NaN where there is one. Equal maxima share the gradient evenly.
+
+    Source: torch.amax. Raises IndexError for no elements.
+
+        amax(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [3., 4.]
+    """
+    return _reduce("amax", "max", x, dim, keepdim)
+
+
+@public(example=_matrix)
+def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The minimum of x over `dim`; NaN where there is one. Equal minima share the gradient evenly.
+
+    Source: torch.amin. Raises IndexError for no elements.
+
+        amin(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [1., 2.]
+    """
+    return _reduce("amin", "min", x, dim, keepdim)
+
+
+def _index_of(op: str, x: Any, dim: int | None, keepdim: bool) -> Any:
+    if dim is not None and not isinstance(dim, int):
+        raise TypeError(f"{op}: dim must be None or an int, got {dim!r}")
+    if is_foreign(x):
+        tensor, back = to_torch(x, op, "x")
+        return back(_index_of(op, tensor, dim, keepdim))
+    if dim is not None or not isinstance(x, torch.Tensor):
+        return _reduce(op, op, x, dim, keepdim)
+    found = _reduce(op, op, x.reshape(-1), None, False)
+    return found.view([1] * x.dim()) if keepdim else found
+
+
+@public(example=_matrix)
+def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The index, int64, of the first maximum along `dim`, or among all elements in their order (None); a NaN
+    counts as the maximum.
+
+    Source: torch.argmax. Raises IndexError for no elements.
+
+        argmax(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [1, 0]
+    """
+    return _index_of("argmax", x, dim, keepdim)
+
+
+@public(example=_matrix)
+def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The index, int64, of the first minimum along `dim`, or among all elements in their order (None); a NaN
+    counts as the minimum.
+
+    Source: torch.argmin. Raises IndexError for no elements.
+
+        argmin(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [0, 1]
+    """
+    return _index_of("argmin", x, dim, keepdim)
+
+
+@public(example=_matrix)
+def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
+    """The sum of (x - mean)^2 over `dim` by (n - correction): the mean and the squares about it are found in
+    one pass, without the cancellation of a difference of sums; 0 for equal elements.
+
+    Source: torch.var. NaN where n <= correction.
+
+        var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]
+    """
+    return _reduce("var", "var", x, dim, keepdim, None, float(correction))
+
+
+@public(example=_matrix)
+def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
+    """The square root of `var`; its derivative is 0 where it is 0.
+
+    Source: torch.std.
+
+        std(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [1.4142, 0.]
+    """
+    return _reduce("std", "std", x, dim, keepdim, None, float(correction))
+
+
+@public(example=_matrix)
+def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
+    """The vector norm over `dim`: sqrt(sum of x^2) (p = 2), sum of |x| (1), maximum of |x| (inf).
+
+    The derivative is 0 where the norm is. Source: torch.linalg.vector_norm(x, p, dim, keepdim).
+    Raises ValueError for another p, IndexError for the maximum of no elements.
+
+        norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), -1)  # [5., 10.]
+    """
+    kinds: dict[float, tuple[str, Map]] = {
+        2: ("norm", None),
+        1: ("sum", absolute),
+        math.inf: ("max", absolute),
+    }
+    if p not in kinds:
+        raise ValueError(f"norm: p must be 1, 2 or inf, got {p!r}")
+    kind, map = kinds[p]
+    return _reduce("norm", kind, x, dim, keepdim, map)
+
+
+@public(example=_matrix)
+def logsumexp(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+    """log of the sum of e^x over `dim`, relative to the maximum; -inf of no elements.
+
+    Source: torch.logsumexp.
+
+        logsumexp(torch.tensor([[0.0, 0.0], [1000.0, 0.0]]), -1)  # [0.6931, 1000.]
+    """
+    return _reduce("logsumexp", "logsumexp", x, dim, keepdim)
+
+
+__all__ = [
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "logsumexp",
+    "mean",
+    "mean_abs",
+    "norm",
+    "row_reduce",
+    "std",
+    "sum",
+    "sum_squared",
+    "var",
+]

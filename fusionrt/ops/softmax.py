@@ -1,0 +1,213 @@
+"""Softmax and its logarithm along any dimension, with what attention puts before it and after it.
+
+Before: a scale, a mask, causality; after: dropout, or any function of a traced value. One kernel, and one
+for the gradient, which reads the result and not x where nothing comes after it.
+
+Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's. Every float argument
+has first and second derivatives. A row without any column that a boolean mask or causality lets pass is
+zeros (-inf for the logarithm): such a query attends to nothing. Rows of -inf are NaN, as in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fusionrt.array import is_foreign, to_torch
+from fusionrt.autograd import is_watched
+from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.expr import Expr, log, node, where
+from fusionrt.fusion import fuse, kept
+from fusionrt.ops.dropout import scale_of_kept
+from fusionrt.rows import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.rowwise import softmax_terms, up_to_column
+
+# What a mask puts in the place of a score. It is finite, to be told from a score of -inf.
+LOWEST = torch.finfo(torch.float32).min
+
+
+# -- what the kernels compute ----------------------------------------------------------------------
+
+@per_call
+def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epilogue: Epilogue,
+              dropped: bool, with_terms: bool) -> Run:
+    """The kernel of an op. `scaled`: by a "factor" or a "number"; `masked`: by a mask that is "added" or
+    says what is "passed"; `with_terms`: two values a row that spare the backward pass two reductions."""
+
+    def expression(x: Expr, factor: Any = 1, mask: Any = None, last: Any = None, number: float = 1,
+                   p: float = 0, scale: float = 1) -> tuple[Any, ...]:
+        # Not contracted with the subtraction of the maximum, which would be of another product.
+        z = node("mul_rn", x, factor if scaled == "factor" else number) if scaled else x
+        z = z + mask if masked == "added" else z
+        passed = mask != 0 if masked == "passed" else None
+        if causal:
+            up_to_last = up_to_column(last)
+            passed = up_to_last if passed is None else passed & up_to_last
+        y, *terms = (_log_softmax if op == "log_softmax" else _softmax)(z, passed)
+        y = where(kept(p), y * scale, 0) if dropped else y
+        return finished(op, y, epilogue), *(terms if with_terms else [])
+
+    there = {"factor": scaled == "factor", "mask": masked is not None, "last": causal,
+             "number": scaled == "number", "p": dropped, "scale": dropped}
+    params = ("x", *(name for name, is_there in there.items() if is_there))
+    return row_operator(expression, params, name=op, uniform=("last",))
+
+
+def _softmax(z: Expr, passed: Expr | None) -> tuple[Expr, ...]:
+    z = z if passed is None else node("masked", z, passed, LOWEST)
+    most, total = softmax_terms(z)
+    scale = 1 / total
+    if passed is not None:
+        scale = where(most < LOWEST, float("nan"), where(most <= LOWEST, 0, scale))
+    return node("softmaxed", z, most, scale), most, scale
+
+
+def _log_softmax(z: Expr, passed: Expr | None) -> tuple[Expr, ...]:
+    most, total = softmax_terms(z if passed is None else where(passed, z, LOWEST))
+    log_total = log(total)
+    z = z if passed is None else where(passed, z, -float("inf"))
+    return node("log_softmaxed", z, most, log_total), most, log_total
+
+
+@fuse(name="attention_dropout")
+def _dropout(x: Expr, p: float, scale: float) -> Expr:
+    return where(kept(p), x * scale, 0)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Epilogue = None,
+           p: float = 0.0, kept_scale: float | None = None) -> Any:
+    """The op along a dimension, which becomes the last one: strides are followed, nothing is copied."""
+    if is_foreign(x):
+        x, restore = to_torch(x, op, "x")
+        return restore(_along(op, x, dim, scale, mask, causal, epilogue, p, kept_scale))
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
+    rank = x.dim()
+    if rank == 0:
+        return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
+    if not -rank <= dim < rank:
+        raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
+    tensors, numbers = [x], []
+    if isinstance(scale, int | float):
+        numbers.append(scale)
+    elif scale is not None:
+        tensors.append(_fitting(op, "scale", scale, x))
+    if mask is not None:
+        tensors.append(_fitting(op, "mask", mask, x))
+    is_last = dim in (-1, rank - 1)
+    if not is_last:
+        tensors = [_movable(t, rank).movedim(dim, -1) for t in tensors]
+    if causal:
+        tensors.append(_last_columns(op, x, is_last))
+    if kept_scale is not None:
+        numbers += [p, kept_scale]
+    behind = epilogue is not None or kept_scale is not None
+    recorded = behind and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    out = _operator(op, None if scale is None else "number" if isinstance(scale, int | float) else "factor",
+                    _kind(op, mask), causal, epilogue, kept_scale is not None, recorded)(*tensors, *numbers)
+    out = out[0] if recorded else out
+    return out if is_last else out.movedim(-1, dim)
+
+
+def _fitting(op: str, name: str, value: Any, x: torch.Tensor) -> torch.Tensor:
+    """A tensor that broadcasts to x."""
+    if is_foreign(value):
+        value, _ = to_torch(value, op, name)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor{' or a number' if name == 'scale' else ''}, got "
+                        f"{type(value).__name__}")
+    pairs = zip(reversed(value.shape), reversed(x.shape), strict=False)
+    if value.dim() > x.dim() or any(n not in (1, size) for n, size in pairs):
+        raise ValueError(f"{op}: {name} must broadcast to the shape of x, {tuple(x.shape)}, got "
+                         f"{tuple(value.shape)}")
+    return value
+
+
+def _movable(value: torch.Tensor, rank: int) -> torch.Tensor:
+    return value[(None,) * (rank - value.dim())]
+
+
+def _kind(op: str, mask: Any) -> str | None:
+    if mask is None:
+        return None
+    dtype = str(mask.dtype)
+    if dtype.endswith("bool"):
+        return "passed"
+    if "float" not in dtype:
+        raise TypeError(f"{op}: mask must be boolean (True lets a score pass) or floating-point (added to "
+                        f"the scores), got {dtype}")
+    return "added"
+
+
+def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    """Of each row of the last two dimensions, the last column that causality lets pass."""
+    if not is_last or x.dim() < 2:
+        raise ValueError(f"{op}: causal needs x of at least two dimensions and the last one as dim, got "
+                         f"x of shape {tuple(x.shape)}" + ("" if is_last else " and another dim"))
+    rows, columns = x.shape[-2:]
+    if is_watched() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _new_positions(rows, columns, x.device)
+    return _cached_positions(rows, columns, x.device)
+
+
+def _new_positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(columns - rows, columns, dtype=torch.int32, device=device)[:, None]
+
+
+@functools.lru_cache(64)
+def _cached_positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Copied from the host, which waits for it: other streams may read it next."""
+    with torch.inference_mode(False):
+        return _new_positions(rows, columns, torch.device("cpu")).to(device)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+@public(example=lambda make: (make(ROWS, COLUMNS),))
+def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
+            epilogue: Epilogue = None) -> Any:
+    """epilogue(e^z / sum(e^z)) along dim, of z = x * scale + mask.
+
+    `scale`: a number (no recompilation) or a tensor; `mask`: floating-point, added; or boolean, True where
+    a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
+    column j of row i passes if j <= i + C - R. `epilogue`: a function of one traced value, as `fuse` takes
+    them; define it once, outside of a loop. Source: torch.softmax.
+    Raises TypeError for a mask of integers, ValueError for shapes that do not fit.
+
+        softmax(scores, scale=0.125, causal=True)
+    """
+    return _along("softmax", x, dim, scale, mask, causal, epilogue)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),))
+def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
+                epilogue: Epilogue = None) -> Any:
+    """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
+
+    Arguments as in `softmax`. Source: torch.log_softmax.
+
+        log_softmax(torch.randn(8, 512))
+    """
+    return _along("log_softmax", x, dim, scale, mask, causal, epilogue)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),))
+def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, softmax: bool = True,
+                      scale: Any = None, mask: Any = None, causal: bool = False) -> Any:
+    """dropout(softmax(scores * scale + mask), p), over the last dimension; `softmax=False`: dropout alone.
+
+    `scale`, `mask`, `causal`: as in `softmax`. The mask of the dropout is computed anew in the backward pass.
+    Source: F.dropout(torch.softmax(scores, -1), p, training). Raises ValueError for p outside [0, 1].
+
+        attention_dropout(scores, 0.1, causal=True)
+    """
+    kept_scale = scale_of_kept("attention_dropout", p, training)
+    if softmax:
+        return _along("attention_dropout", scores, -1, scale, mask, causal, None, p, kept_scale)
+    if scale is not None or mask is not None or causal:
+        raise ValueError("attention_dropout: scale, mask and causal need softmax=True")
+    return scores if kept_scale is None else _dropout(scores, p, kept_scale)

@@ -1,0 +1,220 @@
+"""An operator on rows: the last dimensions of the domain form a row, whose sums and maxima the
+expression may use (norms, softmax, losses).
+
+A call is one kernel over the rows; a sum over several rows that this kernel cannot take along
+(a weight's gradient, where rows are too wide) is a pointwise kernel of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from fusionrt import layout, stages
+from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
+from fusionrt.layout import Ints
+from fusionrt.op import SCALAR, Args, Operator, device_type, memory_walk, pack
+from fusionrt.problem import Output, Problem, pose
+
+# Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
+# fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
+ROW_SHARED, MANY_THREADS, FEW_COLUMNS = 4096, 1 << 17, 1 << 15
+_BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
+_OF_ROWS = frozenset({*REDUCTIONS, *_BY_COLUMN, "row_size"})
+
+
+class RowOperator(Operator):
+    """As Operator, over rows of the last `row_dims` dimensions. A uniform output has one value a row, in
+    the dtype of the arithmetic; other outputs, and those that are `rounded`, have the dtype of argument
+    `like`. The first output takes the memory of that argument where it is `in_place`: rows then are runs
+    of memory, and a row's elements follow from reductions and elements in their own place. `double_on_cpu`:
+    arithmetic there is in float64, as torch's of variances is."""
+
+    def __init__(self, *definition: Any, row_dims: int = 1, like: int = 0, rounded: Collection[int] = (),
+                 in_place: bool = False, double_on_cpu: bool = False) -> None:
+        super().__init__(*definition)
+        self.row_dims, self.like, self.rounded, self.in_place = row_dims, like, frozenset(rounded), in_place
+        self.double_on_cpu = double_on_cpu
+        self.traits = (row_dims, like, in_place, double_on_cpu, *sorted(self.rounded))
+
+    def derived(self, *definition: Any) -> Operator:
+        return RowOperator(*definition, row_dims=self.row_dims, like=self.like)
+
+    def output_shapes(self, args: Args, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
+        return [tuple(args[target].shape) if isinstance(target, int) else () if target == SCALAR else
+                one_a_row if root.uniform else tuple(shape)
+                for root, target in zip(self.outputs, self.targets, strict=True)]
+
+    def output_dtypes(self, args: Args) -> list[torch.dtype]:
+        like = args[self.like].dtype
+        if not like.is_floating_point:
+            raise TypeError(f"{self.name}: {self.params[self.like]} must be a floating-point tensor, got one "
+                            f"of {like}")
+        return [args[target].dtype if isinstance(target, int) else
+                self.acc_dtype(args) if root.uniform and k not in self.rounded else
+                getattr(torch, root.op.removeprefix("cast_")) if root.op.startswith("cast_") else like
+                for k, (root, target) in enumerate(zip(self.outputs, self.targets, strict=True))]
+
+    def is_one_a_row(self, k: int) -> bool:
+        """Whether output k has one value a row."""
+        target = self.targets[k]
+        return target in self.uniform if isinstance(target, int) else self.outputs[k].uniform
+
+    def is_spread(self, k: int) -> bool:
+        """Whether output k is one value a row that all elements share: the gradient of a sum."""
+        return self.outputs[k].uniform and not self.is_one_a_row(k)
+
+    def acc_dtype(self, args: Args) -> torch.dtype:
+        return torch.float64 if self.compute_dtype(args) == torch.float64 else torch.float32
+
+    def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
+        """As Operator's; what all elements of a row share is an expanded tensor."""
+        outputs = super().allocate(args, shape)
+        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
+        return [o.new_empty(one_a_row).expand(shape) if self.is_spread(k) and o.shape == tuple(shape) else o
+                for k, o in enumerate(outputs)]
+
+    def is_double(self, args: Args) -> bool:
+        """Whether the arithmetic is in float64."""
+        on_cpu = self.double_on_cpu and _device(args) == "cpu"
+        return on_cpu or self.acc_dtype(args) == torch.float64
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def build(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], alignment: int
+              ) -> Callable[..., Any]:
+        order = memory_walk(args, shape, outputs)[1]
+        if self._lie_across(args, shape, outputs, order):
+            return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
+        parts = self._parts(args, shape, outputs)
+        runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment,
+                              part.of_whole), part) for part in parts]
+        if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
+            return runs[0][0]
+        targets = [(tuple(o.shape), o.dtype) for o in outputs]
+
+        def run(*args: Any) -> Any:
+            found: list[Any] = [None] * len(targets)
+            for run, part in runs:
+                computed = run(*args)
+                computed = computed if isinstance(computed, tuple) else (computed,)
+                for k, value in zip(part.positions, computed, strict=True):
+                    found[k] = value
+                for k, dims in part.later.items():
+                    size, dtype = targets[k]
+                    found[k] = found[k].sum(dims).view(size).to(dtype)
+            return pack(found)
+
+        return run
+
+    def _lie_across(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int]
+                    ) -> bool:
+        """Whether rows are not runs of memory, or not needed, or too few for so many columns."""
+        first = len(shape) - self.row_dims
+        of_row = [d >= first for d in order]
+        rows = math.prod(shape[:first])
+        columns = math.prod(shape[first:])
+        small = [k for k in range(len(outputs)) if self.is_one_a_row(k)]
+        if self.in_place:
+            return False
+        if not any(map(_needs_rows, self.outputs)):
+            return not small
+        if any(n.op in _BY_COLUMN for n in toposort(self.outputs)):
+            return False
+        if any(map(self.is_spread, range(len(outputs)))):
+            return True
+        if len(small) == len(outputs) and rows * ROW_SHARED < MANY_THREADS and columns > FEW_COLUMNS:
+            return True
+        if _device(args) == "cpu":
+            return bool(of_row) and not of_row[0] and columns > 1
+        return any(not a and b for a, b in itertools.pairwise(of_row))
+
+    def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> list[Part]:
+        """The kernels of a call; the one over the rows with all the sums that it can take along."""
+        order, first = self._order(args, shape, outputs), next(a for a in args if isinstance(a, torch.Tensor))
+        if device_type(first) == "cuda":
+            from fusionrt.runtime import device, row_layout
+            parts = self._divided(args, shape, order, outputs, sums_along=True)
+            clusters = first.is_meta or device.has_clusters(first.device.index)
+            if row_layout.takes_sums(self._posed(args, shape, parts[0]), clusters):
+                return parts
+        return self._divided(args, shape, order, outputs, sums_along=False)
+
+    def _divided(self, args: Args, shape: Ints, order: list[int], outputs: Sequence[torch.Tensor],
+                 sums_along: bool) -> list[Part]:
+        on_rows, sums = Part(self.row_dims, order), Part(0, order)
+        first = len(shape) - self.row_dims
+        columns = {d for d in range(first, len(shape)) if shape[d] != 1}
+        rows = {d for d in range(first) if shape[d] != 1}
+        for k, (o, root, target) in enumerate(zip(outputs, self.outputs, self.targets, strict=True)):
+            missing = layout.missing(o.shape, shape) if target is not None else set()
+            over = layout.expand_strides(o.shape, o.stride(), shape)
+            into = self.like if self.in_place and k == 0 else None
+            made = Output(root, o.dtype, tuple(o.shape), tuple(o.stride()), over, False, into)
+            if missing >= columns and missing and (columns or self.is_one_a_row(k)):  # a value a row
+                made = made._replace(root=root if self.is_one_a_row(k) else row_sum(root))
+                later = tuple(sorted(missing - columns))
+                on_rows.add(k, self._one_a_row(made, args, shape) if later else made, later)
+            elif not missing:
+                on_rows.add(k, made)
+            elif (sums_along and missing == rows) or not _needs_rows(root):
+                summed = made._replace(over=layout.reduced_strides(o.shape, shape, order), reduced=True)
+                (on_rows if sums_along and missing == rows else sums).add(k, summed)
+            else:
+                on_rows.add(k, self._in_full(args, shape, order, root), tuple(sorted(missing)))
+        return [part for part in (on_rows, sums) if part.outputs]
+
+    def _one_a_row(self, made: Output, args: Args, shape: Ints) -> Output:
+        """Of what is to be summed over rows after the kernel."""
+        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
+        strides = stages.contiguous(one_a_row)
+        return Output(made.root, self.acc_dtype(args), one_a_row, strides,
+                      layout.expand_strides(one_a_row, strides, shape), False)
+
+    def _in_full(self, args: Args, shape: Ints, order: list[int], root: Expr) -> Output:
+        """Of what is to be summed after the kernel."""
+        walk = layout.reduced_strides(shape, shape, order)
+        return Output(root, self.acc_dtype(args), shape, walk, walk, False)
+
+    def _order(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Dimensions in the order of the walk, innermost first: those of the row before the others."""
+        order, first = memory_walk(args, shape, outputs)[1], len(shape) - self.row_dims
+        return [d for d in order if d >= first] + [d for d in order if d < first]
+
+    def _posed(self, args: Args, shape: Ints, part: Part) -> Problem:
+        return pose(self.name, args, shape, part.order, part.outputs, self.is_double(args),
+                    part.row_dims)
+
+
+class Part:
+    """One kernel of a call, over rows of `row_dims` dimensions or, without any, a pointwise one."""
+
+    def __init__(self, row_dims: int, order: list[int]) -> None:
+        self.row_dims, self.order = row_dims, order
+        self.outputs: list[Output] = []
+        self.positions: list[int] = []          # of the outputs among the operator's
+        self.later: dict[int, Ints] = {}        # position -> dimensions to sum after the kernel
+
+    def add(self, position: int, output: Output, later: Ints = ()) -> None:
+        self.outputs.append(output)
+        self.positions.append(position)
+        if later:
+            self.later[position] = later
+
+    def of_whole(self, results: Any) -> Any:
+        """What this kernel would have computed, of all that the operator did."""
+        results = results if isinstance(results, tuple) else (results,)
+        return pack([results[k] for k in self.positions])
+
+
+def _device(args: Args) -> str:
+    return device_type(next(a for a in args if isinstance(a, torch.Tensor)))
+
+
+def _needs_rows(root: Expr) -> bool:
+    return not _OF_ROWS.isdisjoint(n.op for n in toposort([root]))

@@ -1,0 +1,100 @@
+"""From a row expression, a function of traced values, to an operator; one for each way to call an op."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusionrt import dispatch
+from fusionrt.expr import Expr, argument
+from fusionrt.fusion import trace
+from fusionrt.row_op import RowOperator
+
+Run = Callable[..., Any]
+# Any function that works on a traced value: a public op, one made by `fuse`, a plain one of scalars.
+Epilogue = Callable[[Any], Any] | None
+_made: dict[tuple[Any, ...], Run] = {}
+
+
+def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", uniform: Sequence[str] = (),
+                 targets: Sequence[Any] | None = None, row_dims: int = 1, like: str = "", **traits: Any
+                 ) -> Run:
+    """A function of tensors and numbers from a row expression, a function of traced values:
+
+        def rms_norm(x, eps: float, weight=None):
+            y, rstd = rms_scale(x, eps)
+            return y if weight is None else y * weight, rstd
+
+        row_operator(rms_norm, ("x", "weight", "eps"))(x, weight, 1e-6)
+
+    `params`: the arguments, in the order of calls; those of the expression that are not among them have
+    their defaults; all of the expression's unless given. One that is annotated as a float or int is a
+    number, and so one value a row; `uniform` names the tensors that have one value a row. `name` is the
+    expression's unless given, `like` (the argument whose dtype results have) the first argument. `targets`,
+    `row_dims` and `traits` are RowOperator's.
+
+    Equal expressions give the same object, which lives on: a graph of torch.compile's knows it by number.
+    The result's `operator` is the RowOperator.
+    """
+    of_expression = inspect.signature(function).parameters
+    params, name = tuple(params) or tuple(of_expression), name or function.__name__
+    signature = inspect.Signature([inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                                                     annotation=of_expression[p].annotation) for p in params])
+    one_a_row = tuple(i for i, p in enumerate(signature.parameters.values())
+                      if p.name in uniform or p.annotation in (float, int, "float", "int"))
+
+    def expression(*args: Expr) -> Any:
+        return function(**dict(zip(params, args, strict=True)))
+
+    arguments = [argument(f"a{i}", i in one_a_row) for i in range(len(params))]
+    outputs = trace(expression, name, arguments, signature)
+    traits |= {"row_dims": row_dims, "like": params.index(like) if like else 0}
+    key = name, params, outputs, tuple(targets or ()), one_a_row, *sorted(traits.items())
+    if key not in _made:
+        operator = RowOperator(name, params, outputs, targets, one_a_row, **traits)
+        made: Any = dispatch.entry(operator, signature, operator)
+        made.operator = operator
+        _made[key] = made
+    return _made[key]
+
+
+def finished(op: str, y: Expr, epilogue: Epilogue) -> Any:
+    """The epilogue of y."""
+    if epilogue is None:
+        return y
+    if not callable(epilogue):
+        raise TypeError(f"{op}: epilogue must be a function of one traced value, got "
+                        f"{type(epilogue).__name__}")
+    return epilogue(y)
+
+
+def per_call(make: Run) -> Run:
+    """For a function that makes an operator for the flags of a call, which are hashable: makes each once.
+
+        @per_call
+        def _operator(params, row_dims, epilogue): ... return row_operator(...)
+
+        _operator(("x", "weight"), 1, relu)(x, weight)
+    """
+    made = functools.lru_cache(1024)(make)
+
+    def number(*flags: Any) -> int:
+        handle: int = made(*flags).operator.handle
+        return handle
+
+    # As torch.compiler.assume_constant_result does, whose import takes a second: Dynamo asks for the number
+    # while it traces, and puts a call by number into its graph.
+    number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @functools.wraps(make)
+    def chosen(*flags: Any) -> Run:
+        if torch.compiler.is_dynamo_compiling():
+            from fusionrt import library
+            return functools.partial(library.call, number(*flags))
+        return made(*flags)
+
+    return chosen

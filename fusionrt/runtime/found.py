@@ -1,0 +1,138 @@
+"""CUDA text for what a reduction over any dimensions finds: its values, how two are joined, what follows
+from them.
+
+A problem with reduced outputs finds one sum for each; one whose rows lie across memory finds what the one
+pass of its row expressions asks for, in groups: a sum, a maximum, a softmax's (maximum, sum), or the
+moments (count, mean, sum of squares about it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fusionrt.expr import Expr, emit
+from fusionrt.problem import Problem
+from fusionrt.rowwise import Found, schedule
+from fusionrt.runtime.source import U64, Field, Params, pointer
+
+COUNT = {"sum": 1, "max": 1, "softmax": 2, "moments": 3}
+START = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"), "moments": ("0", "0", "0")}
+BLOCK, COLUMNS = 512, 16  # of a kernel that joins partial values
+
+
+class Group(NamedTuple):
+    """Values that are found together: the first one's place, and the operand of which they are."""
+
+    kind: str
+    operand: Expr
+    first: int
+
+    @property
+    def places(self) -> range:
+        return range(self.first, self.first + COUNT[self.kind])
+
+
+def groups(problem: Problem) -> list[Group]:
+    if problem.across:
+        found: Sequence[Found] = schedule(problem.roots)[0].found
+        asked = [(f.kind, f.operand) for f in found]
+    else:
+        asked = [
+            ("sum", root) for root, reduced in zip(problem.roots, problem.reduced, strict=True) if reduced
+        ]
+    made: list[Group] = []
+    for kind, operand in asked:
+        made.append(Group(kind, operand, made[-1].places.stop if made else 0))
+    return made
+
+
+def n_values(found: Sequence[Group]) -> int:
+    return found[-1].places.stop
+
+
+def declarations(found: Sequence[Group]) -> list[str]:
+    """`VALUES`, `Group`, `start`, `settle`, `join`: see pointwise_reduce.cu."""
+    values = n_values(found)
+    lines = [
+        f"constexpr int VALUES = {values}, GROUPS = {len(found)}, "
+        f"MOST = {max(COUNT[g.kind] for g in found)};",
+        "template <int G> struct Group;",
+    ]
+    lines += [
+        f"template <> struct Group<{k}> {{ static constexpr int FIRST = {g.first}, "
+        f"COUNT = {COUNT[g.kind]}; }};"
+        for k, g in enumerate(found)
+    ]
+    starts = [
+        f"values[{k}][v] = {start};" for g in found for k, start in zip(g.places, START[g.kind], strict=True)
+    ]
+    settles = [
+        f"settle_moments({', '.join(f'values[{k}][v]' for k in g.places)}, seen);"
+        for g in found
+        if g.kind == "moments"
+    ]
+    lines += _loop("start", "", starts) + _loop("settle", ", unsigned seen", settles)
+    lines += [
+        "template <int G> __device__ __forceinline__ void join(acc_t (&mine)[VALUES], "
+        "const acc_t (&other)[VALUES]) {"
+    ]
+    for k, g in enumerate(found):
+        operands = ", ".join(f"{array}[{place}]" for array in ("mine", "other") for place in g.places)
+        lines.append(f"    if constexpr (G == {k}) combine_{g.kind}({operands});")
+    return [*lines, "}"]
+
+
+def _loop(name: str, more: str, body: Sequence[str]) -> list[str]:
+    """A function on every lane's values."""
+    return [
+        f"template <int W> __device__ __forceinline__ void {name}(acc_t (&values)[VALUES][W]{more}) {{",
+        "#pragma unroll",
+        f"    for (int v = 0; v < W; ++v) {{ {' '.join(body)} }}",
+        "}",
+    ]
+
+
+def take(group: Group, x: str) -> str:
+    """The statement that takes an element in."""
+    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, first);"
+
+
+def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:
+    """Parameters, their values and functions of the kernel that joins partial values."""
+    found = groups(problem)
+    passes = schedule(problem.roots)[0].found
+    names = {
+        value: f"values[{place}]"
+        for g, f in zip(found, passes, strict=True)
+        for value, place in zip(f.values, g.places, strict=False)
+        if value is not None
+    }
+    statements, results = emit(problem.roots, "const auto {} = {};", names)
+    acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
+    fields = [
+        (pointer("acc_t", "partials"), ("partials",)),
+        *((pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in problem.outputs),
+        (Field("unsigned long long chunks", U64), ("chunks",)),
+        (Field("unsigned long long kept", U64), ("kept",)),
+        *((Field(f"{acc} {name}", number), (name,)) for name in problem.scalars),
+    ]
+    params = Params([field for field, _ in fields])
+    store = [
+        "__device__ __forceinline__ void store(const Params& p, index_t n, const acc_t (&values)[VALUES]) {",
+        *(f"    const acc_t {name} = p.{name};" for name in problem.scalars),
+        *("    " + line for line in statements),
+        *(
+            f"    p.{o.name}[n] = from_acc<{o.dtype}_t>({result});"
+            for o, result in zip(problem.outputs, results, strict=True)
+        ),
+        "}",
+    ]
+    text = [
+        "using index_t = unsigned long long;",
+        params.declaration,
+        f"constexpr int BLOCK = {BLOCK}, COLUMNS = {COLUMNS};",
+        *declarations(found),
+        *store,
+    ]
+    return params, tuple(values for _, values in fields), text

@@ -1,0 +1,246 @@
+"""How the threads of a GPU are laid out over rows, and where a row waits between the passes over it.
+
+* registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
+  rate of a copy up to 16,384 columns.
+* staged: blocks stay, and the copy engine (Hopper's `cp.async.bulk`) brings their next rows into shared
+  memory while they work on one. For wide rows, which few blocks share among them as a cluster, and
+  for sums over rows, which fill the registers.
+* streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from fusionrt.expr import toposort
+from fusionrt.problem import Operand, Problem
+from fusionrt.rowwise import schedule, with_sums
+from fusionrt.runtime.source import ITEMSIZE
+
+REGISTERS = 65536          # of a multiprocessor
+SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
+MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
+LEAST = {True: (1, 2), False: (2, 2)}  # with sums: blocks on a multiprocessor, rows in their memory
+MOST_IN_REGISTERS = 8      # packs a thread
+CLUSTERS = (1, 2, 4, 8, 16)
+IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
+
+
+class Layout(NamedTuple):
+    kind: str                # registers, staged, streamed
+    width: int               # elements of a pack: one access of a thread
+    packs: int               # that a thread holds, or looks at together
+    threads: int             # that share a row within a block
+    rows: int                # that a block works on at a time
+    cluster: int             # blocks that share a row
+    stages: int              # rows that a block has in shared memory
+    blocks: int              # that a multiprocessor holds at a time
+    persistent: bool
+
+    @property
+    def block(self) -> int:
+        return self.threads * self.rows
+
+
+# -- the operands ----------------------------------------------------------------------------------
+
+def columns(problem: Problem) -> int:
+    return math.prod(problem.sizes[:problem.row_dims])
+
+
+def n_rows(problem: Problem) -> int:
+    return math.prod(problem.sizes[problem.row_dims:])
+
+
+def is_uniform(operand: Operand, problem: Problem) -> bool:
+    """One value a row; where a row is one element, what the expression takes for that."""
+    if any(operand.strides[:problem.row_dims]):
+        return False
+    return columns(problem) > 1 or operand.name in _declared(problem)
+
+
+@functools.lru_cache(256)
+def _declared(problem: Problem) -> frozenset[str]:
+    """Operands that the expression takes or makes for one value a row."""
+    outputs = {o.name for o, root in zip(problem.outputs, problem.roots, strict=True) if root.uniform}
+    return frozenset(outputs | {str(n.args[0]) for n in toposort(problem.roots)
+                                if n.op == "arg" and n.uniform})
+
+
+def varies(operand: Operand, problem: Problem) -> bool:
+    """From row to row: not a weight."""
+    return any(operand.strides[problem.row_dims:]) or n_rows(problem) == 1
+
+
+def held(problem: Problem) -> list[Operand]:
+    """What a row consists of: operands that change along it and from row to row."""
+    return [o for o in problem.inputs if varies(o, problem) and not is_uniform(o, problem)]
+
+
+def width(problem: Problem, alignment: int) -> int:
+    """Elements of a pack: 16 bytes of the widest operand of whole rows (weights may take two accesses), as
+    far as pointers are aligned, to `alignment` bytes, and rows are whole packs."""
+    operands = [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] == 1]
+    if alignment >= 16:
+        operands = [o for o in operands if varies(o, problem)]
+    found = max(1, min(16, alignment) // max([ITEMSIZE[o.dtype] for o in operands], default=4))
+    while problem.sizes[0] % found:
+        found //= 2
+    return found
+
+
+def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
+    """vector: a pack of neighbours; splat: one value for a pack; gather: an offset per element; row."""
+    inner, outer = operand.strides[0], operand.strides[1:]
+    if is_uniform(operand, problem):
+        return "row"
+    if (pack == 1 and problem.row_dims == 1) or (inner == 1 and all(s % pack == 0 for s in outer)):
+        return "vector"
+    return "splat" if inner == 0 else "gather"
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+@functools.lru_cache(4096)
+def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
+    """`clusters`: of an architecture that has them, and the copy engine."""
+    if not any(problem.reduced) and looks(problem) == 1:
+        return _streamed(problem, width(problem, alignment))
+    in_registers = _in_registers(problem, width(problem, alignment))
+    if in_registers is not None and not any(problem.reduced):
+        return in_registers
+    if clusters and alignment >= 16 and can_be_staged(problem):
+        staged = _staged(problem, width(problem, alignment))
+        if staged is not None:
+            return staged
+    return in_registers or _streamed(problem, width(problem, alignment))
+
+
+def takes_sums(problem: Problem, clusters: bool) -> bool:
+    """Whether the kernel can keep sums over rows in registers."""
+    return layout(problem, 16, clusters).kind != "streamed"
+
+
+def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
+    """Blocks that have rows of their own, no more than the device holds where they stay; a cluster
+    counts as one."""
+    needed = -(-n_rows(problem) // made.rows)
+    if not made.persistent:
+        return needed
+    sums = sum(problem.reduced)
+    if sums:  # each block leaves partial sums: with few rows they would outweigh the rows themselves
+        one_each = max(1, at_a_time // made.blocks)
+        at_a_time = min(at_a_time, max(one_each, n_rows(problem) // (8 * sums * made.rows)))
+    return min(needed, max(1, at_a_time))
+
+
+def span(problem: Problem, made: Layout) -> int:
+    """Columns of a row that one block has: whole packs, which the copy engine can take."""
+    step = max(made.width, 16 // min([ITEMSIZE[o.dtype] for o in held(problem)], default=4))
+    return -(-columns(problem) // (made.cluster * step)) * step
+
+
+def shared_bytes(problem: Problem, made: Layout) -> int:
+    return made.stages * made.rows * stage_bytes(problem, made) if made.kind == "staged" else 0
+
+
+def stage_bytes(problem: Problem, made: Layout) -> int:
+    """Of one row: its operands one after the other."""
+    return sum(operand_bytes(o, problem, made) for o in held(problem))
+
+
+def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:
+    return -(-span(problem, made) * ITEMSIZE[operand.dtype] // 128) * 128
+
+
+def can_be_staged(problem: Problem) -> bool:
+    """The copy engine takes multiples of 16 bytes."""
+    n = problem.row_dims
+    return n == 1 and bool(held(problem)) and all(
+        o.strides[0] == 1 and all(step * ITEMSIZE[o.dtype] % 16 == 0 for step in (
+            columns(problem), *o.strides[n:])) for o in held(problem))
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _blocks(registers: int, block: int) -> int:
+    """Blocks that fit on a multiprocessor when a thread needs so many registers."""
+    return max(1, min(2048 // block, REGISTERS // (-(-registers // 8) * 8 * block)))
+
+
+def _a_pack(problem: Problem, pack: int) -> tuple[int, int]:
+    """Registers that a pack of the row takes, and those of its sums."""
+    words = sum(max(4, ITEMSIZE[o.dtype] * pack) for o in held(problem)) // 4
+    return max(1, words), sum(problem.reduced) * pack * _word(problem)
+
+
+def _word(problem: Problem) -> int:
+    return 2 if problem.acc == "float64" else 1
+
+
+def _in_registers(problem: Problem, pack: int) -> Layout | None:
+    packs_a_row = -(-columns(problem) // pack)
+    of_row, of_sums = _a_pack(problem, pack)
+    summed = any(problem.reduced)
+    most = max(1, 64 // (2 * of_row + of_sums) if summed else 4 * MOST_IN_REGISTERS // of_row)
+    narrowest = min((ITEMSIZE[o.dtype] for o in held(problem)), default=4)
+    wanted = min(most, max(1, IN_FLIGHT[narrowest] // of_row)) if n_rows(problem) >= 1024 else 1
+    # Eight threads read a whole line of 128 bytes.
+    threads = min(256, max(_power(-(-packs_a_row // wanted)), min(8, _power(packs_a_row))))
+    packs = -(-packs_a_row // threads)
+    if packs > most:
+        return None
+    rows = max(1, (128 if threads <= 32 or not summed else 256) // threads)
+    needed = (48 if summed else 44) * _word(problem) + packs * (of_row * (2 if summed else 1) + of_sums)
+    return Layout("registers", pack, packs, threads, rows, 1, 0, _blocks(needed, threads * rows), summed)
+
+
+def _staged(problem: Problem, pack: int) -> Layout | None:
+    """The fewest blocks a row that leave two on a multiprocessor, with three rows each; or else the
+    fewest that leave one with two."""
+    _, of_sums = _a_pack(problem, pack)
+    found = None
+    for cluster in CLUSTERS:
+        packs_a_block = -(-columns(problem) // (pack * cluster))
+        few = MOST_PACKS // 2 if packs_a_block <= 256 * MOST_PACKS // 2 else MOST_PACKS
+        most = max(1, min(few, 64 // of_sums)) if of_sums else 8
+        threads = min(512 // _word(problem), max(32, _power(-(-packs_a_block // most))))
+        packs = -(-packs_a_block // threads)
+        if packs > most or (cluster > 1 and threads < 128):
+            continue
+        rows = max(1, 128 // threads)
+        working = (64 if problem.streams else 48) * _word(problem)
+        fit = min(MOST_BLOCKS, _blocks(working + packs * of_sums, threads * rows))
+        made = Layout("staged", pack, packs, threads, rows, cluster, 1, fit, True)
+        row = stage_bytes(problem, made) * made.rows
+        least_blocks, least_stages = LEAST[any(problem.reduced)]
+        for blocks in range(fit, least_blocks - 1, -1):
+            if row * blocks * max(least_stages, 3 if blocks > least_blocks else 0) <= SHARED:
+                return made._replace(stages=min(MOST_STAGES, SHARED // (row * blocks)), blocks=blocks)
+        if found is None and row * 2 <= SHARED:
+            found = made._replace(stages=min(MOST_STAGES, SHARED // row), blocks=1)
+    return found
+
+
+def looks(problem: Problem) -> int:
+    """How many passes look at the columns at all."""
+    n = problem.row_dims
+    in_full = {k for k, o in enumerate(problem.outputs) if any(o.strides[:n]) or columns(problem) == 1}
+    return sum(bool(one.found) or not in_full.isdisjoint(one.outputs)
+               for one in schedule(with_sums(problem.roots)))
+
+
+def _streamed(problem: Problem, pack: int) -> Layout:
+    of_row, _ = _a_pack(problem, pack)
+    packs_a_row = -(-columns(problem) // pack)
+    packs = 1 if any(problem.reduced) else max(1, min(4, 16 // of_row))
+    threads = min(512, max(min(8, _power(packs_a_row)), _power(-(-packs_a_row // (2 * packs)))))
+    if n_rows(problem) < 1024:
+        threads = min(512, _power(packs_a_row))
+    rows = max(1, 128 // threads)
+    blocks = _blocks(48 * _word(problem) + packs * of_row, threads * rows)
+    return Layout("streamed", pack, packs, threads, rows, 1, 0, blocks, False)

@@ -1,0 +1,319 @@
+"""CUDA text for a problem over rows: what kernels_src/rows.cu asks of its prologue."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from fusionrt.expr import Expr, emit, toposort
+from fusionrt.problem import Operand, Problem
+from fusionrt.rowwise import Found, Pass, schedule, with_sums
+from fusionrt.runtime import pointwise
+from fusionrt.runtime.pointwise import INDEX_LIMIT, Geometry, Source
+from fusionrt.runtime.row_layout import (
+    Layout,
+    access_mode,
+    columns,
+    held,
+    layout,
+    n_rows,
+    operand_bytes,
+    stage_bytes,
+    varies,
+    width,
+)
+from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, pointer
+
+Values = tuple[str | int, ...]
+ARRAY = "acc_t (&{})[VALUES ? VALUES : 1]"
+INLINE = "__device__ __forceinline__"
+
+
+def generate(problem: Problem, alignment: int) -> Source:
+    """The whole translation unit; where an architecture has clusters, its layout may differ."""
+    return Text(problem, alignment).source()
+
+
+class Text:
+    """A problem's operands and passes, and the text of each thing that the template asks for."""
+
+    def __init__(self, problem: Problem, alignment: int) -> None:
+        self.problem, self.alignment = problem, alignment
+        self.pack = width(problem, alignment)
+        self.modes = {o: access_mode(o, problem, self.pack) for o in (*problem.inputs, *problem.outputs)}
+        self.sums = {k: i for i, k in enumerate(k for k, r in enumerate(problem.reduced) if r)}
+        self.roots = with_sums(problem.roots)
+        self.passes = schedule(self.roots)
+        nodes = [node for p in self.passes for found in p.found for node in found.values]
+        self.values = len(nodes)
+        self.slots = {node: k for k, node in enumerate(nodes) if node is not None}
+        self._declare_geometry()
+
+    def _declare_geometry(self) -> None:
+        n, sizes = self.problem.row_dims, self.problem.sizes
+        written = [o for k, o in enumerate(self.problem.outputs) if k not in self.sums]
+        operands = [*self.problem.inputs, *written]
+        self.inner = {o: o._replace(strides=o.strides[:n]) for o in operands}
+        self.outer = {o: o._replace(strides=o.strides[n:]) for o in operands}
+        reach = max(sum((size - 1) * step for size, step in zip(sizes, o.strides, strict=False))
+                    for o in self.inner.values())
+        wide = max(reach, columns(self.problem)) >= INDEX_LIMIT
+        self.of_columns = Geometry(sizes[:n], wide, "c")
+        self.of_rows = Geometry(sizes[n:], n_rows(self.problem) >= INDEX_LIMIT, "r", wide_strides=True)
+        self.of_columns.declare([self.inner[o] for o in operands if self.modes[o] != "row"])
+        self.of_rows.declare(list(self.outer.values()))
+        self.of_columns.index("columns", columns(self.problem))
+        self.of_columns.index("span", "span")
+
+    # -- the whole -------------------------------------------------------------------------------
+
+    def source(self) -> Source:
+        fields = self._fields()
+        params = Params([field for field, _ in fields])
+        wide = self.problem.domain.numel >= INDEX_LIMIT
+        text = assemble("rows", pointwise.arithmetic(self.problem), [
+            f"using column_t = {self.of_columns.index_t};",
+            f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
+            f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
+            f"SUMS = {len(self.sums)}, REGISTERS = 0, STAGED = 1, STREAMED = 2;", *self._layouts(),
+            *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
+            *self._reductions(), *self._store_row()])
+        return Source("rows", text, params, tuple(values for _, values in fields))
+
+    def _fields(self) -> list[tuple[Field, Values]]:
+        problem = self.problem
+        acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
+        fields: list[tuple[Field, Values]] = [
+            (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
+        fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
+                   for k, o in enumerate(problem.outputs) if k not in self.sums]
+        fields += [(pointer("acc_t", "partials", const=False), ("partials",)),
+                   (Field("unsigned long long chunks", U64), ("chunks",))] if self.sums else []
+        fields += pointwise.random_fields(problem)
+        fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
+        fields += [*self.of_columns.fields, *self.of_rows.fields,
+                   (Field("unsigned rows", "I"), (n_rows(problem),))]
+        return sorted(fields, key=lambda f: -struct.calcsize("=" + f[0].format[0]))
+
+    def _layouts(self) -> list[str]:
+        """The constants that depend on the layout."""
+        hopper, older = (layout(self.problem, self.alignment, clusters) for clusters in (True, False))
+        if hopper == older:
+            return self._constants(hopper)
+        return ["#if __CUDA_ARCH__ >= 900", *self._constants(hopper), "#else", *self._constants(older),
+                "#endif"]
+
+    def _constants(self, made: Layout) -> list[str]:
+        lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
+                 f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
+                 f"STAGES = {max(1, made.stages)}, MIN_BLOCKS = {made.blocks};",
+                 f"constexpr bool PERSISTENT = {str(made.persistent).lower()};",
+                 f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)};"]
+        at = 0
+        for o in held(self.problem):
+            lines.append(f"constexpr int {o.name}_AT = {at};")
+            at += operand_bytes(o, self.problem, made)
+        return lines
+
+    # -- a row -----------------------------------------------------------------------------------
+
+    def _row(self) -> list[str]:
+        """`Row`: where it begins in each operand, its uniform operands; `load_row`, `fetch`, `taken_*`."""
+        inputs = [o for o in self.problem.inputs if self.modes[o] != "row"]
+        uniform = [o for o in self.problem.inputs if self.modes[o] == "row"]
+        outputs = [o for k, o in enumerate(self.problem.outputs) if k not in self.sums]
+        place = {o: f"p.{o.name} + ({self.of_rows.offset(self.outer[o])})" for o in self.outer}
+        coordinates = ["    " + line for line in self.of_rows.coordinates("r")]
+        lines = ["struct Row {", "    index_t begin;", *(f"    const {o.dtype}_t* {o.name};" for o in inputs),
+                 *(f"    {o.dtype}_t* {o.name};" for o in outputs),
+                 *(f"    acc_t {o.name};" for o in uniform), "};",
+                 f"{INLINE} Row load_row(const Params& p, unsigned r) {{", "    Row row;",
+                 "    row.begin = static_cast<index_t>(r) * p.columns;", *coordinates,
+                 *(f"    row.{o.name} = {place[o]};" for o in (*inputs, *outputs)),
+                 *(f"    row.{o.name} = to_acc(load_pack<1>({place[o]}).data[0]);" for o in uniform),
+                 "    return row;", "}",
+                 f"{INLINE} void fetch(const Params& p, unsigned r, unsigned rank, char* stage, ",
+                 "        Barrier* full) {", *coordinates,
+                 "    const column_t first = rank * p.span, end = min(p.columns, first + p.span);",
+                 "    const column_t count = first < end ? end - first : 0;",
+                 f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in held(self.problem))});",
+                 "    if (!count) return;",
+                 *(f"    copy_bulk(stage + {o.name}_AT, {place[o]} + first, count * {ITEMSIZE[o.dtype]}, "
+                   "full);" for o in held(self.problem)), "}"]
+        taken = {str(t.args[0].args[0]) for t in toposort(self.roots)
+                 if t.op == "taken" and isinstance(t.args[0], Expr)}
+        return lines + [line for o in inputs if o.name in taken for line in self._taken(o)]
+
+    def _taken(self, operand: Operand) -> list[str]:
+        return [f"{INLINE} acc_t taken_{operand.name}(const Params& p, const Row& row, acc_t at) {{",
+                "    if (!(at >= acc_t(0) && at < static_cast<acc_t>(p.columns))) return acc_t(0);",
+                "    const column_t column = static_cast<column_t>(at);",
+                *("    " + line for line in self.of_columns.coordinates("column")),
+                f"    return to_acc(load_pack<1>(row.{operand.name} + "
+                f"({self.of_columns.offset(self.inner[operand])})).data[0]);", "}"]
+
+    def _store_row(self) -> list[str]:
+        stored = [k for k, o in enumerate(self.problem.outputs)
+                  if self.modes[o] == "row" and k not in self.sums]
+        roots = [self.roots[k] for k in stored]
+        statements, results = emit(roots, "const auto {} = {};", self._at_hand(roots))
+        values = ARRAY.format("values")
+        return [f"{INLINE} void store_row(const Params& p, const Row& row, const {values}) {{",
+                *("    " + line for line in statements),
+                *(f"    *row.{self.problem.outputs[k].name} = "
+                  f"from_acc<{self.problem.outputs[k].dtype}_t>({result});"
+                  for k, result in zip(stored, results, strict=True)), "}"]
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    def _tile(self) -> list[str]:
+        """`Tile`: what changes from row to row; how it is read, from either memory, and `hide`, which makes
+        the compiler forget it. Weights are read where they are used: they stay in the cache."""
+        modes = {o: self.modes[o] for o in held(self.problem)}
+        head = "template <int W> " + INLINE
+        staged = [f"    tile.{o.name} = shared_pack<W>(reinterpret_cast<const {o.dtype}_t*>"
+                  f"(stage + {o.name}_AT) + within);" for o, mode in modes.items() if mode == "vector"]
+        return ["template <int W> struct Tile {",
+                *(f"    {_pack(o, mode)} {o.name};" for o, mode in modes.items()), "};",
+                f"{head} Tile<W> load_tile(const Params& p, const Row& row, column_t column) {{",
+                "    Tile<W> tile;", *self._reads(modes, "tile.{}"), "    return tile;", "}",
+                f"{head} Tile<W> staged_tile(const char* stage, column_t within) {{", "    Tile<W> tile;",
+                *staged, "    return tile;", "}",
+                f"{head} void hide(Tile<W>& tile) {{",
+                *(f"    hide_pack(tile.{o.name});" for o in modes), "}"]
+
+    def _reads(self, modes: Mapping[Operand, str], form: str) -> list[str]:
+        body: list[str] = []
+        packed = {o: mode for o, mode in modes.items() if mode != "gather"}
+        gathered = [o for o, mode in modes.items() if mode == "gather"]
+        if packed:
+            body += self.of_columns.coordinates("column")
+        body += [f"{form.format(o.name)} = load_pack<{'1' if mode == 'splat' else 'W'}>"
+                 f"(row.{o.name} + ({self.of_columns.offset(self.inner[o])}));" for o, mode in packed.items()]
+        if gathered:
+            body += self._each_column([
+                f"{form.format(o.name)}.data[v] = load_pack<1>(row.{o.name} + "
+                f"({self.of_columns.offset(self.inner[o])})).data[0];" for o in gathered])
+        return ["    " + line for line in body]
+
+    def _writes(self, outputs: Iterable[Operand]) -> list[str]:
+        packed = [o for o in outputs if self.modes[o] == "vector"]
+        scattered = [o for o in outputs if self.modes[o] != "vector"]
+        lines = ["{", *("    " + line for line in self.of_columns.coordinates("column")),
+                 *(f"    store_pack(row.{o.name} + ({self.of_columns.offset(self.inner[o])}), {o.name});"
+                   for o in packed), "}"] if packed else []
+        return lines + (self._each_column([
+            f"row.{o.name}[{self.of_columns.offset(self.inner[o])}] = from_acc<{o.dtype}_t>({o.name}[v]);"
+            for o in scattered]) if scattered else [])
+
+    def _each_column(self, body: Sequence[str]) -> list[str]:
+        return ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                *("    " + line for line in (*self.of_columns.coordinates("(column + v)"), *body)), "}"]
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _elements(self) -> list[str]:
+        known = ["#define taken(operand, at) taken_##operand(p, row, at)",
+                 "template <int PASS> struct Known;"]
+        lines = ["#define is_column(at) (static_cast<int>(at) == static_cast<int>(column) + v)",
+                 "#define up_to_column(at) (static_cast<int>(column) + v <= static_cast<int>(at))",
+                 f"template <int PASS, int W> {INLINE} void element(const Params& p, const Row& row,",
+                 "        const Known<PASS>& known, column_t column, const Tile<W>& tile,",
+                 "        acc_t (&found)[VALUES ? VALUES : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W]) {"]
+        for k, one in enumerate(self.passes):
+            written = [j for j in one.outputs
+                       if self.modes[self.problem.outputs[j]] != "row" or j in self.sums]
+            roots = [f.operand for f in one.found] + [self.roots[j] for j in written]
+            names, uniform = self._known(roots, k)
+            known += uniform
+            body = self._pass(one, written, roots, names) if roots else []
+            lines += [f"    {'if' if k == 0 else 'else if'} constexpr (PASS == {k}) {{",
+                      *("        " + line for line in body), "    }"]
+        return [*known, *lines, "}"]
+
+    def _at_hand(self, roots: Sequence[Expr]) -> dict[Expr, str]:
+        """Names of what is there before a column is looked at: values found, uniform operands, numbers."""
+        names = {node: f"values[{k}]" for node, k in self.slots.items()}
+        uniform = {o.name: f"row.{o.name}" for o in self.problem.inputs if self.modes[o] == "row"}
+        uniform |= {name: f"p.{name}" for name in self.problem.scalars}
+        for n in toposort(roots, names):
+            if n.op == "arg" and str(n.args[0]) in uniform:
+                names[n] = uniform[str(n.args[0])]
+            elif n.op == "row_size":
+                names[n] = "acc_t(p.columns)"
+        return names
+
+    def _known(self, roots: Sequence[Expr], k: int) -> tuple[dict[Expr, str], list[str]]:
+        """Names of the uniform expressions that elements of pass k use, and the text that computes them."""
+        names = self._at_hand(roots)
+        elements = [n for n in toposort(roots) if not (n.uniform or n in names)]
+        border = dict.fromkeys(a for n in (*elements, *roots) for a in (*n.args, n)
+                               if isinstance(a, Expr) and (a.uniform or a in names) and a.op != "const")
+        statements, results = emit(list(border), "const auto {} = {};", names)
+        return {n: f"known.u{i}" for i, n in enumerate(border)}, [
+            f"template <> struct Known<{k}> {{ {' '.join(f'acc_t u{i};' for i in range(len(border)))} }};",
+            f"{INLINE} void know(const Params& p, const Row& row, const {ARRAY.format('values')}, "
+            f"Known<{k}>& known) {{", *("    " + line for line in statements),
+            *(f"    known.u{i} = {result};" for i, result in enumerate(results)), "}"]
+
+    def _pass(self, one: Pass, written: Sequence[int], roots: Sequence[Expr], names: Mapping[Expr, str]
+              ) -> list[str]:
+        """What one pass does with W columns."""
+        needed = toposort(roots, names)
+        used = {str(n.args[0]) for n in needed if n.op == "arg"}
+        inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
+        weights = {o: self.modes[o] for o in inputs if not varies(o, self.problem)}
+        full = [self.problem.outputs[k] for k in written if k not in self.sums]
+        lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in weights.items()),
+                 *self._reads(weights, "{}_pack"), *(f"acc_t {o.name}[W];" for o in full)]
+        streams = [str(n.args[0]) for n in needed if n.op == "random"]
+        if streams:
+            lines.append("const Draws<W> drawn = draws<W>(p, row.begin + column);")
+        body = [f"const acc_t {o.name} = at({f'{o.name}_pack' if o in weights else f'tile.{o.name}'}, "
+                f"{'0' if self.modes[o] == 'splat' else 'v'});" for o in inputs]
+        body += [f"const Lane {s} = drawn.{s}[v];" for s in streams]
+        statements, results = emit(roots, "const auto {} = {};", names)
+        body += statements
+        body += [f"found[{self._first(f)}][v] = {result};"
+                 for f, result in zip(one.found, results, strict=False)]
+        body += [f"sums[{self.sums[k]}][v] += {result};" if k in self.sums else
+                 f"{self.problem.outputs[k].name}[v] = {result};"
+                 for k, result in zip(written, results[len(one.found):], strict=True)]
+        return [*lines, "#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                *("    " + line for line in body), "}", *self._writes(full)]
+
+    def _first(self, found: Found) -> int:
+        """The place of its first value."""
+        return next(self.slots[v] - k for k, v in enumerate(found.values) if v is not None)
+
+    def _reductions(self) -> list[str]:
+        """What each pass does with its values."""
+        starts = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"),
+                  "moments": ("0", "0", "0")}
+        bodies: dict[str, list[str]] = {"identity": [], "collect": [], "combine": []}
+        lines, first = ["template <int PASS> struct Values;"], 0
+        for k, one in enumerate(self.passes):
+            count = sum(len(f.values) for f in one.found)
+            lines.append(f"template <> struct Values<{k}> {{ static constexpr int FIRST = {first}, "
+                         f"COUNT = {count}; }};")
+            first += count
+            made: dict[str, list[str]] = {name: [] for name in bodies}
+            for f in one.found:
+                at = range(self._first(f), self._first(f) + len(f.values))
+                mine, others = (", ".join(f"{array}[{i}]" for i in at) for array in ("values", "other"))
+                made["identity"] += [f"values[{i}] = {start};"
+                                     for i, start in zip(at, starts[f.kind], strict=True)]
+                made["collect"].append(f"collect_{f.kind}({mine}, found[{at[0]}]);")
+                made["combine"].append(f"combine_{f.kind}({mine}, {others});")
+            for name, body in made.items():
+                bodies[name].append(f"    if constexpr (PASS == {k}) {{ {' '.join(body)} }}")
+        values = ARRAY.format("values")
+        return [*lines, f"template <int PASS> {INLINE} void identity({values}) {{", *bodies["identity"], "}",
+                f"template <int PASS, int W> {INLINE} void collect({values}, "
+                "const acc_t (&found)[VALUES ? VALUES : 1][W]) {", *bodies["collect"], "}",
+                f"template <int PASS> {INLINE} void combine({values}, const {ARRAY.format('other')}) {{",
+                *bodies["combine"], "}"]
+
+
+def _pack(operand: Operand, mode: str) -> str:
+    return f"Pack<{operand.dtype}_t, {'1' if mode == 'splat' else 'W'}>"

@@ -1,0 +1,260 @@
+"""Rows that lie across memory, in stages.
+
+A kernel over rows wants each row in one piece: the channels of an image or the columns of a matrix are not.
+There every stage is one pass over the whole domain, in the order of memory, that finds sums and maxima of
+all rows; the elements are a pointwise kernel after that.
+
+    (x - mean) / sqrt(variance + eps)     # stage: mean, 1 / sqrt(variance + eps)     elements: the rest
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fusionrt import layout
+from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum, substitute, toposort, where
+from fusionrt.layout import Ints
+from fusionrt.problem import Output, Problem, pose
+from fusionrt.rowwise import schedule, with_sums
+
+if TYPE_CHECKING:
+    from fusionrt.row_op import RowOperator
+
+
+# -- expressions -----------------------------------------------------------------------------------
+
+
+def factored(roots: Sequence[Expr]) -> list[Expr]:
+    """With factors that are one value a row outside of the sums: sum(g * weight) and sum(g) are one sum."""
+    made: dict[Expr, Expr] = {}
+    place: dict[Expr, int] = {}
+    for n in toposort(roots):
+        if n.op == "row_sum":
+            uniform, rest = _factors(substitute([a for a in n.args if isinstance(a, Expr)], made)[0])
+            rest.sort(
+                key=lambda factor: place.setdefault(factor, len(place))
+            )  # a * b and b * a are one as well
+            made[n] = functools.reduce(operator.mul, uniform, row_sum(functools.reduce(operator.mul, rest)))
+    return substitute(roots, made)
+
+
+def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
+    """Of a product the uniform factors and the others; of anything else itself."""
+    operands = [a for a in e.args if isinstance(a, Expr)]
+    if e.op not in ("mul", "neg") or e.uniform:
+        return [], [e]
+    uniform, rest = [node("const", "-1.0")] if e.op == "neg" else [], []
+    for a in operands:
+        more, others = ([a], []) if a.uniform else _factors(a)
+        uniform += more
+        rest += others
+    return uniform, rest
+
+
+def split(
+    roots: Sequence[Expr], n_args: int, numbers: Collection[str], online: bool
+) -> tuple[list[list[Expr]], list[Expr]]:
+    """The values that each stage computes, one a row, and the roots by means of them: value after value
+    they are arguments `n_args`, `n_args` + 1, ... `numbers` are the arguments that are Python numbers."""
+    stages: list[list[Expr]] = []
+    roots = list(roots) if online else _one_by_one(roots)
+    while found := schedule(roots := with_sums(roots), online)[0].found:
+        border = _border(roots, {v for f in found for v in f.values if v is not None}, numbers)
+        names = {value: argument(f"a{n_args + k}", True) for k, value in enumerate(border)}
+        n_args += len(border)
+        stages.append(border)
+        roots = substitute(roots, names)
+    return stages, list(roots)
+
+
+def _one_by_one(roots: Sequence[Expr]) -> list[Expr]:
+    """For where a pass finds no two values of which one needs the other."""
+    from fusionrt.cpu.rows import spelled_out
+
+    roots = spelled_out(roots)
+    tops = [n for n in toposort(roots) if n.op == "row_top"]
+    # A row of -inf alone has exponentials relative to 0.
+    finite = {top: where(top == -math.inf, 0, top) for top in tops}
+    relative = {
+        n: exp(substitute([a for a in n.args if isinstance(a, Expr)], finite)[0])
+        for n in toposort(roots)
+        if n.op == "exp"
+    }
+    return substitute(roots, relative)
+
+
+def _border(roots: Sequence[Expr], values: Collection[Expr], numbers: Collection[str]) -> list[Expr]:
+    """What follows from values and numbers alone and is a root, or an operand of what does not."""
+    follows = dict.fromkeys(values, True)  # and whether it depends on a value
+    border: dict[Expr, None] = {}
+    for n in toposort(roots, follows.copy()):
+        operands = [a for a in n.args if isinstance(a, Expr)]
+        if n.op in ("const", "row_size") or (n.op == "arg" and n.args[0] in numbers):
+            follows[n] = False
+        elif operands and n.op not in REDUCTIONS and n.uniform and all(a in follows for a in operands):
+            follows[n] = any(follows[a] for a in operands)
+        else:
+            border |= dict.fromkeys(a for a in operands if follows.get(a))
+    border |= dict.fromkeys(r for r in roots if follows.get(r))
+    return list(border)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """One kernel: its callable, which of its results the next ones take, which are the operator's outputs."""
+
+    run: Callable[..., Any]
+    draws: bool  # whether it takes random numbers
+    found: tuple[int, ...]  # a position among the results for each value
+    outputs: tuple[int, ...]  # the operator's output that each of the first results is
+
+
+class Plan:
+    """The stages of one kind of call of an operator."""
+
+    def __init__(
+        self,
+        op: RowOperator,
+        args: Sequence[Any],
+        shape: Ints,
+        outputs: Sequence[torch.Tensor],
+        order: Sequence[int],
+        alignment: int,
+    ) -> None:
+        self.op, self.args, self.shape, self.outputs = op, list(args), shape, outputs
+        self.order, self.alignment, self.acc = order, alignment, op.acc_dtype(args)
+        self.double = op.is_double(args)
+        first = len(shape) - op.row_dims
+        self.one_a_row = (*shape[:first], *(1,) * op.row_dims)
+        self.row_size = math.prod(shape[first:])
+        columns = {d for d in range(first, len(shape)) if shape[d] != 1}
+        missing = [layout.missing(o.shape, shape) for o in outputs]
+        uniform = [op.is_one_a_row(k) for k in range(len(outputs))]
+        self.spread = [op.is_spread(k) and not m for k, m in enumerate(missing)]
+        self.of_rows = [
+            u or s or (bool(m) and m >= columns)
+            for u, s, m in zip(uniform, self.spread, missing, strict=True)
+        ]
+        self.summed = [not of_rows and bool(m) for of_rows, m in zip(self.of_rows, missing, strict=True)]
+        # Dimensions that one value a row is summed over after the kernels: a weight that several rows share.
+        self.later = {
+            k: sorted(m - columns) for k, m in enumerate(missing) if self.of_rows[k] and m - columns
+        }
+        self.roots = [
+            row_sum(r) if of_rows and not (u or s) else r
+            for r, u, s, of_rows in zip(op.outputs, uniform, self.spread, self.of_rows, strict=True)
+        ]
+
+    def build(self, online: bool) -> Callable[..., Any]:
+        """`online`: one pass finds what belongs together, as a GPU does; a CPU's second pass is cheap."""
+        n = len(self.args)
+        numbers = {f"a{i}" for i, a in enumerate(self.args) if not isinstance(a, torch.Tensor)}
+        values, roots = split(factored(self.roots), n, numbers, online)
+        names = {
+            argument(f"a{n + k}", True): value for k, value in enumerate(v for stage in values for v in stage)
+        }
+        wanted = {k: names[root] for k, root in enumerate(roots) if self.of_rows[k] and root in names}
+        rest = [k for k in range(len(roots)) if k not in wanted]
+        read = set(leaves([roots[k] for k in rest] + [v for stage in values for v in stage], "arg"))
+        stages = []
+        for stage in values:
+            kept = [v for k, v in enumerate(stage, len(self.args)) if f"a{k}" in read]
+            here = set(stage)
+            stages.append(self._finding(stage, kept, {k: v for k, v in wanted.items() if v in here}))
+        for of_rows in (False, True):
+            chosen = [k for k in rest if self.of_rows[k] == of_rows]
+            if chosen:
+                stages.append(self._elements(roots, chosen, self.one_a_row if of_rows else self.shape))
+        in_one = (
+            len(stages) == 1
+            and not (self.later or any(self.spread))
+            and stages[0].outputs == tuple(range(len(roots)))
+        )
+        if in_one or self.outputs[0].is_meta:
+            return stages[0].run
+        return self._run(stages, n)
+
+    def _finding(self, stage: Sequence[Expr], kept: Sequence[Expr], wanted: dict[int, Expr]) -> Stage:
+        """One pass over the domain; a value is stored as an output wants it, and as arithmetic does."""
+        made = [self._made(k, value, True) for k, value in wanted.items()]
+        places = {
+            v: k
+            for k, (v, o) in enumerate(zip(wanted.values(), made, strict=True))
+            if (o.shape, o.dtype) == (self.one_a_row, self.acc)
+        }
+        kept = [v for v in kept if v not in places]
+        made += [
+            Output(v, self.acc, self.one_a_row, contiguous(self.one_a_row), self._walk(self.one_a_row), True)
+            for v in kept
+        ]
+        problem = self._posed(made, self.shape, self.order)._replace(across=True)
+        run = self.op.compile(self.args, self.shape, problem, made, self.alignment)
+        self.args += [torch.empty(self.one_a_row, dtype=self.acc, device="meta") for _ in stage]
+        # What nobody reads is an argument as well, whichever.
+        places |= {v: k for k, v in enumerate(kept, len(wanted))}
+        return Stage(run, bool(problem.streams), tuple(places.get(v, 0) for v in stage), tuple(wanted))
+
+    def _elements(self, roots: Sequence[Expr], chosen: Sequence[int], shape: Ints) -> Stage:
+        """A pointwise kernel over the domain, or over one value a row."""
+        order = (
+            self.order if shape == self.shape else [d for d in reversed(range(len(shape))) if shape[d] != 1]
+        )
+        made = [self._made(k, roots[k], self.summed[k]) for k in chosen]
+        problem = self._posed(made, shape, order)
+        run = self.op.compile(self.args, shape, problem, made, self.alignment)
+        return Stage(run, bool(problem.streams), (), tuple(chosen))
+
+    def _made(self, k: int, root: Expr, reduced: bool) -> Output:
+        """Output k as a kernel computes it."""
+        o = self.outputs[k]
+        if k in self.later or self.spread[k]:
+            strides, dtype = contiguous(self.one_a_row), o.dtype if self.spread[k] else self.acc
+            walk = self._walk(self.one_a_row) if reduced else strides
+            return Output(root, dtype, self.one_a_row, strides, walk, reduced)
+        over = self._walk(o.shape) if reduced else layout.expand_strides(o.shape, o.stride(), self.shape)
+        return Output(root, o.dtype, tuple(o.shape), tuple(o.stride()), over, reduced)
+
+    def _walk(self, shape: Sequence[int]) -> Ints:
+        return layout.reduced_strides(shape, self.shape, self.order)
+
+    def _posed(self, made: Sequence[Output], shape: Ints, order: Sequence[int]) -> Problem:
+        return pose(self.op.name, self.args, shape, order, made, self.double, row_size=self.row_size)
+
+    def _run(self, stages: Sequence[Stage], n: int) -> Callable[..., Any]:
+        spread = [k for k, is_spread in enumerate(self.spread) if is_spread]
+        later = [
+            (k, dims, tuple(self.outputs[k].shape), self.outputs[k].dtype) for k, dims in self.later.items()
+        ]
+        results: list[Any] = [None] * len(self.outputs)
+        on_gpu = self.alignment == 16 and self.outputs[0].is_cuda
+        pointers = [k for k, a in enumerate(self.args[:n]) if on_gpu and isinstance(a, torch.Tensor)]
+
+        def run(*args: Any) -> Any:
+            if any(args[k].data_ptr() & 15 for k in pointers):
+                return self.op.misaligned(*args)
+            rng, given, found = args[n:], list(args[:n]), list(results)
+            for stage in stages:
+                computed = stage.run(*given, *(rng if stage.draws else ()))
+                computed = computed if isinstance(computed, tuple) else (computed,)
+                for k, value in zip(stage.outputs, computed, strict=False):
+                    found[k] = value
+                given += [computed[k] for k in stage.found]
+            for k, dims, shape, dtype in later:
+                found[k] = found[k].sum(dims).view(shape).to(dtype)
+            for k in spread:
+                found[k] = found[k].expand(self.shape)
+            return found[0] if len(found) == 1 else tuple(found)
+
+        return run
+
+
+def contiguous(shape: Sequence[int]) -> Ints:
+    return tuple(reversed(layout.dense(tuple(reversed(shape)))))

@@ -1,0 +1,177 @@
+"""How far a result may be off, and the check of an op against its reference.
+
+For every op's tests, pointwise or structured:
+
+    check(frt.softmax, (x,), {"dim": 1})     # the result and every gradient, as accurate as torch's
+
+and where more has to be looked at: `evaluate` gives a function's result and gradients, `accumulated`
+what a summed gradient is made of, `assert_as_accurate` compares with the truth.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+F16, BF16, F32, F64 = DTYPES
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def ulp(exact, dtype):
+    """The spacing of dtype's numbers at |exact|, in float64."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(exact.abs().clamp(info.tiny, info.max))[1] - 1
+    return torch.ldexp(torch.full_like(exact, info.eps, dtype=torch.float64), exponent)
+
+
+def assert_as_accurate(ours, torchs, exact, extra=0.0, near=None):
+    """|ours - exact| is at most 2 ulp and twice torch's worst error nearby.
+
+    "Nearby": among the 64 neighbours of an element in the order of `near` (for a function of one
+    variable, that variable), so that neither a small result hides behind the error of a large one,
+    nor a lucky one of torch's counts as its accuracy; or, without `near`, anywhere.
+    `extra`, a number or one for each element, is allowed on top.
+    Where torch or the exact result leaves the dtype's range, ours equals one of them.
+    In float64 `exact` is torch's own result: what is allowed is 16 ulp and 16 ulp of 1.
+    """
+    assert ours.dtype == torchs.dtype
+    assert ours.shape == torchs.shape == exact.shape
+    dtype = ours.dtype
+    extra, near = (
+        torch.as_tensor(v).expand(exact.shape) for v in (extra, 0.0 if near is None else near)
+    )
+    rounded = exact.to(dtype).double().cpu().flatten()
+    ours, torchs, exact, extra, near = (
+        t.detach().double().cpu().flatten() for t in (ours, torchs, exact, extra, near)
+    )
+    inside = torchs.isfinite() & rounded.isfinite()
+    found = ours[~inside]
+    same = [(found == o) | (found.isnan() & o.isnan()) for o in (torchs[~inside], rounded[~inside])]
+    assert (same[0] | same[1]).all()
+    ours, torchs, exact, extra, near = (t[inside] for t in (ours, torchs, exact, extra, near))
+    if not exact.numel():
+        return
+    if dtype == torch.float64:
+        allowed = 16 * (ulp(exact, dtype) + torch.finfo(dtype).eps) + extra
+    else:
+        order = near.argsort()
+        theirs = (torchs - exact).abs()
+        if near.min() == near.max():
+            worst = theirs.max()
+        else:
+            worst = torch.empty_like(theirs)
+            worst[order] = torch.nn.functional.max_pool1d(theirs[order][None], 65, 1, 32)[0]
+        allowed = 2 * worst + 2 * ulp(exact, dtype) + extra
+    error = (ours - exact).abs()
+    error[error.isnan()] = math.inf
+    at = (error / allowed).argmax()
+    assert error[at] <= allowed[at], (
+        f"{ours[at]:.9g} against {exact[at]:.9g} (torch {torchs[at]:.9g}): error {error[at]:.3g}, "
+        f"allowed {allowed[at]:.3g}; near {near[at]:.9g}"
+    )
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    assert torch.equal(
+        a.view(torch.uint8) if a.dim() else a.reshape(1).view(torch.uint8),
+        b.view(torch.uint8) if b.dim() else b.reshape(1).view(torch.uint8),
+    )
+
+
+# --- functions and their gradients ----------------------------------------------------------------
+
+
+def make(shape, dtype, device):
+    """Normal numbers of standard deviation 2, or all the numbers of int8."""
+    if not dtype.is_floating_point:
+        return torch.randint(-128, 128, shape, device=device).to(dtype)
+    return (torch.randn(shape, device=device, dtype=F64) * 2).to(dtype)
+
+
+def is_floating(value):
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+def wide(value):
+    """A floating tensor in float64, anything else as it is."""
+    return value.double() if is_floating(value) else value
+
+
+def evaluate(function, args, kwargs=None, grad_output=None):
+    """function(*args, **kwargs), one tensor, and its gradients: of the floating tensors in `args`.
+
+    Tensors in `kwargs` are constants. `grad_output` is ones unless given, and takes the result's
+    dtype. A result that has no gradient comes with [].
+    """
+    args = [
+        a.detach().requires_grad_(a.is_floating_point()) if torch.is_tensor(a) else a for a in args
+    ]
+    out = function(*args, **(kwargs or {}))
+    if not out.requires_grad:
+        return out, []
+    if grad_output is None:
+        grad_output = torch.ones_like(out)
+    wanted = [a for a in args if is_floating(a)]
+    return out.detach(), torch.autograd.grad(out, wanted, grad_output.to(out.dtype))
+
+
+def accumulated(function, args, kwargs, grad_output):
+    """Sum of the magnitudes of what is added up in the gradient of each floating tensor in `args`.
+
+    `function` is the formula for operands that were all expanded to grad_output's shape. For the
+    weight and bias of a norm that is `normalized(x) * weight + bias`, not torch's layer_norm, which
+    takes no weight of full shape.
+    """
+    full = [a.expand(grad_output.shape) if torch.is_tensor(a) else a for a in args]
+    grads = evaluate(function, full, kwargs, grad_output)[1]
+    operands = [a for a in args if is_floating(a)]
+    return [g.abs().sum_to_size(a.shape) for g, a in zip(grads, operands, strict=True)]
+
+
+def lost(magnitude, dtype):
+    """What a sum may lose whose terms are computed in acc_t: it does not shrink when they cancel."""
+    return magnitude * (2.0**-50 if dtype == F64 else 2.0**-22)
+
+
+def check(function, args, kwargs=None, *, reference=None, exact=None, magnitudes=None, extra=0.0):
+    """Result and gradients are as accurate as torch's own; the inputs are as they were.
+
+    Returns both, as `evaluate` does, which also says what is differentiated.
+
+    reference: the unfused torch formula; function.reference unless given.
+    exact: the truth when its arguments are float64; the reference unless given.
+    magnitudes: what is added up in each gradient, a function of the float64 args, kwargs and
+        grad_output; `accumulated` of the reference unless given. Asked only when an operand has
+        fewer elements than the result, and used for those.
+    extra: allowed for the result besides, as for a sum `lost(x.abs().sum(dim), x.dtype)`.
+    """
+    kwargs, reference = kwargs or {}, reference or function.reference
+    exact, magnitudes = exact or reference, magnitudes or functools.partial(accumulated, reference)
+    before = [torch.clone(a) if torch.is_tensor(a) else a for a in args]
+    wide_args, wide_kwargs = [wide(a) for a in args], {k: wide(v) for k, v in kwargs.items()}
+    shape = reference(*wide_args, **wide_kwargs).shape
+    grad_output = torch.randn(shape, dtype=F64, device=args[0].device)
+    out, grads = evaluate(function, args, kwargs, grad_output)
+    grad_output = grad_output.to(out.dtype)
+    theirs, their_grads = evaluate(reference, args, kwargs, grad_output)
+    true, true_grads = evaluate(exact, wide_args, wide_kwargs, grad_output.double())
+    assert_as_accurate(out, theirs, true, extra, near=true)
+    assert len(grads) == len(their_grads) == len(true_grads)
+    summed = [grad.numel() < out.numel() for grad in grads]
+    sizes = [0.0] * len(grads)
+    if any(summed):
+        sizes = magnitudes(wide_args, wide_kwargs, grad_output.double())
+    triples = zip(grads, their_grads, true_grads, strict=True)
+    for triple, size, is_sum in zip(triples, sizes, summed, strict=True):
+        assert_as_accurate(*triple, extra=lost(size, out.dtype) if is_sum else 0.0)
+    for a, b in zip(args, before, strict=True):
+        assert a is b or torch.equal(a.nan_to_num(), b.nan_to_num())
+    return out, grads

@@ -1,0 +1,578 @@
+"""fusionrt.bench on the CPU. Times decide a test only where they differ ten times."""
+
+import csv
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import fusionrt
+from fusionrt import bench
+from fusionrt.bench import memory, profile, sampling, traffic
+from fusionrt.bench.accuracy import accuracy, exactly, of_results
+from fusionrt.bench.kernel import copied
+
+CPU = torch.device("cpu")
+
+
+def chain(x, b):
+    return torch.relu(x + b)
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(64, 256), torch.randn(256)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+def test_bench_is_reached_without_torch():
+    code = "import sys, fusionrt; fusionrt.bench.__all__; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_every_public_name_resolves():
+    assert fusionrt.bench is bench
+    assert [name for name in bench.__all__ if not hasattr(bench, name)] == []
+    with pytest.raises(AttributeError, match=r"module 'fusionrt.bench' has no attribute 'nothing'"):
+        _ = bench.nothing
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+def test_statistics_are_those_of_the_samples():
+    m = bench.Measurement("f", "cpu", "by hand", (3.0, 1.0, 2.0, 4.0, 10.0), (1.0, 2.0, 6.0))
+    assert (m.mean, m.median, m.us, m.min, m.max, m.host) == (4.0, 3.0, 3.0, 1.0, 10.0, 2.0)
+    assert m.std == pytest.approx(np.std([3, 1, 2, 4, 10], ddof=1))
+    assert m.spread == pytest.approx((4 - 2) / 3)
+    assert m.percentile(50) == m.percentiles[50] == 3.0
+    assert m["mean_time"] == 0.004
+    assert dict(m) == {"mean_time": 0.004, "median_time": 0.003, "std_time": m.std / 1e3, "min_time": 0.001,
+                       "max_time": 0.01}
+    assert json.loads(json.dumps(m.as_dict()))["samples"] == [3, 1, 2, 4, 10]
+    with pytest.raises(KeyError, match="'time'; there are mean_time, median_time"):
+        m["time"]
+
+
+def test_one_sample_has_no_deviation():
+    m = bench.benchmark_kernel(time.sleep, 0.001, warmup=0, repeat=1, device="cpu")
+    assert (m.std, m.spread, len(m.samples), m.host) == (0.0, 0.0, 1, None)
+    assert m.median == m.mean == m.percentiles[99] == m.samples[0]
+
+
+def test_a_slow_function_is_seen_as_slow_and_variants_take_turns():
+    order = []
+
+    def pausing(seconds):
+        def call():
+            order.append(seconds)
+            time.sleep(seconds)
+        return call
+
+    found = bench.benchmark_kernel({"slow": pausing(0.02), "fast": pausing(0.001)}, warmup=1, repeat=4,
+                                   device="cpu")
+    assert 20_000 <= found["slow"].median < 60_000
+    assert 1_000 <= found["fast"].median < 10_000
+    assert all(len(m.samples) == 4 and m.calls == 1 for m in found.values())
+    changes = sum(a != b for a, b in itertools.pairwise(order[4:]))  # without warm-ups
+    assert changes >= 4
+
+
+def test_a_short_call_is_repeated_within_a_sample():
+    calls = 0
+
+    def nothing():
+        nonlocal calls
+        calls += 1
+
+    m = bench.benchmark_kernel(nothing, repeat=5, warmup=3, device="cpu")
+    assert m.calls > 10
+    assert calls == 3 + 1 + 5 * m.calls
+    assert m.median < 20
+    assert f"perf_counter around {m.calls} calls" in m.method
+
+
+@pytest.mark.parametrize(("inputs", "expected"), [
+    ((1, 2), ((1, 2), {})), ([1, 2], ((1, 2), {})), ({"a": 1}, ((), {"a": 1})), (3, ((3,), {})),
+    ((), ((), {})), (([1, 2],), (([1, 2],), {})),
+], ids=str)
+def test_inputs(inputs, expected):
+    seen = []
+    bench.benchmark_kernel(lambda *args, **kwargs: seen.append((args, kwargs)), inputs, 0, 1, device="cpu")
+    assert seen[0] == expected
+
+
+def test_a_tensor_and_a_numpy_array_are_single_arguments():
+    for value in (torch.ones(3), np.ones(3)):
+        seen = []
+        m = bench.benchmark_kernel(seen.append, value, 0, 1)
+        assert seen[0] is value
+        assert m.device == "cpu"
+
+
+def test_errors_name_the_variant():
+    def bad():
+        raise ValueError("no good\nmore")
+
+    with pytest.raises(bench.VariantError, match=r"variant 'b' raised ValueError: no good$") as caught:
+        bench.benchmark_kernel({"a": lambda: None, "b": bad}, device="cpu")
+    assert caught.value.variant == "b"
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_error_that_comes_late_names_the_variant():
+    calls = iter(range(5))
+    with pytest.raises(bench.VariantError, match="variant 'next' raised StopIteration"):
+        bench.benchmark_kernel({"next": lambda: time.sleep(0.0001 * next(calls))}, warmup=2, repeat=20,
+                               device="cpu")
+
+
+@pytest.mark.parametrize(("fn", "options", "error", "text"), [
+    ({}, {}, ValueError, "no function to measure"),
+    ({"a": 1}, {}, TypeError, "a must be a function, got int"),
+    (print, {"repeat": 0}, ValueError, "repeat at least 1, got warmup=10, repeat=0"),
+    (print, {"device": "meta"}, ValueError, "device must be cpu or cuda, got meta"),
+    (print, {"device": "cpu", "cold": True}, ValueError, "cold=True is for GPUs"),
+    (print, {"device": "cpu", "graph": True}, ValueError, "graph=True is for GPUs"),
+])
+def test_wrong_arguments(fn, options, error, text):
+    with pytest.raises(error, match=text):
+        bench.benchmark_kernel(fn, (), **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(ValueError, match="device is cuda, and there is no CUDA device"):
+        bench.benchmark_kernel(print, device="cuda")
+
+
+def test_copies_have_the_strides_and_sharing_of_the_inputs():
+    x = torch.ones(8, 8, requires_grad=True)
+    with torch.no_grad():
+        args = (x, x.t(), torch.ones(8).expand(8, 8), np.ones(3), "mean")
+    (y, t, wide, array, word), more = copied((args, {"x": x}))
+    assert y.data_ptr() == t.data_ptr() == more["x"].data_ptr() != x.data_ptr()
+    assert (y.requires_grad, t.stride(), wide.stride(), word) == (True, (1, 8), (0, 1), "mean")
+    array[0] = 2
+    assert args[3][0] == 1
+    assert copied(((x * 2,), {})) is None  # part of a graph
+
+
+class _Clock:
+    """Samples with given times, as a GPU would give them: whether the host got ahead depends on `spin`."""
+
+    def __init__(self, variant, host, us):
+        self.variant, self.host, self.us = variant, host, us
+
+    def __call__(self):
+        issuing = self.host * self.variant.calls
+        return sampling.Sample(self.us, self.host, ahead=self.variant.spin > issuing)
+
+
+@pytest.mark.parametrize(("host", "us", "calls"), [(10, 2, 50), (10, 40, 7), (5000, 2, 1), (10, 1e5, 1)])
+def test_the_device_is_kept_busy_while_the_host_issues(monkeypatch, host, us, calls):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    variant = sampling.Variant("f", [lambda: None], None)
+    variant.take = _Clock(variant, host, us)
+    variant.prepare()
+    assert not variant.waits
+    assert variant.calls == calls
+    assert variant.spin > host * calls
+
+
+def test_a_call_that_waits_for_the_device_is_told_apart(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    variant = sampling.Variant("f", [lambda: None], None)
+    variant.take = lambda: sampling.Sample(50.0, 50.0 + variant.spin, ahead=False)
+    variant.prepare()
+    assert variant.waits
+    assert variant.spin == 0
+    assert "waited for the device" in sampling._how(variant, 100, graph=False)
+
+
+# -- accuracy --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounding_is_half_a_ulp_at_most(dtype):
+    exact = torch.randn(10_000, dtype=torch.float64)
+    found = accuracy(exact.to(dtype), exact)
+    assert 0.45 < found.ulp_max <= 0.5 + 2**-13  # torch rounds to 16 bits by way of float32
+    assert 0.2 < found.ulp_mean < 0.3
+    assert (found.mismatches, found.nan, found.inf, found.outside) == (0, 0, 0, 0)
+    assert found.ok
+    error = (exact.to(dtype).double() - exact).abs()
+    assert found.max_abs == error.max()
+    assert found.max_rel == (error / exact.abs()).max()
+    ordered = error.sort().values
+    assert {q: found.absolute[q] for q in (50, 90, 99, 99.9)} == {
+        q: ordered[int(q * 100) - 1] for q in (50, 90, 99, 99.9)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_neighbour_is_one_ulp_away(dtype):
+    exact = torch.tensor([1.0, 1.5, -3.0, 1e-3]).to(dtype).double()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    neighbours = (exact.to(dtype).view(bits) + 1).view(dtype)
+    found = accuracy(neighbours, exact)
+    assert found.ulp_max == found.ulp_mean == 1.0
+    assert found.mismatches == 4
+
+
+def test_nan_and_infinities_are_counted_apart_from_errors():
+    inf, nan = math.inf, math.nan
+    exact = torch.tensor([nan, inf, -inf, 1e39, 1.0, 0.0, nan, 2.0, inf], dtype=torch.float64)
+    result = torch.tensor([nan, inf, inf, inf, nan, 0.5, 1.0, inf, nan])
+    found = accuracy(result, exact)
+    assert (found.nan, found.inf) == (3, 2)          # nan for 1, 1 for nan, nan for inf; inf for -inf and 2
+    assert found.max_abs == 0.5                      # 1e39 is infinite in float32
+    assert found.max_rel == 0.0                      # nothing is finite but an exact 0
+    assert found.mismatches == 6
+    assert found.outside == 6
+    assert not found.ok
+    assert "3 NaN, 2 infinities and 6 of 9 elements differ" in str(found)
+
+
+def test_integers_are_exact_or_not():
+    exact = torch.tensor([1.4, 2.5, -3.0, 100.0], dtype=torch.float64)
+    found = accuracy(torch.tensor([1, 2, -3, 98], dtype=torch.int8), exact)
+    assert found.dtype == "int8"
+    assert (found.mismatches, found.max_abs, found.ulp_max, found.outside) == (1, 2, 2, 1)
+    large = torch.tensor([2**60 + 1])
+    assert accuracy(large, large + 1).mismatches == 1
+
+
+def test_tolerances():
+    exact = torch.tensor([1.0, 100.0], dtype=torch.float64)
+    result = torch.tensor([1.01, 100.5])
+    assert accuracy(result, exact).outside == 2
+    assert accuracy(result, exact, rtol=0.006).outside == 1
+    assert accuracy(result, exact, rtol=0, atol=0.6).ok
+
+
+def test_accuracy_of_nothing_and_of_numpy():
+    found = accuracy(torch.empty(0), torch.empty(0, dtype=torch.float64))
+    assert (found.max_abs, found.ulp_max, found.mismatches) == (0, 0, 0)
+    assert accuracy(np.float32([1, 2]), np.float64([1, 2.5])).max_abs == 0.5
+    assert json.loads(json.dumps(found.as_dict()))["absolute"]["99.9"] == 0
+
+
+def test_accuracy_refuses():
+    with pytest.raises(ValueError, match=r"one shape, got \(2,\) and \(3,\)"):
+        accuracy(torch.ones(2), torch.ones(3))
+    with pytest.raises(TypeError, match="result must be a tensor or an array, got float"):
+        accuracy(1.0, torch.ones(3))
+    with pytest.raises(ValueError, match="as many results as exact ones are needed, got 1 and 2"):
+        of_results(torch.ones(2), (torch.ones(2), torch.ones(2)))
+
+
+def test_exactly_computes_in_float64_and_leaves_integers():
+    x, index = torch.randn(4, dtype=torch.bfloat16), torch.tensor([0, 2])
+    exact = exactly(lambda x, *, at: x[at] / 3, (x,), {"at": index})
+    assert exact.dtype == torch.float64
+    assert torch.equal(exact, x.double()[[0, 2]] / 3)
+    assert exactly(np.sqrt, (np.float32([2]),))[0] == np.sqrt(np.float64(np.float32(2)))
+
+
+def test_of_several_results_the_worst_counts():
+    one = torch.ones(4)
+    assert of_results((one, [one + 1]), (one.double(), [one.double()])).max_abs == 1
+    assert of_results(None, None) is None
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+def test_least_bytes_counts_each_array_once_in_its_own_dtype(inputs):
+    x, b = inputs
+    q = torch.zeros(64, 256, dtype=torch.int8)
+    assert traffic.least_bytes((x, b), q) == x.nbytes + b.nbytes + 64 * 256
+    assert traffic.least_bytes((x, x, 2.0), x) == 2 * x.nbytes
+    assert traffic.least_bytes({"b": b.expand(64, 256)}, [x.half()]) == b.nbytes + x.nbytes // 2
+    assert traffic.least_bytes((x[:, ::2],), ()) == x.nbytes // 2
+    assert traffic.least_bytes((np.ones(5), [torch.empty(0), None]), np.ones(3, np.int8)) == 43
+
+
+def test_the_unfused_chain(inputs):
+    x, b = inputs
+    n, m = x.nbytes, b.nbytes
+    found = traffic.unfused(lambda x, b: torch.relu((x + b).t().reshape(256, 8, 8)), (x, b))
+    assert found.ops == ("add", "relu")
+    assert found.bytes == (n + m + n) + (n + n)
+    assert found.launches == 2
+    assert found.bound(2 * n + m) == (4 * n + m) / (2 * n + m)
+
+
+def test_the_unfused_chain_of_a_gradient_and_of_work_in_place(inputs):
+    x, _ = inputs
+    n = x.nbytes
+
+    def both(x):
+        y = torch.relu(x.detach().requires_grad_())
+        y.backward(x)
+
+    found = traffic.unfused(both, (x,))
+    assert found.ops == ("relu", "threshold_backward")
+    assert found.bytes == 2 * n + 3 * n
+    assert traffic.unfused(lambda: torch.empty(5).fill_(1).mul_(2)).bytes == 20 + 40
+    assert traffic.unfused(torch.zeros_like, (x,)).bytes == n
+    assert traffic.unfused(torch.neg, (x,), {"out": torch.empty_like(x)}).bytes == 2 * n
+
+
+def test_device_of():
+    assert traffic.device_of(((torch.ones(1), 2.0), {})) == CPU
+    assert traffic.device_of((np.ones(2),)) == CPU
+    if not torch.cuda.is_available():
+        assert traffic.device_of(()) == CPU
+
+
+# -- memory and profile ----------------------------------------------------------------------------
+
+def test_memory_sees_intermediate_results(inputs):
+    x, b = inputs
+    chain(x, b)
+    found = memory.measure(lambda: torch.relu(x + b), CPU)
+    assert (found.peak, found.allocations) == (2 * x.nbytes, 2)
+    kept = memory.measure(lambda: torch.add(x, b, out=x), CPU)
+    assert (kept.peak, kept.allocations) == (0, 0)
+
+
+def test_kernels_of_the_cpu_are_ops(inputs):
+    x, b = inputs
+    found = {k.name: k for k in profile.kernels(lambda: torch.relu(x + b), CPU, calls=3)}
+    assert found["aten::add"].launches == 1
+    assert found["aten::add"].us > 0
+    assert profile.launches(lambda: None, CPU) is None
+
+
+@pytest.mark.parametrize(("arch", "block", "registers", "shared", "expected"), [
+    ("sm_90", 128, 40, 0, 48 / 64),      # 12 blocks: registers go by 256 a warp, 48 warps
+    ("sm_90", 256, 32, 0, 1.0),
+    ("sm_90", 256, 64, 0, 0.5),
+    ("sm_90", 32, 16, 0, 0.5),           # 32 blocks
+    ("sm_90", 1024, 255, 0, 0.0),        # does not fit at all
+    ("sm_90a", 256, 32, 113 * 1024, 16 / 64),
+    ("sm_75", 256, 64, 0, 1.0),
+    ("sm_86", 1024, 32, 0, 32 / 48),
+])
+def test_occupancy(arch, block, registers, shared, expected):
+    assert profile.occupancy(arch, block, registers, shared) == expected
+
+
+def test_occupancy_of_an_unknown_architecture():
+    with pytest.raises(ValueError, match="no limits of 'sm_10' are known; there are sm_75"):
+        profile.occupancy("sm_10", 32, 32)
+
+
+def test_resources_of_our_kernels():
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    x, b = torch.empty(64, 256, requires_grad=True), torch.empty(256, requires_grad=True)
+    found = profile.resources(fusionrt.bias_relu, (x, b), arch="sm_90", backward=True)
+    assert [r.entry for r in found] == ["pointwise", "pointwise_reduce", "sum_partials"]
+    for r in found:
+        assert 16 <= r.registers <= 255
+        assert r.spills == 0
+        assert r.occupancy == profile.occupancy("sm_90", r.block, r.registers, r.shared)
+    assert found[0].block == 128
+
+
+def test_resources_refuse():
+    with pytest.raises(ValueError, match="relu runs no kernel of ours"):
+        profile.resources(torch.relu, (torch.ones(3),), arch="sm_90")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is no GPU; say for which arch"):
+            profile.resources(fusionrt.relu, (torch.ones(3),))
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+def coarse(x, b):
+    return torch.relu(x.half() + b.half()).float()
+
+
+def failing(x, b):
+    raise RuntimeError("out of | luck")
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return bench.compare_implementations(
+        {"eager": chain, "coarse": coarse, "failing": failing, "idle": lambda x, b: time.sleep(0.02) or x},
+        (torch.randn(64, 256), torch.randn(256)), reference=chain, repeat=3, title="relu(x + b)")
+
+
+def test_a_comparison_has_all_of_it(compared):
+    n, m = 64 * 256 * 4, 256 * 4
+    assert [row["name"] for row in compared.rows] == ["eager", "coarse", "failing", "idle"]
+    eager = compared["eager"]
+    assert eager["speedup"] == 1.0
+    assert not eager["within_noise"]
+    assert eager["bytes"] == 2 * n + m
+    assert eager["GB/s"] == pytest.approx((2 * n + m) / eager["us"] / 1e3)
+    assert (eager["unfused_bytes"], eager["unfused_launches"]) == (4 * n + m, 2)
+    assert eager["bound"] == (4 * n + m) / (2 * n + m)
+    assert (eager["peak_bytes"], eager["allocations"]) == (2 * n, 2)
+    assert eager["outside"] == 0
+    assert eager["ulp_max"] >= 0.5
+    assert "launches" not in eager    # the CPU has none
+    assert compared["coarse"]["outside"] > 0
+    assert compared["coarse"]["accuracy"]["dtype"] == "float32"
+    assert compared["idle"]["speedup"] < 0.5
+    assert compared["failing"]["error"] == "RuntimeError: out of | luck"
+    assert "us" not in compared["failing"]
+    assert set(compared.measurements) == {(name, None) for name in ("eager", "coarse", "idle")}
+    assert eager["method"] == compared.measurements["eager", None].method
+    with pytest.raises(KeyError, match="'none'; there are eager, coarse"):
+        compared["none"]
+
+
+def test_a_comparison_prints(compared):
+    text = str(compared)
+    for part in ("relu(x + b)", "eager", "speed-up", "1.00×", "noise", "RuntimeError: out of | luck",
+                 "A call moves 0.1321 MB at least", "Unfused: 2 ops (add, relu) move 0.2632 MB"):
+        assert part in text
+    assert "elements" not in text    # one size
+    lines = compared.to_markdown().splitlines()
+    assert lines[0].startswith("|  | µs | noise | speed-up |")
+    assert lines[1].startswith("| --- | ---: |")
+    assert "RuntimeError: out of \\| luck" in lines[4]
+
+
+def test_a_comparison_writes_files(compared, tmp_path):
+    compared.to_json(tmp_path / "c.json")
+    content = json.loads((tmp_path / "c.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(compared.rows))
+    assert [len(m["samples"]) for m in content["measurements"]] == [3, 3, 3]
+    assert content["versions"]["torch"] == torch.__version__
+    compared.to_csv(tmp_path / "c.csv")
+    with (tmp_path / "c.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["eager", "coarse", "failing", "idle"]
+    assert float(rows[0]["us"]) == compared["eager"]["us"]
+    assert rows[2]["us"] == ""
+
+
+@pytest.fixture(scope="module")
+def swept():
+    return bench.compare_implementations(
+        {"chain": chain, "nested": lambda x, b: torch.clamp(x + b, min=0)},
+        lambda rows: (torch.randn(rows, 32), torch.randn(32)), sizes=(4, 16), reference="chain",
+        least_bytes=lambda x, b: x.nbytes, baseline="nested", repeat=2, details=False)
+
+
+def test_a_sweep(swept):
+    assert [(row["name"], row["size"], row["elements"]) for row in swept.rows] == [
+        ("chain", 4, 128), ("nested", 4, 128), ("chain", 16, 512), ("nested", 16, 512)]
+    assert [row["bytes"] for row in swept.rows] == [512, 512, 2048, 2048]
+    assert swept["nested"]["speedup"] == 1.0
+    assert swept["chain"]["elements"] == 512
+    assert "peak_bytes" not in swept.rows[0]
+    assert set(swept.measurements) == {(name, size) for name in ("chain", "nested") for size in (4, 16)}
+    assert "elements" in str(swept)
+    assert "Size 16. A call moves 0.002048 MB at least" in str(swept)
+
+
+@pytest.mark.parametrize("fixture", ["compared", "swept"])
+def test_a_comparison_is_drawn(request, fixture, tmp_path):
+    pytest.importorskip("matplotlib")
+    request.getfixturevalue(fixture).plot(tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_work_in_place_is_compared_on_copies():
+    x = torch.ones(100)
+    found = bench.compare_implementations(
+        {"in place": lambda x: x.mul_(2), "other": lambda x: x * 2}, (x,), reference="other", repeat=1,
+        warmup=0, details=False)
+    assert [row["max_abs"] for row in found.rows] == [0, 0]
+
+
+def test_keywords_and_no_reference():
+    row = bench.compare_implementations({"softmax": torch.softmax}, (torch.ones(4, 4),), {"dim": 0},
+                                        repeat=2)["softmax"]
+    assert row["us"] > 0
+    assert "ulp_max" not in row
+    assert "bound" not in row
+    assert row["bytes"] == 128
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    (({},), TypeError, "must be a mapping of names to functions"),
+    (([print],), TypeError, "must be a mapping of names to functions"),
+    (({"a": print}, (), None, "b"), ValueError, "reference 'b' is no implementation; there are a"),
+    (({"a": print}, (), None, None, "b"), ValueError, "baseline 'b' is no implementation"),
+    (({"a": print}, (), None, None, None, (1, 2)), TypeError, "sizes go with args that are a function"),
+    (({"a": print}, lambda n: n), TypeError, "sizes go with args that are a function"),
+])
+def test_comparisons_refuse(arguments, error, text):
+    names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes")
+    with pytest.raises(error, match=text):
+        bench.compare_implementations(**dict(zip(names, arguments, strict=False)))
+
+
+def test_what_the_reference_raises_is_raised(inputs):
+    with pytest.raises(bench.VariantError, match="variant 'reference' raised RuntimeError: out of"):
+        bench.compare_implementations({"chain": chain}, inputs, reference=failing)
+
+
+def test_a_result_of_another_shape_is_an_error_row(inputs):
+    found = bench.compare_implementations({"chain": chain, "part": lambda x, b: x[:2]}, inputs,
+                                          reference=chain, repeat=1, details=False)
+    assert "must have one shape, got (2, 256) and (64, 256)" in found["part"]["error"]
+    assert "us" in found["chain"]
+
+
+# -- other names -----------------------------------------------------------------------------------
+
+def test_kernel_profiler(inputs, tmp_path):
+    profiler = bench.KernelProfiler()
+    found = profiler.compare_implementations(
+        {"slow": lambda x, b: time.sleep(0.02), "fast": chain}, args=inputs, num_iterations=3)
+    assert set(found["slow"]) == {"mean_time", "median_time", "std_time", "min_time", "max_time", "memory"}
+    assert 20 <= found["slow"]["min_time"] <= found["slow"]["mean_time"] <= found["slow"]["max_time"]
+    assert found["fast"]["mean_time"] < found["slow"]["mean_time"]
+    assert found["slow"]["std_time"] > 0
+    assert (found["slow"]["memory"], found["fast"]["memory"]) == (0, 2 * inputs[0].nbytes)
+    with pytest.raises(ValueError, match="metric must be a time in the results, as mean_time, got 'memory'"):
+        profiler.plot_comparison(found, metric="memory")
+    pytest.importorskip("matplotlib")
+    profiler.plot_comparison(found, title="both", path=tmp_path / "p.svg")
+    assert "slow" in (tmp_path / "p.svg").read_text()
+
+
+def test_cpu_kernel_benchmark():
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    found = bench.CPUKernelBenchmark.compare_implementations({"a": sdpa, "b": sdpa}, q, k, v)
+    assert list(found) == ["a", "b"]
+    one = bench.CPUKernelBenchmark.benchmark_function(time.sleep, 0.002, warmup=1, repeat=3)
+    assert set(one) == {"mean", "std", "min", "max"}
+    assert 2 <= one["min"] <= one["mean"] <= one["max"]
+
+
+def test_quick_benchmark_and_compare_functions(inputs):
+    found = bench.quick_benchmark(torch.softmax, inputs[0], dim=-1, num_iterations=5)
+    assert found["mean_time"] > 0
+    assert (found.name, len(found.samples)) == ("softmax", 5)
+    both = bench.compare_functions([torch.relu, torch.sigmoid], inputs[0], num_iterations=2)
+    assert list(both) == ["relu", "sigmoid"]
+    assert list(bench.compare_functions({"r": torch.relu}, inputs[0], num_iterations=2)) == ["r"]
+    with pytest.raises(ValueError, match="the functions need different names"):
+        bench.compare_functions([chain, chain], *inputs)
+
+
+def test_profile_model_inference():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4))
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = bench.profile_model_inference(model, torch.randn(8, 16), num_iterations=3)
+    assert "Sequential on cpu: 76 parameters" in report
+    assert "aten::addmm" in report
+    assert "memory beyond the arguments" in report
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

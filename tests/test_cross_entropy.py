@@ -1,0 +1,539 @@
+"""Cross-entropy of rows of logits, and errors that are found without waiting for a device."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from checking import BF16, F16, F32, F64, assert_same_bits, check, dtypes, evaluate, lost, wide
+
+import fusionrt as frt
+from fusionrt import deferred, reference
+from fusionrt.ops import cross_entropy_kernels
+
+REDUCTIONS = ("none", "mean", "sum")
+reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+KINDS = ("classes", "probabilities")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def targets(kind, x):
+    n_classes = x.shape[x.dim() > 1]
+    if kind == "probabilities":
+        return torch.randn(x.shape, dtype=F64, device=x.device).softmax(min(1, x.dim() - 1)).to(x.dtype)
+    shape = x.shape[:1] + x.shape[2:] if x.dim() > 1 else ()
+    target = torch.randint(n_classes, shape, device=x.device)
+    if target.numel() > 2:
+        target.view(-1)[2] = -100
+    return target
+
+
+def logits(shape, dtype, device):
+    return (torch.randn(shape, dtype=F64, device=device) * 2).to(dtype)
+
+
+def compare(x, target, **options):
+    """A loss may lose what float32 loses in its terms, and a sum of losses what a sum does."""
+    exact = reference.cross_entropy(wide(x), wide(target), **{k: wide(v) for k, v in options.items()})
+    size = exact.abs() if options.get("reduction") != "sum" else exact.abs() + x.double().abs().amax()
+    return check(frt.cross_entropy, (x, target), options, extra=lost(size.nan_to_num(), x.dtype))
+
+
+# --- accuracy
+
+
+@dtypes
+@reductions
+@kinds
+@pytest.mark.parametrize("shape", [(33, 65), (3, 7, 5)], ids=str)
+def test_results_and_gradients(kind, reduction, shape, dtype, device):
+    x = logits(shape, dtype, device)
+    compare(x, targets(kind, x), reduction=reduction)
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.01},
+    {"softcap": 3.0},
+    {"weight": True},
+    {"weight": True, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((33, 65), BF16), ((33, 65), F64), ((3, 7, 5), F32)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@kinds
+def test_options(kind, options, shape, dtype, device):
+    x = logits(shape, dtype, device)
+    if "weight" in options:
+        options = options | {"weight": (torch.rand(shape[1], device=device) + 0.5).to(dtype)}
+    compare(x, targets(kind, x), **options)
+
+
+@pytest.mark.parametrize("columns", [2, 1023, 1025, 262_144])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_widths(columns, dtype, device):
+    x = logits((3, columns), dtype, device)
+    for kind in KINDS:
+        compare(x, targets(kind, x), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.0}], ids=str)
+@kinds
+def test_one_class(kind, options, device):
+    """Whose loss is 0, and whose gradient is that but for rounding errors of 1."""
+    x = torch.randn(5, 1, device=device)
+    target = (
+        torch.ones_like(x) if kind == "probabilities" else torch.zeros(5, dtype=torch.int64, device=device)
+    )
+    out, (grad,) = evaluate(frt.cross_entropy, (x,), {"target": target, "reduction": "none"} | options)
+    assert (out == 0).all()
+    assert grad.abs().max() <= 2.0**-23
+
+
+def test_ignored_rows_and_other_indices(device):
+    x, target = logits((33, 65), F32, device), torch.randint(65, (33,), device=device)
+    weight = torch.rand(65, device=device)
+    for ignore_index in (3, -1, 1000):
+        target[::4] = ignore_index
+        for reduction in REDUCTIONS:
+            _, (grad,) = compare(x, target, ignore_index=ignore_index, weight=weight, reduction=reduction)
+            assert (grad[::4] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integer_dtypes(dtype, device):
+    x, target = logits((33, 65), F32, device), torch.randint(65, (33,), device=device)
+    assert_same_bits(frt.cross_entropy(x, target.to(dtype)), frt.cross_entropy(x, target))
+
+
+def test_near_certain_classes_keep_their_small_loss(device):
+    x = torch.tensor([[9.0, 0.0, 0.5], [0.0, 15.0, 1.0]], device=device)
+    target = torch.tensor([0, 1], device=device)
+    found, exact = (
+        f(x.to(d), target, reduction="none")
+        for f, d in ((frt.cross_entropy, F32), (reference.cross_entropy, F64))
+    )
+    torch.testing.assert_close(found, exact.float(), rtol=0, atol=2.0**-23)
+
+
+def test_losses_of_16_bit_logits_are_rounded_once(device):
+    """After they were summed."""
+    x, target = logits((1000, 65), BF16, device), torch.randint(65, (1000,), device=device)
+    for reduction in ("mean", "sum"):
+        exact = reference.cross_entropy(x.double(), target, reduction=reduction)
+        assert frt.cross_entropy(x, target, reduction=reduction) == exact.to(BF16)
+
+
+@kinds
+def test_a_single_row(kind, device):
+    x = logits((7,), F32, device)
+    for reduction in REDUCTIONS:
+        out, _ = compare(x, targets(kind, x), reduction=reduction)
+        assert out.shape == ()
+    assert_same_bits(
+        frt.cross_entropy(x, torch.tensor([3], device=device)),
+        frt.cross_entropy(x, torch.tensor(3, device=device)),
+    )
+
+
+def test_autocast_gives_float32(device):
+    x, target = logits((33, 65), BF16, device).requires_grad_(), torch.randint(65, (33,), device=device)
+    with torch.autocast(device, dtype=BF16):
+        for reduction in REDUCTIONS:
+            out = frt.cross_entropy(x, target, reduction=reduction)
+            assert out.dtype == F32
+            torch.testing.assert_close(
+                out, reference.cross_entropy(x.double(), target, reduction=reduction).float()
+            )
+    assert torch.autograd.grad(out.sum(), x)[0].dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_weights_of_another_dtype(dtype, device):
+    x, target = logits((33, 65), dtype, device), torch.randint(65, (33,), device=device)
+    weight = torch.rand(65, device=device)
+    out = frt.cross_entropy(x, target, weight)
+    assert out.dtype == dtype
+    assert out == reference.cross_entropy(x.double(), target, weight.double()).to(dtype)
+
+
+# --- derivatives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((4, 5), {}), ((2, 5, 3), {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0})],
+    ids=str,
+)
+@kinds
+def test_derivatives(kind, options, shape, device):
+    x = logits(shape, F64, device).requires_grad_()
+    target = targets(kind, x.detach())
+    weight = (torch.rand(5, dtype=F64, device=device) + 0.5).requires_grad_()
+    constant = target.detach()
+    operands = (x, weight) if kind == "classes" else (x, weight, target.requires_grad_())
+    for reduction, args in (("mean", (x,)), ("mean", operands), ("none", operands), ("sum", (x,))):
+
+        def function(x, weight=None, target=constant):
+            return frt.cross_entropy(x, target, weight, reduction=reduction, **options)  # noqa: B023
+
+        assert torch.autograd.gradcheck(function, args, fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, args, fast_mode=True)
+
+
+def test_batched_gradients(device):
+    x, target = logits((4, 5), F64, device).requires_grad_(), torch.randint(5, (4,), device=device)
+    for reduction in ("none", "mean"):
+        out, expected = (
+            f(x, target, reduction=reduction) for f in (frt.cross_entropy, reference.cross_entropy)
+        )
+        g = torch.randn(3, *out.shape, dtype=F64, device=device)
+        ours, theirs = (torch.autograd.grad(o, x, g, is_grads_batched=True)[0] for o in (out, expected))
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_transforms(device):
+    x, target = logits((4, 5), F64, device), torch.randint(5, (4,), device=device)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        ours, theirs = (
+            transform(lambda x: f(x, target))(x)  # noqa: B023
+            for f in (frt.cross_entropy, reference.cross_entropy)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+@reductions
+@kinds
+def test_same_bits_every_time(kind, reduction, device):
+    x = logits((301, 1000), F32, device).requires_grad_()
+    target = targets(kind, x.detach())
+    first, again = (frt.cross_entropy(x, target, reduction=reduction) for _ in range(2))
+    assert_same_bits(first, again)
+    g = torch.randn_like(first)
+    (a,) = torch.autograd.grad(first, x, g, retain_graph=True)
+    for other in (first, again):
+        assert_same_bits(a, *torch.autograd.grad(other, x, g))
+
+
+def test_one_kernel_each_way():
+    """Reads the logits, the target and two values a row; writes the gradient."""
+    kernel = cross_entropy_kernels.gradient_of(("input", "target", "ignore_index"), False, True, False)
+    assert kernel.operator.params == (
+        "input",
+        "target",
+        "ignore_index",
+        "output1",
+        "output2",
+        "grad_output0",
+        "count",
+    )
+    assert len(kernel.operator.outputs) == 1
+    assert not [n for n in frt.expr.toposort(kernel.operator.outputs) if n.op in frt.expr.REDUCTIONS]
+
+
+# --- the gradient in the memory of the logits
+
+
+def product(device):
+    h, w = (
+        torch.randn(20, 8, device=device, requires_grad=True),
+        torch.randn(50, 8, device=device, requires_grad=True),
+    )
+    return h, w, torch.randint(50, (20,), device=device)
+
+
+@reductions
+@kinds
+def test_gradient_in_place(kind, reduction, device):
+    h, w, target = product(device)
+    x = h @ w.T
+    target = target if kind == "classes" else targets(kind, x.detach())
+    out = frt.cross_entropy(x, target, reduction=reduction, inplace_backward=True)
+    expected = frt.cross_entropy(h @ w.T, target, reduction=reduction)
+    assert_same_bits(out, expected)
+    g = torch.randn_like(out)
+    for a, b in zip(*(torch.autograd.grad(o, (h, w), g) for o in (out, expected)), strict=True):
+        assert_same_bits(a, b)
+    x = h @ w.T
+    where = x.data_ptr()
+    (grad,) = torch.autograd.grad(
+        frt.cross_entropy(x, target, reduction=reduction, inplace_backward=True), x, g
+    )
+    assert grad.data_ptr() == where
+
+
+@pytest.mark.parametrize("use", ["of its own", "before", "after", "twice"])
+def test_whoever_saved_the_logits_is_told(use, device):
+    h, w, target = product(device)
+    x = torch.tanh(h @ w.T) if use == "before" else h @ w.T
+    out = frt.cross_entropy(x, target, inplace_backward=True)
+    if use == "of its own":
+        (x * x).sum()
+        total = out
+    elif use == "after":
+        total = (x * x).sum() + out  # the gradient of a product is computed after this one's
+    else:
+        total = out
+    if use == "of its own":
+        total.backward()  # nobody needs x any more
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward(retain_graph=True)
+        total.backward()
+
+
+def test_refused_in_place(device):
+    h, w, target = product(device)
+    with pytest.raises(
+        ValueError, match="cross_entropy: inplace_backward overwrites input, which must not be a leaf"
+    ):
+        frt.cross_entropy(
+            w.detach().requires_grad_(),
+            torch.zeros(50, dtype=torch.int64, device=device),
+            inplace_backward=True,
+        )
+    with pytest.raises(ValueError, match=r"contiguous with the classes last, got strides \(1, 20\)"):
+        frt.cross_entropy((w @ h.T).T, target, inplace_backward=True)
+    x = h @ w.T
+    with pytest.raises(RuntimeError, match="inplace_backward has no second derivative"):
+        torch.autograd.grad(frt.cross_entropy(x, target, inplace_backward=True), x, create_graph=True)
+
+
+# --- layouts and edges
+
+
+def layouts(device):
+    x = torch.randn(6, 10, 14, device=device)
+    return {
+        "transposed": x[0].T,
+        "every other": x[0, :, ::2],
+        "unaligned": x.flatten()[1:57].view(7, 8),
+        "expanded rows": x[0, :1].expand(9, 14),
+        "expanded classes": x[0, :, :1].expand(10, 5),
+        "rows apart": x[:, 0],
+        "images": x[:, :, None],
+        "channels_last": x[None, :3].to(memory_format=torch.channels_last),
+        "permuted": x.permute(2, 0, 1),
+    }
+
+
+@pytest.mark.parametrize("layout", layouts("cpu"))
+@kinds
+def test_layouts(layout, kind, device):
+    x = layouts(device)[layout]
+    compare(x, targets(kind, x), label_smoothing=0.1)
+    assert (
+        evaluate(frt.cross_entropy, (x, targets("classes", x)))[1][0].stride() == torch.empty_like(x).stride()
+    )
+
+
+def test_no_rows(device):
+    x = torch.empty(0, 5, device=device, requires_grad=True)
+    for target in (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, 5, device=device)):
+        assert frt.cross_entropy(x, target).isnan()
+        assert frt.cross_entropy(x, target, reduction="sum") == 0
+        assert frt.cross_entropy(x, target, reduction="none").shape == (0,)
+        assert torch.autograd.grad(frt.cross_entropy(x, target), x)[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_all_rows_ignored(weighted, device):
+    x = torch.randn(4, 5, device=device, requires_grad=True)
+    target = torch.full((4,), -100, device=device)
+    weight = torch.rand(5, device=device) if weighted else None
+    for reduction in REDUCTIONS:
+        ours, theirs = (
+            f(x, target, weight, reduction=reduction) for f in (frt.cross_entropy, reference.cross_entropy)
+        )
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        ours, theirs = (torch.autograd.grad(o.sum(), x)[0] for o in (ours, theirs))
+        torch.testing.assert_close(ours.nan_to_num(), theirs.nan_to_num())
+
+
+def special_rows(device):
+    inf, nan = math.inf, math.nan
+    return torch.tensor(
+        [
+            [1.0, nan, 2, 3],
+            [-inf, 0, 1, 2],
+            [0, -inf, 1, 2],
+            [-inf] * 4,
+            [1e37] * 4,
+            [inf, 0, 1, 2],
+            [3e38, -3e38, 1, 0],
+            [1e-40, 2e-40, -1e-40, 0],
+            [nan] * 4,
+            [100, -100, 0, 1],
+        ],
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_special_values(label_smoothing, at, device):
+    x = special_rows(device)
+    target = torch.full((len(x),), at, device=device)
+    options = {"label_smoothing": label_smoothing, "reduction": "none"}
+    (ours, (grad,)), (theirs, (expected,)) = (
+        evaluate(f, (x, target), options) for f in (frt.cross_entropy, reference.cross_entropy)
+    )
+    torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+def test_arrays():
+    rng = np.random.default_rng(0)
+    x, target = rng.standard_normal((33, 65)).astype(np.float32), rng.integers(65, size=33)
+    found = frt.cross_entropy(x, target, reduction="none")
+    assert isinstance(found, np.ndarray)
+    expected = np.log(np.exp(x).sum(-1)) - x[np.arange(33), target]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert isinstance(frt.cross_entropy(torch.from_numpy(x), target), torch.Tensor)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "reduction": "none"}, {"weight": True}], ids=str
+)
+def test_compiled(options, dynamic, device):
+    torch.compiler.reset()  # each way to call is a graph of its own
+    compiled = torch.compile(frt.cross_entropy, fullgraph=True, dynamic=dynamic)
+    for shape in ((33, 65), (17, 12), (3, 7, 5)):
+        x = logits(shape, F32, device)
+        target = targets("classes", x)
+        options = options | ({"weight": torch.rand(shape[1], device=device)} if "weight" in options else {})
+        (out, grads), (expected, theirs) = (
+            evaluate(f, (x, target), options) for f in (compiled, frt.cross_entropy)
+        )
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(grads[0], theirs[0])
+
+
+@pytest.mark.gpu
+def test_graph_capture():
+    x, target = logits((33, 65), F32, "cuda").requires_grad_(), torch.randint(65, (33,), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(frt.cross_entropy(x, target), x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = frt.cross_entropy(x, target)
+        (grad,) = torch.autograd.grad(out, x)
+    with torch.no_grad():
+        x.copy_(logits((33, 65), F32, "cuda"))
+    graph.replay()
+    (expected, (theirs,)) = evaluate(frt.cross_entropy, (x, target))
+    assert_same_bits(out, expected)
+    assert_same_bits(grad, theirs)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda x, t: frt.cross_entropy(x, t, reduction="avg"),
+            ValueError,
+            "cross_entropy: reduction must be 'mean', 'sum' or 'none', got 'avg'",
+        ),
+        (
+            lambda x, t: frt.cross_entropy(x, t, label_smoothing=1.5),
+            ValueError,
+            r"cross_entropy: label_smoothing must be in \[0, 1\], got 1.5",
+        ),
+        (
+            lambda x, t: frt.cross_entropy(x, t, softcap=0.0),
+            ValueError,
+            "softcap must be positive or None, got 0.0",
+        ),
+        (
+            lambda x, t: frt.cross_entropy(x, t[:3]),
+            ValueError,
+            r"cross_entropy: target must have the shape \(4,\) for classes and an input of the shape "
+            r"\(4, 5\), got \(3,\)",
+        ),
+        (
+            lambda x, t: frt.cross_entropy(x, x[0]),
+            ValueError,
+            r"target must have the shape of input, \(4, 5\), for probabilities of classes, got \(5,\)",
+        ),
+        (
+            lambda x, t: frt.cross_entropy(x, x, ignore_index=2),
+            ValueError,
+            "ignore_index is for a target of classes, got 2 with probabilities",
+        ),
+        (lambda x, t: frt.cross_entropy(x, t > 2), TypeError, "target must hold integers .* got torch.bool"),
+        (
+            lambda x, t: frt.cross_entropy(x, t, x[0, :3]),
+            ValueError,
+            r"weight must have one value for each of the 5 classes, got shape \(3,\)",
+        ),
+        (lambda x, t: frt.cross_entropy(x[:, :0], t), ValueError, "input must have at least one class"),
+        (lambda x, t: frt.cross_entropy([1.0], t), TypeError, "input must be a tensor or an array, got list"),
+        (lambda x, t: frt.cross_entropy(t[:, None], t), TypeError, "input must be a floating-point tensor"),
+    ],
+)
+def test_errors(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(torch.rand(4, 5), torch.zeros(4, dtype=torch.int64))
+
+
+@reductions
+@pytest.mark.parametrize("wrong", [5, -1, 2**40])
+def test_classes_out_of_range(wrong, reduction):
+    x, target = torch.randn(4, 5), torch.tensor([0, wrong, -100, wrong])
+    with pytest.raises(
+        IndexError,
+        match=rf"cross_entropy: target must be in \[0, 5\) or ignore_index \(-100\), got 2 "
+        rf"other values such as {wrong}",
+    ):
+        frt.cross_entropy(x, target, reduction=reduction)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [5, -1, 2**40])
+def test_classes_out_of_range_do_not_end_the_process(wrong):
+    deferred.examine(wait=True)
+    x, target = (
+        torch.randn(4, 5, device="cuda", requires_grad=True),
+        torch.tensor([0, wrong, -100, 1], device="cuda"),
+    )
+    out = frt.cross_entropy(x, target)
+    (grad,) = torch.autograd.grad(out, x)
+    assert out.isnan()
+    assert (grad[1] == 0).all()
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match=r"cross_entropy: target must be in \[0, 5\) .* got 1 other value"):
+        frt.cross_entropy(x, target.clamp(0, 4))
+    found = frt.cross_entropy(x, target, reduction="none")
+    assert found.isnan().tolist() == [False, True, False, False]
+    with pytest.raises(IndexError, match="cross_entropy"):
+        deferred.examine(wait=True)
+    deferred.examine(wait=True)  # each is raised once
+    torch.testing.assert_close(
+        *(f(x, target.clamp(0, 4)) for f in (frt.cross_entropy, reference.cross_entropy))
+    )
+
+
+@pytest.mark.gpu
+def test_a_long_queue_of_counts():
+    """More calls than counts may be on their way, behind a device that is busy."""
+    deferred.examine(wait=True)
+    x, target = torch.randn(4, 5, device="cuda"), torch.tensor([0, 1, 2, 7], device="cuda")
+    torch.cuda._sleep(10**8)
+    with pytest.raises(IndexError, match="got 1 other value"):
+        for _ in range(deferred.ON_THEIR_WAY + 2):
+            frt.cross_entropy(x, target)
+    for _ in range(deferred.ON_THEIR_WAY + 2):
+        try:
+            deferred.examine(wait=True)
+            break
+        except IndexError:
+            continue

@@ -1,0 +1,581 @@
+"""Norms, with what stands before and after them: results, gradients of any order, and what is refused."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from checking import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    accumulated,
+    assert_as_accurate,
+    assert_same_bits,
+    check,
+    evaluate,
+    lost,
+)
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import fusionrt as frt
+from fusionrt import library, reference, rows
+from fusionrt.op import collecting
+from fusionrt.runtime import launch
+
+EPS = 1e-5
+
+
+class spelled:
+    """The formulas, for weights that may be of full shape."""
+
+    @staticmethod
+    def layer_norm(x, shape, weight=1, bias=0, eps=EPS, *, residual=0, epilogue=lambda y: y):
+        dims = tuple(range(-len(shape), 0))
+        total = x + residual
+        centered = total - total.mean(dims, keepdim=True)
+        return epilogue(centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt() * weight + bias)
+
+    @staticmethod
+    def rms_norm(x, shape, weight=1, eps=1e-6, *, weight_offset=0, residual=0, epilogue=lambda y: y):
+        dims = tuple(range(-len(shape), 0))
+        total = x + residual
+        scale = (total.square().mean(dims, keepdim=True) + eps).rsqrt()
+        return epilogue(total * scale * (weight + weight_offset))
+
+    @classmethod
+    def layer_norm_relu(cls, *args):
+        return cls.layer_norm(*args, epilogue=torch.relu)
+
+    @classmethod
+    def layer_norm_gelu(cls, *args):
+        return cls.layer_norm(*args, epilogue=F.gelu)
+
+    @classmethod
+    def rms_norm_gelu(cls, x, weight, eps, weight_offset):
+        return cls.rms_norm(x, x.shape[-1:], weight, eps, weight_offset=weight_offset, epilogue=F.gelu)
+
+    @classmethod
+    def add_norm(cls, x, residual, weight, bias):
+        return cls.layer_norm(x, x.shape[-1:], weight, bias, residual=residual), x + residual
+
+    @classmethod
+    def add_rms_norm(cls, x, residual, weight, eps):
+        return cls.rms_norm(x, x.shape[-1:], weight, eps, residual=residual), x + residual
+
+
+def rms_norm_gelu(of, x, w):
+    if of is spelled:
+        return of.rms_norm_gelu(x, w, 1e-6, 1)
+    return of.rms_norm_gelu(x, w, 1e-6, weight_offset=1)
+
+
+# Calls of ours, of the reference, of the formulas; the letters say what has x's shape, and what a row's (w).
+CASES = {
+    "layer_norm": ("xww", lambda of, x, w, b: of.layer_norm(x, x.shape[-1:], w, b)),
+    "layer_norm of a residual": (
+        "xwwx", lambda of, x, w, b, r: of.layer_norm(x, x.shape[-1:], w, b, residual=r)),
+    "layer_norm, no bias": ("xw", lambda of, x, w: of.layer_norm(x, x.shape[-1:], w)),
+    "layer_norm, no weight": ("x", lambda of, x: of.layer_norm(x, x.shape[-1:])),
+    "layer_norm_relu": ("xww", lambda of, x, w, b: of.layer_norm_relu(x, x.shape[-1:], w, b)),
+    "layer_norm_gelu": ("xww", lambda of, x, w, b: of.layer_norm_gelu(x, x.shape[-1:], w, b)),
+    "rms_norm": ("xw", lambda of, x, w: of.rms_norm(x, x.shape[-1:], w, 1e-6)),
+    "rms_norm of a residual": ("xwx", lambda of, x, w, r: of.rms_norm(x, x.shape[-1:], w, 1e-6, residual=r)),
+    "rms_norm, no weight": ("x", lambda of, x: of.rms_norm(x, x.shape[-1:], eps=1e-6)),
+    "rms_norm_gelu": ("xw", rms_norm_gelu),
+    "add_norm": ("xxww", lambda of, x, r, w, b: of.add_norm(x, r, w, b)[0]),
+    "add_rms_norm": ("xxw", lambda of, x, r, w: of.add_rms_norm(x, r, w, 1e-6)[0]),
+}
+
+
+def arguments(name, shape, dtype=F32, device="cpu"):
+    sizes = {"x": shape, "w": shape[-1:]}
+    return [torch.randn(sizes[kind], dtype=F64).mul(2).to(device, dtype) for kind in CASES[name][0]]
+
+
+def check_case(name, args):
+    call = CASES[name][1]
+    formula = functools.partial(call, spelled)
+    with torch.no_grad():  # the terms of a result; an epilogue lets no more through
+        wide = [a.double() for a in args]
+        weights = [a.abs() for a, kind in zip(wide, CASES[name][0], strict=True) if kind == "w"]
+        size = formula(*wide).abs() + sum(weights)
+    return check(functools.partial(call, frt), args, reference=functools.partial(call, reference),
+                 magnitudes=functools.partial(accumulated, formula), extra=lost(size, args[0].dtype))
+
+
+# --- accuracy
+
+
+# Every case in two dtypes; what differs most in all four.
+IN_ALL_DTYPES = "layer_norm", "layer_norm of a residual", "rms_norm", "rms_norm_gelu"
+OF_DTYPES = [(name, dtype) for name in CASES for dtype in DTYPES
+             if name in IN_ALL_DTYPES or dtype in (F32, BF16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), OF_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(67, 17), (3, 4, 7), (4, 1023), (33, 64)], ids=str)
+def test_results_and_gradients(name, shape, dtype, device):
+    check_case(name, arguments(name, shape, dtype, device))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("columns", [262_144, 1_000_003])
+def test_long_rows(name, columns, device):
+    check_case(name, arguments(name, (2, columns), device=device))
+
+
+@pytest.mark.parametrize("op", [frt.layer_norm, frt.rms_norm])
+@pytest.mark.parametrize("shape", [(4, 5), (3, 4, 5), (1,)], ids=str)
+def test_several_dimensions_are_normalised(op, shape, device):
+    x, w = torch.randn(2, *shape, device=device), torch.randn(shape, device=device)
+    formula = functools.partial(getattr(spelled, op.__name__), eps=EPS)
+    if shape != (1,):
+        check(op, (x, shape, w), {"eps": EPS}, magnitudes=lambda args, kwargs, g: accumulated(
+            lambda x, w: formula(x, shape, w), (args[0], args[2]), {}, g), extra=1e-6)
+    assert_close(op(x, list(shape), w, eps=EPS), op(x, w, eps=EPS))
+    if len(shape) == 1:
+        assert_close(op(x, shape[0], w, eps=EPS), op(x, w, eps=EPS))
+
+
+def test_eps_of_rms_norm_is_torchs(device):
+    for dtype in (F16, BF16, F32, F64):
+        x = torch.full((1, 64), 1e-4 if dtype != F64 else 1e-8, dtype=dtype, device=device)
+        assert_close(frt.rms_norm(x, 64), F.rms_norm(x, (64,)))
+    assert_close(torch.from_numpy(frt.rms_norm(x.cpu().numpy(), 64)), F.rms_norm(x.cpu(), (64,)))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_weights_of_another_dtype(dtype, device):
+    """16-bit rows with float32 weights: the result is that of float32, rounded once."""
+    x, w, b, g = (torch.randn(s, device=device) for s in ((33, 65), (65,), (65,), (33, 65)))
+    x, g = x.to(dtype), g.to(dtype)
+    y, found = evaluate(frt.layer_norm, (x, (65,), w, b), grad_output=g)
+    theirs, expected = evaluate(F.layer_norm, (x.float(), (65,), w, b), grad_output=g)
+    assert y.dtype == dtype
+    assert_as_accurate(y, theirs.to(dtype), F.layer_norm(x.double(), (65,), w.double(), b.double()))
+    assert [f.dtype for f in found] == [dtype, F32, F32]
+    for ours, torchs in zip(found, expected, strict=True):
+        assert_close(ours, torchs.to(ours.dtype), atol=1e-4, rtol=torch.finfo(ours.dtype).eps)
+
+
+def test_gelu_by_tanh(device):
+    x, w, b = (torch.randn(s, device=device) for s in ((8, 32), (32,), (32,)))
+    for op, args in ((frt.layer_norm_gelu, (x, (32,), w, b)), (frt.rms_norm_gelu, (x, w, 1e-6))):
+        kwargs = {"approximate": "tanh"}
+        assert_close(op(*args, **kwargs), op.reference(*args, **kwargs), atol=2e-6, rtol=2e-6)
+        assert not torch.equal(op(*args, **kwargs), op(*args))
+
+
+# --- more results
+
+
+def test_sum_and_statistics(device):
+    x, r = (torch.randn(6, 5, 100, device=device).bfloat16() for _ in range(2))
+    w = torch.randn(100, device=device)
+    y, total, mean, rstd = frt.layer_norm(x, 100, w, residual=r, return_sum=True, return_stats=True)
+    exact = x.double() + r.double()
+    assert torch.equal(total, x + r)
+    assert (mean.dtype, mean.shape, rstd.shape) == (F32, (6, 5, 1), (6, 5, 1))
+    assert_close(mean, exact.mean(-1, keepdim=True).float(), atol=1e-7, rtol=1e-6)
+    assert_close(rstd, (exact.var(-1, correction=0, keepdim=True) + EPS).rsqrt().float(), atol=0, rtol=1e-6)
+    assert_close(y.double(), spelled.layer_norm(exact, (100,), w.double()), atol=1e-3, rtol=2**-8)
+    y, total, rstd = frt.rms_norm(x, 100, w, EPS, residual=r, return_sum=True, return_stats=True)
+    assert_close(rstd, (exact.square().mean(-1, keepdim=True) + EPS).rsqrt().float(), atol=0, rtol=1e-6)
+    assert torch.equal(total, x + r)
+    assert len(frt.rms_norm(x, 100, return_stats=True)) == 2
+    assert torch.equal(frt.add_norm(x, r)[1], total)
+
+
+def test_results_are_the_same_with_a_gradient_and_without():
+    x, r, w = torch.randn(6, 100, requires_grad=True), torch.randn(6, 100), torch.randn(100)
+    total, statistics = {"return_sum": True}, {"return_stats": True}
+    for options in ({}, total, statistics, total | statistics):
+        recorded = frt.layer_norm(x, 100, w, residual=r, **options)
+        plain = frt.layer_norm(x.detach(), 100, w, residual=r, **options)
+        assert isinstance(recorded, tuple) == bool(options)
+        for a, b in zip(recorded, plain, strict=True):
+            assert_same_bits(a, b)
+
+
+def doubles(*shapes):
+    return [torch.randn(s, dtype=F64, requires_grad=True) for s in shapes]
+
+
+ROWS_OF_FIVE = (3, 5), (5,), (5,), (3, 5)
+EVERYTHING = {
+    "layer_norm": lambda x, w, b, r: frt.layer_norm(
+        x, 5, w, b, residual=r, epilogue=frt.gelu, return_sum=True, return_stats=True),
+    "statistics alone": lambda x, w, b, r: frt.layer_norm(x, 5, residual=r, return_stats=True)[1:],
+    "sum and mean": lambda x, w, b, r: frt.layer_norm(
+        x, 5, w, b, residual=r, return_sum=True, return_stats=True)[1:3],
+    "rms_norm": lambda x, w, b, r: frt.rms_norm(
+        x, 5, w, 1e-6, residual=r, weight_offset=1, epilogue=frt.silu, return_sum=True, return_stats=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_gradients_of_every_result(name):
+    args = doubles(*ROWS_OF_FIVE)
+    assert torch.autograd.gradcheck(EVERYTHING[name], args)
+    assert torch.autograd.gradgradcheck(EVERYTHING[name], args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["layer_norm, no bias", "layer_norm_relu", "rms_norm, no weight", "rms_norm_gelu"])
+def test_second_derivatives(name):
+    args = [a.requires_grad_() for a in arguments(name, (3, 5), F64)]
+    assert torch.autograd.gradgradcheck(functools.partial(CASES[name][1], frt), args)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)], ids=str)
+def test_some_gradients(wanted, device):
+    args = [torch.randn(s, device=device) for s in ((4, 6), (4, 6), (6,), (6,))]
+    for k in wanted:
+        args[k].requires_grad_()
+    mine = [args[k] for k in wanted]
+    for pick in (lambda out: out[0].square().sum(), lambda out: (out[0] * 2 + out[1]).square().sum()):
+        found = torch.autograd.grad(pick(frt.add_norm(*args)), mine)
+        for a, b in zip(found, torch.autograd.grad(pick(reference.add_norm(*args)), mine), strict=True):
+            assert_close(a, b, atol=2e-5, rtol=1e-5)
+
+
+def test_the_sum_is_kept_for_the_backward_pass_and_watched(device):
+    x, r, w = (torch.randn(s, device=device, requires_grad=True) for s in ((4, 6), (4, 6), (6,)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        _, total = frt.add_norm(x, r, w)
+    assert total.data_ptr() in kept
+    assert not {x.data_ptr(), r.data_ptr()} & set(kept)
+    y, total = frt.add_norm(x, r, w)
+    with torch.no_grad():
+        total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_nothing_saved_is_overwritten(device):
+    shapes = (40, 60), (40, 60), (60,), (60,)
+    x, r, w, b = (torch.randn(s, device=device, requires_grad=True) for s in shapes)
+    y, total, mean, rstd = frt.layer_norm(x, 60, w, b, residual=r, epilogue=frt.relu, return_sum=True,
+                                          return_stats=True)
+    before = [t.clone() for t in (x, r, w, b, y, total, mean, rstd)]
+    torch.autograd.grad(y.sum() + total.sum(), (x, r, w, b))
+    for a, saved in zip((x, r, w, b, y, total, mean, rstd), before, strict=True):
+        assert_same_bits(a, saved)
+
+
+def test_two_backward_calls_give_the_same_bits(device):
+    for name in CASES:
+        args = [a.requires_grad_() for a in arguments(name, (300, 1000), device=device)]
+        y = CASES[name][1](frt, *args)
+        g = torch.randn_like(y)
+        for a, b in zip(*(torch.autograd.grad(y, args, g, retain_graph=True) for _ in range(2)), strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("columns", [256, 4096, 16384])
+def test_one_launch_forward_and_at_most_two_backward(columns):
+    def kernels(op, *args, **kwargs):
+        with collecting() as forward:
+            out = op(*args, **kwargs)
+        outputs = out if isinstance(out, tuple) else (out,)
+        inputs, seeds = [a for a in args if torch.is_tensor(a)], [torch.empty_like(o) for o in outputs]
+        with collecting() as backward:
+            torch.autograd.grad(outputs, inputs, seeds)
+        return [sum(len(launch.sources(p)) for p in problems) for problems in (forward, backward)]
+
+    x, r, w, b = (torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True)
+                  for s in ((2048, columns), (2048, columns), (columns,), (columns,)))
+    for call in ((frt.layer_norm, x, (columns,), w, b), (frt.add_norm, x, r, w, b),
+                 (frt.rms_norm, x, (columns,), w), (frt.dropout_add_layer_norm, x, r, w, b, 0.1)):
+        found = kernels(*call)
+        assert found[0] == 1
+        assert found[1] <= 2
+
+
+# --- dropout
+
+
+def test_dropout_before_a_norm(device):
+    x, r = (torch.randn(200, 256, device=device, requires_grad=True) for _ in range(2))
+    w, b = (torch.randn(256, device=device, requires_grad=True) for _ in range(2))
+    torch.manual_seed(3)
+    y, total = frt.dropout_add_layer_norm(x, r, w, b, 0.25, return_sum=True)
+    torch.manual_seed(3)
+    expected = frt.dropout_add(x, r, 0.25)
+    assert_same_bits(total, expected)
+    theirs = F.layer_norm(expected, (256,), w, b)
+    assert_close(y, theirs, atol=2e-6, rtol=1e-5)
+    g = torch.randn_like(y)
+    found, again, expected = (torch.autograd.grad(out, (x, r, w, b), g, retain_graph=True)
+                              for out in (y, y, theirs))
+    for ours, other, torchs in zip(found, again, expected, strict=True):
+        assert_same_bits(ours, other)
+        assert_close(ours, torchs, atol=2e-5, rtol=1e-4)
+    assert abs((found[0] == 0).double().mean().item() - 0.25) < 0.01
+
+
+def test_dropout_that_drops_nothing_or_everything(device):
+    x, r, w = (torch.randn(s, device=device) for s in ((4, 64), (4, 64), (64,)))
+    plain = frt.layer_norm(x, 64, w, residual=r)
+    assert_same_bits(frt.dropout_add_layer_norm(x, r, w, p=0.0), plain)
+    assert_same_bits(frt.dropout_add_layer_norm(x, r, w, None, 0.5, False), plain)
+    assert_same_bits(frt.layer_norm(x, 64, w, residual=r, dropout_p=0.9, training=False), plain)
+    assert_close(frt.dropout_add_layer_norm(x, r, w, p=1.0), F.layer_norm(r, (64,), w))
+    assert not torch.equal(frt.rms_norm(x, 64, dropout_p=0.5), frt.rms_norm(x, 64, dropout_p=0.5))
+
+
+@pytest.mark.slow
+def test_second_derivative_of_dropout_has_the_same_mask():
+    x, r, w = doubles((3, 5), (3, 5), (5,))
+
+    def seeded(*args):
+        torch.manual_seed(5)
+        return frt.dropout_add_layer_norm(*args, p=0.5)
+
+    assert torch.autograd.gradgradcheck(seeded, (x, r, w))
+
+
+# --- epilogues
+
+
+@frt.fuse
+def twice_its_sine(y):
+    return 2 * frt.sin(y)
+
+
+# An epilogue, and what it does to tensors.
+EPILOGUES = {"an op": (frt.relu, torch.relu), "another": (frt.gelu_tanh, reference.gelu_tanh),
+             "torch's": (torch.sigmoid, torch.sigmoid), "fused": (twice_its_sine, lambda y: 2 * y.sin()),
+             "plain": (lambda y: y * y + 1,) * 2}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("op", [frt.layer_norm, frt.rms_norm])
+def test_epilogues(op, name, device):
+    x, w = torch.randn(6, 70, device=device), torch.randn(70, device=device)
+    epilogue, plain = EPILOGUES[name]
+
+    def formula(x, w):
+        return getattr(spelled, op.__name__)(x, (70,), w, eps=EPS, epilogue=plain)
+
+    check(lambda x, w: op(x, 70, w, eps=EPS, epilogue=epilogue), (x, w),
+          reference=lambda x, w: op.reference(x, (70,), w, eps=EPS, epilogue=plain),
+          magnitudes=functools.partial(accumulated, formula), extra=2e-6)
+
+
+def test_equal_epilogues_make_one_operator():
+    x = torch.randn(4, 8)
+    before = len(rows._made)
+    for _ in range(3):
+        frt.layer_norm(x, 8, epilogue=lambda y: y * 0.123)
+    assert len(rows._made) == before + 1
+
+
+# --- layouts
+
+
+def views():
+    x = torch.randn(6, 10, 14)
+    return {"transposed": x.transpose(1, 2), "every other": x[..., ::2], "from the second": x[:, :, 1:],
+            "rows apart": x[:, ::3], "permuted": x.permute(2, 0, 1),
+            "broadcast rows": x[:, :1].expand(6, 9, 14), "broadcast columns": x[..., :1].expand(6, 10, 8),
+            "one row": x[0, 0]}
+
+
+@pytest.mark.parametrize("view", views())
+@pytest.mark.parametrize("name", ["layer_norm", "add_norm", "rms_norm"])
+def test_layouts(name, view, device):
+    if "columns" in view and name != "rms_norm":
+        pytest.skip("x has no influence, and torch's gradient is rounding errors")
+    x = views()[view].to(device)
+    check_case(name, [x, *arguments(name, tuple(x.shape), device=device)[1:]])
+
+
+def test_channels_of_channels_last(device):
+    x = torch.randn(2, 6, 5, 4, device=device).to(memory_format=torch.channels_last)
+    w = torch.randn(6, device=device)
+    y = frt.layer_norm(x.permute(0, 2, 3, 1), 6, w).permute(0, 3, 1, 2)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert_close(y, F.layer_norm(x.permute(0, 2, 3, 1), (6,), w).permute(0, 3, 1, 2))
+
+
+def test_no_rows(device):
+    x, w = (torch.randn(s, device=device, requires_grad=True) for s in ((0, 7), (7,)))
+    for y in (frt.layer_norm(x, 7, w), frt.rms_norm(x, 7, w), frt.add_norm(x, x, w)[0]):
+        assert y.shape == (0, 7)
+        grads = torch.autograd.grad(y.sum(), (x, w))
+        assert grads[0].shape == (0, 7)
+        assert torch.equal(grads[1], torch.zeros(7, device=device))
+
+
+def test_rows_of_one(device):
+    x, w, b = (torch.randn(s, device=device, requires_grad=True) for s in ((3, 1), (1,), (1,)))
+    y = frt.layer_norm(x, 1, w, b)
+    assert torch.equal(y, b.expand(3, 1))
+    assert [g.flatten().tolist() for g in torch.autograd.grad(y.sum(), (x, w, b))] == [[0, 0, 0], [0], [3]]
+    assert_close(frt.rms_norm(x, 1, w), F.rms_norm(x, (1,), w))
+
+
+# --- special values
+
+
+@pytest.mark.parametrize("repeat", [1, 25], ids=["short rows", "long rows"])
+def test_special_values(repeat, device):
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, nan, 2, 3], [inf, 0, 1, 2], [-inf] * 4, [inf, -inf, 0, 1], [1e18, 2e18, 0, 1],
+                      [1e-40, 2e-40, -1e-40, 0], [0.1] * 4, [nan] * 4, [100, -100, 0, 1]])
+    x = x.to(device).repeat(1, repeat)
+    n = x.shape[-1]
+    assert_close(frt.layer_norm(x, n), spelled.layer_norm(x, (n,)), equal_nan=True, atol=1e-5, rtol=1e-5)
+    large = torch.tensor([[1e37] * 4, [3e38, -3e38, 1, 0]], device=device).repeat(1, repeat)
+    for rows_of in (x, large):
+        assert_close(frt.rms_norm(rows_of, n), F.rms_norm(rows_of, (n,)), equal_nan=True)
+    assert torch.equal(frt.layer_norm(large[:1], n), torch.zeros(1, n, device=device))  # the sum overflows
+
+
+def test_constant_rows_have_no_variance(device):
+    x = torch.tensor([[0.1], [3.0], [1e-3]], device=device).expand(3, 1000).contiguous().requires_grad_()
+    y, mean, rstd = frt.layer_norm(x, 1000, return_stats=True)
+    assert y.abs().max() < 1e-4
+    assert_close(mean, x[:, :1].detach(), atol=0, rtol=1e-6)
+    assert_close(rstd, torch.full((3, 1), EPS**-0.5, device=device), atol=0, rtol=1e-5)
+    (grad,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert grad.isfinite().all()
+
+
+# --- other callers
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic, device):
+    def function(x, r, w, b):
+        y, total = frt.add_norm(x, r, w, b, epilogue=frt.relu)
+        y = frt.dropout_add_layer_norm(y, total, w, b, 0.5, training=False)
+        return frt.rms_norm_gelu(frt.layer_norm(y, x.shape[-1:], epilogue=lambda y: y * 2), w)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    for n in (4, 6):
+        args = [torch.randn(s, device=device, requires_grad=True) for s in ((n, 8), (n, 8), (8,), (8,))]
+        found, expected = compiled(*args), function(*args)
+        assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), args) for out in (found, expected)]
+        for a, b in zip(*grads, strict=True):
+            assert_close(a, b)
+
+
+def test_opcheck():
+    x, r, w, b = doubles((3, 5), (3, 5), (5,), (5,))
+    frt.add_norm(x, r, w, b)
+    params = "x", "weight", "bias", "residual", "eps"
+    operator = next(run.operator for key, run in rows._made.items() if key[:2] == ("add_norm", params))
+    args = x, w, b, r, EPS
+    torch.library.opcheck(library.overload(operator, args), args)
+
+
+def test_numpy():
+    x, r, w = (np.random.default_rng(0).standard_normal(s, dtype=np.float32) for s in ((4, 6), (4, 6), (6,)))
+    y, total = frt.add_norm(x, r, w)
+    assert isinstance(y, np.ndarray) and isinstance(total, np.ndarray)
+    np.testing.assert_allclose(total, x + r, rtol=1e-6)
+    expected = F.layer_norm(torch.from_numpy(x + r), (6,), torch.from_numpy(w)).numpy()
+    np.testing.assert_allclose(y, expected, atol=1e-6, rtol=1e-5)
+    x, w = frt.rms_norm_gelu(x, w), frt.rms_norm_gelu(torch.from_numpy(x), torch.from_numpy(w))
+    np.testing.assert_array_equal(x, w.numpy())
+
+
+@pytest.mark.gpu
+def test_cupy():
+    cupy = pytest.importorskip("cupy")
+    x, w = cupy.random.standard_normal((4, 6)), cupy.random.standard_normal(6)
+    y = frt.layer_norm(x, 6, w)
+    assert isinstance(y, cupy.ndarray)
+    expected = (x - x.mean(1, keepdims=True)) / cupy.sqrt(x.var(1, keepdims=True) + EPS) * w
+    cupy.testing.assert_allclose(y, expected, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_graphs_replay_forward_and_backward():
+    args = [torch.randn(s, device="cuda", requires_grad=True) for s in ((64, 256), (64, 256), (256,), (256,))]
+
+    def step():
+        y, total = frt.add_norm(*args)
+        return (y, total, *torch.autograd.grad(y.sum() + total.square().sum(), args))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        args[0].normal_()
+    graph.replay()
+    for a, b in zip(found, step(), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_names_of_older_libraries():
+    x, w, b = torch.randn(4, 8), torch.randn(8), torch.randn(8)
+    assert torch.equal(frt.ops.fused_layer_norm_relu(x, (8,), w, b), frt.layer_norm_relu(x, (8,), w, b))
+    assert torch.equal(frt.ops.fused_layer_norm_add(x, x, w, b)[0], frt.add_norm(x, x, w, b)[0])
+    assert frt.ops.fused_add_norm is frt.add_norm
+    assert frt.ops.fused_dropout_add_layernorm is frt.dropout_add_layer_norm
+    assert frt.kernels.fusion.layer_norm_relu is frt.kernels.fused_layer_norm_relu is frt.layer_norm_relu.cuda
+    assert frt.ops.rms_norm_cpu is frt.rms_norm.cpu
+
+
+# --- what is refused
+
+
+X, W = torch.randn(4, 16), torch.randn(16)
+
+
+@pytest.mark.parametrize(("call", "error", "text"), [
+    (lambda: frt.layer_norm(X, (8,), W), ValueError,
+     "layer_norm: normalized_shape must be the last dimensions of x, got (8,) for x of shape (4, 16)"),
+    (lambda: frt.layer_norm(X, ()), ValueError,
+     "layer_norm: normalized_shape must be the last dimensions of x, got () for x of shape (4, 16)"),
+    (lambda: frt.rms_norm(X, (2, 4, 16)), ValueError,
+     "rms_norm: normalized_shape must be the last dimensions of x, got (2, 4, 16) for x of shape (4, 16)"),
+    (lambda: frt.layer_norm(X, 16, X), ValueError,
+     "layer_norm: weight must be a tensor of shape (16,), got shape (4, 16)"),
+    (lambda: frt.layer_norm(X, 16, W, 0.5), ValueError,
+     "layer_norm: bias must be a tensor of shape (16,), got float"),
+    (lambda: frt.layer_norm(X, W, W), ValueError,
+     "layer_norm: normalized_shape must be numbers where a weight is given, got a tensor"),
+    (lambda: frt.add_norm(X, W), ValueError,
+     "add_norm: residual must be a tensor of shape (4, 16), got shape (16,)"),
+    (lambda: frt.rms_norm(X, 16, return_sum=True), ValueError, "rms_norm: return_sum needs a residual"),
+    (lambda: frt.rms_norm(X, 16, weight_offset=2), ValueError,
+     "rms_norm: weight_offset must be 0 or 1, got 2"),
+    (lambda: frt.layer_norm(3.0, 16), TypeError, "layer_norm: x must be a tensor or an array, got float"),
+    (lambda: frt.layer_norm(X.long(), 16), TypeError,
+     "layer_norm: x must be a floating-point tensor, got one of torch.int64"),
+    (lambda: frt.layer_norm(X, 16, dropout_p=1.5), ValueError,
+     "layer_norm: dropout_p must be a probability in [0, 1], got 1.5"),
+    (lambda: frt.dropout_add_layer_norm(X, X, p=-1), ValueError,
+     "dropout_add_layer_norm: p must be a probability in [0, 1], got -1"),
+    (lambda: frt.layer_norm(X, 16, epilogue="relu"), TypeError,
+     "layer_norm: epilogue must be a function of one traced value, got str"),
+    (lambda: frt.layer_norm(X, 16, epilogue=lambda y: "y"), frt.TraceError,
+     "layer_norm: must return traced values, got str"),
+    (lambda: frt.layer_norm_gelu(X, 16, approximate="erf"), ValueError,
+     "layer_norm_gelu: approximate must be 'none' or 'tanh', got 'erf'"),
+    (lambda: frt.layer_norm(X, 16, eps=None), TypeError,
+     "layer_norm: eps must be a tensor, an array or a number, got NoneType"),
+    (lambda: frt.layer_norm.cuda(X, 16), TypeError, "layer_norm: x must be a CUDA tensor, got one on cpu"),
+])
+def test_errors(call, error, text):
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == text

@@ -1,0 +1,144 @@
+"""Ops that draw: rates, seeds, and one mask in forward, backward and recomputation."""
+
+import math
+
+import pytest
+import torch
+from checking import BF16, F16, F32, F64, assert_same_bits, make
+from pointwise_ops import RANDOM
+from torch.utils.checkpoint import checkpoint
+
+import fusionrt as frt
+from fusionrt.catalogue import OPS
+
+
+def dropout_case(name, n, device, dtype=F32):
+    """Arguments whose result is zero only where dropped, and the result with nothing dropped."""
+    x = torch.randn(n, dtype=F64, device=device).abs().add(0.1).to(dtype)
+    zeros = [
+        torch.zeros(n, dtype=dtype, device=device)
+        for _ in range(len(OPS[name].example(make_nothing)) - 1)
+    ]
+    return [x, *zeros], OPS[name](x, *zeros, training=False)
+
+
+def make_nothing(*shape):
+    return None
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", RANDOM)
+def test_dropout(name, p, device):
+    n = 2**18 + 5
+    args, whole = dropout_case(name, n, device)
+    x = args[0].requires_grad_()
+    torch.manual_seed(7)
+    out = OPS[name](*args, p)
+    torch.manual_seed(7)
+    assert_same_bits(out, OPS[name](*args, p))
+    assert not torch.equal(out, OPS[name](*args, p))
+    mask = out != 0
+    rate = mask.double().mean().item()
+    assert abs(rate - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n) + 2**-16
+    scale = torch.tensor(1 / (1 - p), dtype=F32, device=device)
+    assert torch.equal(out[mask], (whole * scale)[mask])
+    grad, again = (
+        torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
+    )
+    assert_same_bits(grad, again)
+    assert torch.equal(grad != 0, mask)
+    (whole_grad,) = torch.autograd.grad(OPS[name](*args, training=False).sum(), x)
+    torch.testing.assert_close(grad, torch.where(mask, whole_grad * scale, 0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_dropout_extremes(name, device):
+    args, whole = dropout_case(name, 1023, device)
+    assert_same_bits(OPS[name](*args, 0.0), whole)
+    assert_same_bits(OPS[name](*args, 0.5, False), whole)
+    assert_same_bits(OPS[name](*args, p=1.0), torch.zeros_like(whole))
+    x = args[0].requires_grad_()
+    (grad,) = torch.autograd.grad(OPS[name](*args, 1.0).sum(), x)
+    assert_same_bits(grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
+def test_dropout_mask_does_not_depend_on_the_dtype(name, dtype, device):
+    masks = []
+    for d in (F32, dtype):
+        args, _ = dropout_case(name, 1023, device, d)
+        torch.manual_seed(3)
+        masks.append(OPS[name](*args, 0.3) != 0)
+    assert torch.equal(*masks)
+
+
+def test_dropout_adds_the_residual_and_the_bias(device):
+    x, residual = (make((33, 17), F32, device).requires_grad_() for _ in range(2))
+    bias = make((17,), F32, device).requires_grad_()
+    out = frt.bias_dropout_add(x, bias, residual, 0.4)
+    grad_output = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (x, bias, residual), grad_output)
+    kept = (grads[0] != 0).float() / 0.6
+    torch.testing.assert_close(out, (x + bias) * kept + residual, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[0], grad_output * kept)
+    torch.testing.assert_close(grads[1], (grad_output * kept).sum(0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(grads[2], grad_output)
+    kept = torch.autograd.grad(frt.dropout_add(x, residual, 0.4).sum(), x)[0]
+    assert 0.4 < (kept != 0).double().mean() < 0.8
+
+
+def test_dropout_of_every_layout_has_the_mask_of_its_memory(device):
+    x = make((64, 48), F32, device).abs() + 0.1
+    torch.manual_seed(1)
+    straight = frt.relu_dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(frt.relu_dropout(x.t(), 0.5).t() != 0, straight != 0)
+
+
+def test_second_derivative_of_dropout_has_the_same_mask(device):
+    x = (make((1023,), F64, device).abs() + 0.1).requires_grad_()
+    out = frt.gelu_dropout(x, 0.5)
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(out != 0, first != 0)
+    assert torch.equal(out != 0, second != 0)
+
+
+def test_checkpoint_repeats_the_mask(device):
+    x = make((33, 17), F32, device).requires_grad_()
+
+    def layer(x):
+        return frt.gelu_dropout(frt.gelu_dropout(x * 2, 0.5) + 1, 0.3)
+
+    def gradient(function):
+        torch.manual_seed(11)
+        torch.rand(3, device=device)  # a state that is not that of a fresh seed
+        x.grad = None
+        function().square().sum().backward()
+        return x.grad
+
+    plain = gradient(lambda: layer(x))
+    assert_same_bits(plain, gradient(lambda: layer(x)))
+    for reentrant in (False, True):
+        assert_same_bits(
+            plain,
+            gradient(
+                lambda r=reentrant: checkpoint(
+                    layer, x * 1, use_reentrant=r, preserve_rng_state=True
+                )
+            ),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RANDOM)
+def test_masks_of_a_cpu_and_a_gpu_are_the_same(name):
+    for n in (1, 7, 1023, 2**17 + 3):
+        masks = []
+        for device in ("cpu", "cuda"):
+            args, _ = dropout_case(name, n, device)
+            torch.manual_seed(5)
+            masks.append([(OPS[name](*args, 0.5) != 0).cpu() for _ in range(3)])
+        assert all(map(torch.equal, *masks))
+        assert n < 1000 or not torch.equal(masks[0][0], masks[0][1])

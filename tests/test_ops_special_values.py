@@ -1,0 +1,48 @@
+"""Zeros, denormals, kinks, infinities and NaN: results and gradients are torch's."""
+
+import itertools
+
+import pytest
+import torch
+from checking import BF16, F16, F32, F64, evaluate
+from pointwise_ops import DIFFERENTIABLE, FINITE, SPECIALS, exact, example
+
+from fusionrt.catalogue import OPS
+
+
+def specials(name, values, dtype, device):
+    """Every pair of the values, whatever the number of tensors."""
+    pairs = torch.tensor(values, dtype=F64).to(dtype).to(device)
+    a, b = (t.flatten().contiguous() for t in torch.meshgrid(pairs, pairs, indexing="ij"))
+    args, kwargs = example(name, a.shape, dtype, device)
+    order = itertools.cycle([a, b, b.flip(0), a.flip(0)])
+    return [next(order) if torch.is_tensor(t) and t.shape == a.shape else t for t in args], kwargs
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=str)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_special_values(name, dtype, device):
+    args, kwargs = specials(name, SPECIALS, dtype, device)
+    out, theirs = OPS[name](*args, **kwargs), OPS[name].reference(*args, **kwargs)
+    wide = exact(name, kwargs)(
+        *(a.double() if torch.is_tensor(a) else a for a in args), **kwargs
+    ).to(dtype)
+    for mask in (torch.isnan, torch.isposinf, torch.isneginf):
+        wrong = (mask(out) != mask(theirs)) & (mask(out) != mask(wide))
+        assert not wrong.any(), [
+            a[wrong] for a in (*args, out, theirs, wide) if torch.is_tensor(a) and a.dim()
+        ]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_at_kinks_and_far_out(name, device):
+    args, kwargs = specials(name, FINITE, F32, device)
+    grads, theirs = (evaluate(f, args, kwargs)[1] for f in (OPS[name], OPS[name].reference))
+    wide = [a.double() if torch.is_tensor(a) else a for a in args]
+    for a, b, c in zip(grads, theirs, evaluate(exact(name, kwargs), wide, kwargs)[1], strict=True):
+        wrong = ~torch.isclose(a, b, rtol=1e-4, atol=1e-37, equal_nan=True) & ~torch.isclose(
+            a, c.float(), rtol=1e-4, atol=1e-37, equal_nan=True
+        )
+        assert not wrong.any(), [
+            t[wrong] for t in (*args, a, b, c) if torch.is_tensor(t) and t.dim()
+        ]
