@@ -11,7 +11,8 @@ FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8"
             "activations": "Activations", "norm": "Norms", "softmax": "Softmax",
             "loss": "Losses", "cross_entropy": "Cross-entropy",
             "linear_cross_entropy": "Cross-entropy of a linear layer",
-            "reduction": "Reductions", "batch_norm": "Channel norms"}
+            "reduction": "Reductions", "batch_norm": "Channel norms",
+            "embedding": "Embeddings", "rotary": "Rotary embeddings"}
 POINTWISE = ("pointwise", "dropout", "quantize", "activations")
 
 

@@ -17,7 +17,8 @@ from fusionrt.bench.results import kind
 # Name -> the kinds of machine that it runs on.
 BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhead": "gpu",
               "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu",
-              "catalogue": "gpu, cpu", "rows": "gpu"}
+              "catalogue": "gpu, cpu", "rows": "gpu", "optimizers": "gpu", "embedding": "gpu",
+              "image": "gpu, cpu", "window": "gpu, cpu"}
 
 
 def main() -> None:

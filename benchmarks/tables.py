@@ -309,6 +309,21 @@ def _catalogue(rows: list[Row]) -> str:
     return _compared(rows, ("op", "direction"), ("dtype", "elements"))
 
 
+def _listed(*columns: str) -> Callable[[list[Row]], str]:
+    """Every row as it stands, in these columns; `vs_` those say how many times as long others take."""
+    def one(row: Row, name: str) -> str:
+        value = row.get(name)
+        if name.startswith("vs_"):
+            return _times(value)
+        return "–" if value is None else f"`{value}`" if name in ("op", "optimizer") else cell(value)
+
+    def listed(rows: list[Row]) -> str:
+        return markdown([name.replace("_", " ") for name in columns],
+                        [[one(row, name) for name in columns] for row in rows if "error" not in row])
+
+    return listed
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "ops": ops, "summary_gpu": summary_gpu, "summary_cpu": summary_cpu, "lost": lost,
     "pointwise_large": pointwise_large, "rows_large": rows_large, "rows_small": rows_small,
@@ -319,6 +334,16 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
     "warmup_gpu": measured("warmup_time-gpu")(_warmup), "warmup_cpu": measured("warmup_time-cpu")(_warmup),
+    "optimizers": measured("optimizers-gpu")(_listed(
+        "model", "optimizer", "dtype", "options", "device_us", "of_copy", "vs_torch_device", "wall_us",
+        "vs_torch_wall", "latency_us", "vs_torch_latency", "state")),
+    "embedding": measured("embedding-gpu")(_listed(
+        "op", "variant", "dtype", "layout", "tokens", "columns", "direction", "us", "of_copy", "vs_eager")),
+    "image_gpu": measured("image-gpu")(_listed(
+        "case", "images", "height", "width", "us", "of_copy", "vs_torchvision", "vs_torchvision_batch",
+        "vs_torch", "wall_us")),
+    "window_gpu": measured("window-gpu")(_listed(
+        "case", "op", "dtype", "window", "direction", "us", "of_copy", "vs_unfold")),
     "pointwise_cpu": pointwise_cpu,
     "catalogue_gpu": measured("catalogue-gpu")(_catalogue),
     "catalogue_cpu": measured("catalogue-cpu")(_catalogue)}

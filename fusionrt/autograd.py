@@ -8,9 +8,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from fusionrt import rehearsal, replay
+from fusionrt.replay import Pass
+
 if TYPE_CHECKING:
     from fusionrt.op import Operator
     from fusionrt.random import Rng
+
+
+Call = Callable[["Operator", list[Any], Any], Any]
+
+
+class Dispatched:
+    """The way of calls that torch must see, operation by operation. `library`, which stands above operators,
+    fills it when it is imported; whatever makes operators imports `library`."""
+
+    call: Callable[..., Any]    # (number of an operator, *arguments)
+    apply: Callable[..., Any]   # (operator, arguments, random numbers as a tensor)
+    packed: Callable[..., Any]  # (random numbers, device): them as a tensor
+    allow: Callable[[], bool]   # before `call` where Dynamo traces
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -23,7 +39,7 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Operator, plan: Callable[..., Any], rng: Rng | None, *args: Any) -> Any:
-        ctx.op, ctx.rng = op, rng
+        ctx.op, ctx.plan, ctx.rng = op, plan, rng
         ctx.set_materialize_grads(False)
         out = plan(*args, rng) if op.streams else plan(*args)
         if not all(op.differentiable):
@@ -35,13 +51,22 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        call, rng = type(ctx.op).apply, ctx.rng
-        if is_watched() or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
-            from fusionrt import library
+        op, call, rng, needed = ctx.op, type(ctx.op).apply, ctx.rng, ctx.needs_input_grad[3:]
+        watched = is_watched()
+        plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
+        saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
+        if plain and (known := replay.find(op, ctx.plan, needed)) is not None:
+            found = known(saved, ctx.others, grads, rng)
+            if found is not None:
+                return found
+        if watched or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
             device = next((g.device for g in grads if g is not None), None)
-            call, rng = library.apply, rng and library.packed(rng, device)
-        return (None, None, None,
-                *backward(ctx.op, restore(ctx), grads, ctx.needs_input_grad[3:], rng, call))
+            call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
+            plain = False
+        made = backward_pass(op, restore(saved, ctx.others), grads, needed)
+        if plain and made is not None:
+            replay.keep(op, ctx.plan, needed, made, saved, ctx.others, grads)
+        return None, None, None, *(run_pass(made, rng, call) if made is not None else [None] * len(op.params))
 
 
 def is_watched() -> bool:
@@ -63,19 +88,25 @@ def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence
                   for a, read in zip(args, reads, strict=True)] + [None] * len(more)
 
 
-def restore(ctx: Any) -> list[Any]:
+def restore(saved: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Any]:
     """What `save` was given; a tensor of which only the description matters has one element of memory."""
-    saved = iter(ctx.saved_tensors)
-    return [next(saved) if other is None else other if not isinstance(other, tuple) else
-            torch.empty((), dtype=other[1], device=other[2]).expand(other[0]) for other in ctx.others]
+    read = iter(saved)
+    return [next(read) if other is None else other if not isinstance(other, tuple) else
+            torch.empty((), dtype=other[1], device=other[2]).expand(other[0]) for other in others]
 
 
 def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool], rng: Any,
-             call: Callable[[Operator, list[Any], Any], Any]) -> list[Any]:
+             call: Call) -> list[Any]:
     """Gradients of the needed arguments, None for the others."""
+    made = backward_pass(op, args, grads, needed)
+    return [None] * len(op.params) if made is None else run_pass(made, rng, call)
+
+
+def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool]) -> Pass | None:
+    """What is to do; None: nothing."""
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
-        return [None] * len(op.params)
+        return None
     n = len(op.params)
     whole = op.gradient(tuple(needed), given)
     saved = dict(zip(op.read_by_backward(tuple(needed))[1], args[n:], strict=True))
@@ -83,14 +114,18 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
               *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
     origin = _origins(whole, inputs, needed)
     own = tuple(i == o for i, o in enumerate(origin))
-    if any(own):
-        gradient = op.gradient(tuple(needed), given, own)
+    return Pass(op.gradient(tuple(needed), given, own) if any(own) else None, inputs, whole.saved,
+                origin)
+
+
+def run_pass(made: Pass, rng: Any, call: Call) -> list[Any]:
+    gradient, inputs, _, origin = made
+    computed: dict[int, Any] = {}
+    if gradient is not None:
         out = call(gradient, inputs, rng if gradient.streams else None)
-        results = iter(out if isinstance(out, tuple) else (out,))
-        computed = [next(results) if is_own else None for is_own in own]
-    else:
-        computed = [None] * n
-    return [None if o is None else inputs[o].expand(inputs[i].shape) if o >= n else computed[o]
+        own = (i for i, o in enumerate(origin) if i == o)
+        computed = dict(zip(own, out if isinstance(out, tuple) else (out,), strict=True))
+    return [None if o is None else computed[o] if o in computed else inputs[o].expand(inputs[i].shape)
             for i, o in enumerate(origin)]
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from fusionrt.autograd import forward_ad
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator

@@ -229,9 +229,9 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "is_column": ("is_column({})", lambda *_: (None,)),
     "up_to_column": ("up_to_column({})", lambda *_: (None,)),  # this column <= the given one
     # Of x alone: mean and rstd are its (x - mean)'s and their derivatives are in the first operand's.
-    # What is uniform is multiplied first, which leaves three operations an element.
+    # Differences first, so that those of equal gradients are 0; what is uniform is multiplied by itself.
     "standardized": ("({} - {}) * {}", lambda g, out, x, mean, rstd: (
-        g * rstd - rstd * row_mean(g) - (x - mean) * (rstd * rstd * row_mean(g * out)), None, None)),
+        (g - row_mean(g)) * rstd - (x - mean) * (rstd * rstd * row_mean(g * out)), None, None)),
     "rms_scaled": ("{} * {}", lambda g, out, x, rstd: (
         g * rstd - x * (rstd * rstd * row_mean(g * out)), None)),
     # For a softmax, whose gradient is 0 where its result is: not to read the mask again.

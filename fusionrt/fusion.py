@@ -12,7 +12,10 @@ from typing import Any, Protocol, cast, overload
 
 import torch
 
-from fusionrt import dispatch
+from fusionrt import (
+    dispatch,
+    library,  # noqa: F401  operators need it: see autograd.Dispatched
+)
 from fusionrt.expr import Expr, TraceError, argument, node, random_bits
 from fusionrt.op import Operator, Target
 

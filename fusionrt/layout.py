@@ -39,6 +39,11 @@ def dense(sizes: Sequence[int]) -> Ints:
     return tuple(strides)
 
 
+def contiguous(shape: Sequence[int]) -> Ints:
+    """Strides of a tensor whose last dimension is the innermost one."""
+    return tuple(reversed(dense(tuple(reversed(shape)))))
+
+
 def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> Ints | None:
     """The common shape under torch's rules, or None."""
     out: list[int] = []

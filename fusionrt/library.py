@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusionrt import random
-from fusionrt.autograd import backward, forward_ad, restore, save, transforms_active
+from fusionrt.autograd import Dispatched, backward, forward_ad, restore, save, transforms_active
 from fusionrt.op import OPERATORS, Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
@@ -20,9 +20,8 @@ _overloads: dict[str, Any] = {}
 _lock = threading.RLock()
 
 
-@torch.compiler.allow_in_graph
 def call(handle: int, *args: Any) -> Any:
-    """Dynamo puts this call into its graph as it stands; AOTAutograd then traces through it."""
+    """Dynamo puts this call into its graph as it stands (`allow`); AOTAutograd then traces through it."""
     op = OPERATORS[handle]
     rng = None
     if op.streams:
@@ -31,6 +30,16 @@ def call(handle: int, *args: Any) -> Any:
     if transforms_active() or forward_ad._current_level >= 0:
         return Transformed.apply(op, rng, *args)
     return apply(op, args, rng)
+
+
+def allow() -> bool:
+    """Dynamo runs this while it traces, as if it were a constant. A decorator of `call` would import Dynamo,
+    which takes a second."""
+    torch.compiler.allow_in_graph(call)
+    return True
+
+
+allow._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Transformed(torch.autograd.Function):
@@ -49,7 +58,7 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        args = restore(ctx)
+        args = restore(ctx.saved_tensors, ctx.others)
         rng = args.pop() if ctx.op.streams else None
         return (None, None, *backward(ctx.op, args, grads, ctx.needs_input_grad[2:], rng,
                                       lambda op, args, rng: Transformed.apply(op, rng, *args)))
@@ -98,7 +107,7 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
         save(ctx, op, inputs[:n], output, ctx.needs_input_grad[:n], *inputs[n:])
 
     def backwards(ctx: Any, *grads: Any) -> Any:
-        args = restore(ctx)
+        args = restore(ctx.saved_tensors, ctx.others)
         rng = args.pop() if op.streams else None
         found = backward(op, args, grads, ctx.needs_input_grad[:n], rng, apply)
         return (*found, *([None] if op.streams else []))
@@ -123,3 +132,5 @@ def _unpacked(rng: torch.Tensor) -> random.Rng:
     seed, offset = (int(x) & (2**64 - 1) for x in rng.tolist())
     return seed, offset, None
 
+
+Dispatched.call, Dispatched.apply, Dispatched.packed, Dispatched.allow = call, apply, packed, allow

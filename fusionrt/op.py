@@ -8,21 +8,19 @@ derivatives need nothing more.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from fusionrt import dispatch, layout, random
+from fusionrt import dispatch, layout, random, rehearsal
 from fusionrt.array import is_foreign, to_torch
-from fusionrt.autograd import is_watched, record
+from fusionrt.autograd import Dispatched, is_watched, record
 from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
 from fusionrt.rowwise import schedule
@@ -30,8 +28,6 @@ from fusionrt.rowwise import schedule
 Args = Sequence[Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_collected: contextvars.ContextVar[list[Problem] | None] = contextvars.ContextVar("collected", default=None)
-_meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
 # A number is what a traced graph can hold of an operator.
 OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -84,8 +80,9 @@ class Operator:
             return self._call_foreign(args)
         tensors = self._check_types(args)
         if watched or any(type(t) not in PLAIN for t in tensors):
-            from fusionrt import library
-            return library.call(self.handle, *args)
+            if torch.compiler.is_dynamo_compiling():
+                Dispatched.allow()
+            return Dispatched.call(self.handle, *args)
         plan = self.plan(args)
         run = self._run(plan, args)
         if tensors[0].device.type != "meta":
@@ -143,7 +140,7 @@ class Operator:
         plans = self.local.__dict__.setdefault("plans", {})
         key = call_key(args)
         plan = plans.get(key)
-        if plan is None or _collected.get() is not None:
+        if plan is None or rehearsal.is_on():
             if len(plans) >= _PLANS_KEPT:
                 plans.clear()
             plan = plans[key] = self._plan(args, 16)
@@ -286,9 +283,7 @@ class Operator:
         takes its share from the results of the whole operator."""
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         if device.type == "meta":
-            collected = _collected.get()
-            if collected is not None:
-                collected.append(problem)
+            rehearsal.note(problem)
             return lambda *args: pack(self.allocate(args[:len(self.params)], shape))
         if device.type == "cpu":
             from fusionrt.cpu import build
@@ -393,24 +388,6 @@ class Operator:
                      for root in self.outputs)
 
 
-@contextlib.contextmanager
-def collecting(device: str = "cuda") -> Iterator[list[Problem]]:
-    """Calls on meta tensors compute nothing; in here they list the kernels that they would need on
-    a `device` ("cuda" or "cpu")."""
-    problems: list[Problem] = []
-    token, meaning = _collected.set(problems), _meta_means.set(device)
-    try:
-        yield problems
-    finally:
-        _collected.reset(token)
-        _meta_means.reset(meaning)
-
-
-def device_type(tensor: torch.Tensor) -> str:
-    """Of a meta tensor, the device that it stands for."""
-    return _meta_means.get() if tensor.device.type == "meta" else tensor.device.type
-
-
 def call_key(args: Args) -> tuple[Any, ...]:
     """All that a plan depends on."""
     key: list[Any] = []
@@ -439,7 +416,7 @@ def memory_walk(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]
     elif model is not None:
         walk = tuple(torch.empty_like(model, device="meta").stride())
     else:
-        walk = tuple(reversed(layout.dense(tuple(reversed(shape)))))
+        walk = layout.contiguous(shape)
     return walk, layout.memory_order(shape, walk)
 
 
@@ -450,3 +427,7 @@ def _work(roots: Sequence[Expr]) -> tuple[int, int]:
 
 def pack(outputs: list[torch.Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def unpack(out: Any) -> tuple[torch.Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)

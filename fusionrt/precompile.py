@@ -21,13 +21,15 @@ import torch
 
 from fusionrt import ops as catalogue_modules
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
-from fusionrt.op import Operator, collecting
+from fusionrt.op import Operator
 from fusionrt.problem import Problem
+from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import cache, compiler, device, launch
 
 DTYPES = ("float32", "bfloat16", "float16")  # float64 on request
 MAX_JOBS = 8  # a compile takes a few hundred megabytes
 SHOWN = 5     # failures, as text
+FEW_ROWS = 512  # of which kernels over rows give each to more threads
 # Keyword of an op -> its values. Each combination may be another kernel.
 VARIANTS = {"approximate": ("none", "tanh"), "training": (True, False), "bias_first": (True, False)}
 
@@ -75,19 +77,22 @@ class Job(NamedTuple):
 
 
 def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
-           module: Names = None, backward: bool = True, progress: Progress | None = None
-           ) -> Summary:
-    """Compile the kernels of the catalogue into the cache; those that are there cost nothing.
+           module: Names = None, backward: bool = True, progress: Progress | None = None,
+           columns: int | str | Sequence[int] = COLUMNS) -> Summary:
+    """Compile the kernels of the catalogue and of the optimizers into the cache; those that are there cost
+    nothing.
 
     Lists may be lists or comma strings. `arch`: "native" (the visible GPUs, or the CPU where there
     is none; the default), "all" GPU architectures, "cpu" (this very processor), or names as sm_90;
-    no GPU is needed. `ops`: names, all by default. `dtypes`: float32, bfloat16 and float16 by
-    default, or "all", which adds float64. `module`: modules whose fused functions to compile as
-    well; such a function may have an attribute `example`, as the ops of the catalogue have.
-    `backward`: gradients too. `jobs`: threads.
+    no GPU is needed. `ops`: names; by default all, and the optimizers. `dtypes`: float32, bfloat16 and
+    float16 by default, or "all", which adds float64. `module`: modules whose fused functions to compile
+    as well; such a function may have an attribute `example`, as the ops of the catalogue have.
+    `backward`: gradients too. `jobs`: threads. `columns`: lengths of the last dimension, as 768 or
+    "768,3072".
 
-    Kernels depend on the kind of layout, not on sizes: what is compiled serves contiguous arguments
-    of an op's usual shapes. A call with other layouts compiles its kernel at its first use.
+    Kernels depend on the kind of layout, not on sizes, but those over rows on the rows' length: what is
+    compiled serves contiguous arguments of an op's usual shapes with so many columns. Any other call
+    compiles its kernel at its first use.
 
     Raises ValueError for an unknown architecture, op, dtype or module, and says what there is.
 
@@ -95,7 +100,7 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     """
     start = time.perf_counter()
     architectures, chosen = _architectures(arch), _functions(ops, module)
-    wanted = _dtypes(dtypes)
+    wanted, widths = _dtypes(dtypes), _widths(columns)
     if jobs is None:
         jobs = min(MAX_JOBS, os.cpu_count() or 1)
     if jobs < 1:
@@ -106,8 +111,10 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
         group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
         # A thread of its own: plans of earlier calls, which nothing would list, belong to others.
         with ThreadPoolExecutor(1) as pool:
-            found, faults = pool.submit(_jobs, chosen, wanted, kind, group, backward).result()
+            found, faults = pool.submit(_jobs, chosen, wanted, widths, kind, group, backward).result()
         todo |= found
+        if ops is None:
+            todo |= _of_optimizers(wanted, kind, group)
         summary.failed += faults
     _compile(todo, jobs, summary, progress)
     summary.seconds = time.perf_counter() - start
@@ -141,16 +148,21 @@ def _reason(error: Exception) -> str:
 
 # -- what there is to compile ----------------------------------------------------------------------
 
-def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str],
-          backward: bool) -> tuple[dict[Job, str], list[Failure]]:
+def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int], kind: str,
+          group: Sequence[str], backward: bool) -> tuple[dict[Job, str], list[Failure]]:
     """The kernels that the functions' examples need, each once, and the examples that fail."""
     found: dict[Job, str] = {}
     faults: list[Failure] = []
-    for function, dtype in itertools.product(functions, dtypes):
+    seen: set[Problem | Source] = set()
+    for function, dtype, columns in itertools.product(functions, dtypes, widths):
         try:
-            with collecting(kind) as problems:
-                _rehearse(function, dtype, backward)
-            texts = [(*text, p.name) for p in problems for text in _texts(p, kind)]
+            with collecting(kind) as needed:
+                _rehearse(function, dtype, ROWS, columns, backward)
+                if any(isinstance(p, Problem) and p.row_dims for p in needed):
+                    _rehearse(function, dtype, FEW_ROWS, columns, backward)
+            new = [p for p in dict.fromkeys(needed) if p not in seen]
+            seen.update(new)
+            texts = [(*text, p.name) for p in new for text in _texts(p, kind)]
         except Exception as error:
             name = f"{function.__name__} of {_name(dtype)}"
             faults += [(name, arch, _reason(error)) for arch in group]
@@ -160,22 +172,30 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], kind: str, gr
     return found, faults
 
 
-def _texts(problem: Problem, kind: str) -> list[tuple[str, str]]:
+def _of_optimizers(dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str]) -> dict[Job, str]:
+    from fusionrt.optim import precompile
+    return {Job(arch, s.text, s.entry): s.name
+            for s in precompile.sources(kind, map(_name, dtypes)) for arch in group}
+
+
+def _texts(problem: Problem | Source, kind: str) -> list[tuple[str, str]]:
+    if isinstance(problem, Source):
+        return [(problem.text, problem.entry)]
     if kind == "cuda":
         return [(source.text, source.entry) for source in launch.sources(problem)]
     from fusionrt import cpu
     return cpu.texts(problem)
 
 
-def _rehearse(function: Any, dtype: torch.dtype, backward: bool) -> None:
+def _rehearse(function: Any, dtype: torch.dtype, rows: int, columns: int, backward: bool) -> None:
     """Call it on meta tensors, as for inference and as for training."""
     for keywords in _variants(function, dtype):
-        args, more = _example(function, dtype, requires_grad=False)
+        args, more = _example(function, dtype, rows, columns, requires_grad=False)
         with torch.no_grad():
             function(*args, **more, **keywords)
         if not backward:
             continue
-        args, more = _example(function, dtype, requires_grad=True)
+        args, more = _example(function, dtype, rows, columns, requires_grad=True)
         out = function(*args, **more, **keywords)
         outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
         if outputs:
@@ -191,11 +211,12 @@ def _variants(function: Any, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         yield dict(zip(values, combination, strict=True))
 
 
-def _example(function: Any, dtype: torch.dtype, requires_grad: bool
+def _example(function: Any, dtype: torch.dtype, rows: int, columns: int, requires_grad: bool
              ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments: the function's own example, or a matrix for whatever has no default."""
 
     def make(*shape: int, dtype: torch.dtype = dtype, high: int | None = None) -> torch.Tensor:
+        shape = tuple({ROWS: rows, COLUMNS: columns}.get(n, n) for n in shape)
         return torch.empty(shape, dtype=dtype, device="meta",
                            requires_grad=requires_grad and dtype.is_floating_point)
 
@@ -235,6 +256,16 @@ def _dtypes(dtypes: Names) -> list[torch.dtype]:
     if not chosen:
         raise ValueError(f"warmup: no dtype given; there are {', '.join(known)}, and all")
     return [getattr(torch, name) for name in dict.fromkeys(chosen)]
+
+
+def _widths(columns: int | str | Sequence[int]) -> list[int]:
+    try:
+        widths = [columns] if isinstance(columns, int) else [int(n) for n in _split(columns)]
+    except ValueError:
+        widths = []
+    if not widths or min(widths) < 1:
+        raise ValueError(f"warmup: columns must be positive integers, got {columns!r}")
+    return widths
 
 
 def _architectures(arch: Names) -> list[str]:

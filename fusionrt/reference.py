@@ -322,3 +322,53 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: A
     rows = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
     losses = cross_entropy(logits, rows, class_weight, **options)
     return losses.view(hidden.shape[:-1]) if losses.dim() else losses
+
+
+def rotary_embedding(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, *,
+                     interleaved: bool = False, offset: int = 0, position_ids: Any = None,
+                     rotary_dim: int | None = None, layout: str = "bshd", inplace: bool = False,
+                     base: float = 10000.0, scaling: float = 1.0) -> Any:
+    n, heads = rotary_dim or q.shape[-1], -3 if layout == "bhsd" else -2
+    length, positions = q.shape[-5 - heads], position_ids
+    if positions is None:
+        positions = torch.arange(offset, offset + length, device=q.device)
+    if cos is None:
+        frequencies = base ** -(torch.arange(0, n, 2, dtype=torch.float64, device=q.device) / n) / scaling
+        angles = positions.double()[..., None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+    elif position_ids is not None:
+        cos, sin = cos[positions], sin[positions]
+    else:
+        cos, sin = cos[..., offset:offset + length, :], sin[..., offset:offset + length, :]
+    if cos.shape[-1] != n:
+        cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(heads).to(q.dtype) for t in (cos, sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = x[..., :n]
+        if interleaved:
+            other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        else:
+            other = torch.cat((-turned[..., n // 2:], turned[..., :n // 2]), -1)
+        y = torch.cat((turned * cos + other * sin, x[..., n:]), -1)
+        return x.copy_(y) if inplace else y
+
+    return rotated(q) if k is None else (rotated(q), rotated(k))
+
+
+def embedding_position(tokens: Tensor, weight: Tensor, position_weight: Any = None, *, scale: float = 1.0,
+                       layer_norm: Any = None, dropout_p: float = 0.0, training: bool = True,
+                       padding_idx: int | None = None, token_type: Any = None, token_type_weight: Any = None,
+                       position_ids: Any = None) -> Tensor:
+    x = F.embedding(tokens, weight, padding_idx)
+    x = x if scale == 1 else x * scale
+    if position_weight is not None:
+        length = tokens.shape[-1:]
+        first = position_weight[:length.numel()].reshape(*length, weight.shape[1])
+        x = x + (first if position_ids is None else F.embedding(position_ids, position_weight))
+    if token_type_weight is not None:
+        x = x + (token_type_weight[0] if token_type is None else F.embedding(token_type, token_type_weight))
+    if layer_norm is not None:
+        gamma, beta, *eps = layer_norm
+        x = F.layer_norm(x, x.shape[-1:], gamma, beta, *eps)
+    return F.dropout(x, dropout_p, training) if dropout_p else x

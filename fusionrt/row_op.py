@@ -17,8 +17,9 @@ import torch
 from fusionrt import layout, stages
 from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
-from fusionrt.op import SCALAR, Args, Operator, device_type, memory_walk, pack
+from fusionrt.op import SCALAR, Args, Operator, memory_walk, pack, unpack
 from fusionrt.problem import Output, Problem, pose
+from fusionrt.rehearsal import device_type
 
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
@@ -45,9 +46,8 @@ class RowOperator(Operator):
         return RowOperator(*definition, row_dims=self.row_dims, like=self.like)
 
     def output_shapes(self, args: Args, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
         return [tuple(args[target].shape) if isinstance(target, int) else () if target == SCALAR else
-                one_a_row if root.uniform else tuple(shape)
+                self.one_a_row(shape) if root.uniform else tuple(shape)
                 for root, target in zip(self.outputs, self.targets, strict=True)]
 
     def output_dtypes(self, args: Args) -> list[torch.dtype]:
@@ -59,6 +59,10 @@ class RowOperator(Operator):
                 self.acc_dtype(args) if root.uniform and k not in self.rounded else
                 getattr(torch, root.op.removeprefix("cast_")) if root.op.startswith("cast_") else like
                 for k, (root, target) in enumerate(zip(self.outputs, self.targets, strict=True))]
+
+    def one_a_row(self, shape: Sequence[int]) -> Ints:
+        """The shape of one value a row."""
+        return *shape[:len(shape) - self.row_dims], *(1,) * self.row_dims
 
     def is_one_a_row(self, k: int) -> bool:
         """Whether output k has one value a row."""
@@ -75,9 +79,8 @@ class RowOperator(Operator):
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
         """As Operator's; what all elements of a row share is an expanded tensor."""
         outputs = super().allocate(args, shape)
-        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
-        return [o.new_empty(one_a_row).expand(shape) if self.is_spread(k) and o.shape == tuple(shape) else o
-                for k, o in enumerate(outputs)]
+        return [o.new_empty(self.one_a_row(shape)).expand(shape)
+                if self.is_spread(k) and o.shape == tuple(shape) else o for k, o in enumerate(outputs)]
 
     def is_double(self, args: Args) -> bool:
         """Whether the arithmetic is in float64."""
@@ -96,18 +99,14 @@ class RowOperator(Operator):
                               part.of_whole), part) for part in parts]
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
             return runs[0][0]
-        targets = [(tuple(o.shape), o.dtype) for o in outputs]
+        later = stages.sums_later({k: dims for part in parts for k, dims in part.later.items()}, outputs)
 
         def run(*args: Any) -> Any:
-            found: list[Any] = [None] * len(targets)
+            found: list[Any] = [None] * len(outputs)
             for run, part in runs:
-                computed = run(*args)
-                computed = computed if isinstance(computed, tuple) else (computed,)
-                for k, value in zip(part.positions, computed, strict=True):
+                for k, value in zip(part.positions, unpack(run(*args)), strict=True):
                     found[k] = value
-                for k, dims in part.later.items():
-                    size, dtype = targets[k]
-                    found[k] = found[k].sum(dims).view(size).to(dtype)
+            later(found)
             return pack(found)
 
         return run
@@ -159,7 +158,7 @@ class RowOperator(Operator):
             if missing >= columns and missing and (columns or self.is_one_a_row(k)):  # a value a row
                 made = made._replace(root=root if self.is_one_a_row(k) else row_sum(root))
                 later = tuple(sorted(missing - columns))
-                on_rows.add(k, self._one_a_row(made, args, shape) if later else made, later)
+                on_rows.add(k, self._value_a_row(made, args, shape) if later else made, later)
             elif not missing:
                 on_rows.add(k, made)
             elif (sums_along and missing == rows) or not _needs_rows(root):
@@ -169,10 +168,10 @@ class RowOperator(Operator):
                 on_rows.add(k, self._in_full(args, shape, order, root), tuple(sorted(missing)))
         return [part for part in (on_rows, sums) if part.outputs]
 
-    def _one_a_row(self, made: Output, args: Args, shape: Ints) -> Output:
+    def _value_a_row(self, made: Output, args: Args, shape: Ints) -> Output:
         """Of what is to be summed over rows after the kernel."""
-        one_a_row = (*shape[:len(shape) - self.row_dims], *(1,) * self.row_dims)
-        strides = stages.contiguous(one_a_row)
+        one_a_row = self.one_a_row(shape)
+        strides = layout.contiguous(one_a_row)
         return Output(made.root, self.acc_dtype(args), one_a_row, strides,
                       layout.expand_strides(one_a_row, strides, shape), False)
 
@@ -208,8 +207,7 @@ class Part:
 
     def of_whole(self, results: Any) -> Any:
         """What this kernel would have computed, of all that the operator did."""
-        results = results if isinstance(results, tuple) else (results,)
-        return pack([results[k] for k in self.positions])
+        return pack([unpack(results)[k] for k in self.positions])
 
 
 def _device(args: Args) -> str:

@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 
 from fusionrt.expr import REDUCTIONS, Expr, exp, log, maximum, node, row_mean, row_sum, rsqrt, toposort, where
 
+# What stands in the place of a score that a mask does not let pass: the least float32, which is finite, to be
+# told from a score of -inf.
+LOWEST = -(2 - 2.0**-23) * 2.0**127
+
 
 def row_max(a: Any) -> Expr:
     return node("row_max", a)
@@ -57,25 +61,41 @@ def softmax_terms(x: Expr) -> tuple[Expr, Expr]:
     return most, row_sum(exp(x - most))
 
 
-def softmax(x: Expr) -> Expr:
+def softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
+    """exp(x) / sum(exp(x)), the row's maximum, and the factor of exp(x - maximum). Elements that are not
+    `passed` are as if they were not there; a row without any is zeros."""
+    x = x if passed is None else node("masked", x, passed, LOWEST)
     most, total = softmax_terms(x)
-    return node("softmaxed", x, most, 1 / total)
+    scale = 1 / total
+    if passed is not None:
+        scale = where(most < LOWEST, math.nan, where(most <= LOWEST, 0, scale))
+    return node("softmaxed", x, most, scale), most, scale
 
 
-def log_softmax(x: Expr) -> Expr:
-    most, total = softmax_terms(x)
-    return node("log_softmaxed", x, most, log(total))
+def log_softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
+    """x - log(sum(exp(x))), the row's maximum, and the logarithm of the sum of exp(x - maximum). What is not
+    `passed` is -inf."""
+    most, total = softmax_terms(x if passed is None else where(passed, x, LOWEST))
+    log_total = log(total)
+    x = x if passed is None else where(passed, x, -math.inf)
+    return node("log_softmaxed", x, most, log_total), most, log_total
 
 
 # -- passes ----------------------------------------------------------------------------------------
 
 class Found(NamedTuple):
     """What one pass accumulates: a sum, a maximum, a maximum together with a sum of exponentials
-    (Milakov & Gimelshein 2018), or the moments: count, mean and sum of squares (Chan et al. 1983)."""
+    (Milakov & Gimelshein 2018), or the moments: count, what the mean lost to rounding, mean and sum of
+    squares (Chan et al. 1983)."""
 
     kind: str                         # sum, max, softmax, moments
     operand: Expr
     values: tuple[Expr | None, ...]   # the nodes that it gives; None is for its own use
+
+    def names(self, first: int) -> dict[Expr, str]:
+        """The nodes, by means of `values`, of which the first one is this one's."""
+        return {node: f"(values[{k}] + values[{k - 1}])" if node.op == "moment_mean" else f"values[{k}]"
+                for k, node in enumerate(self.values, first) if node is not None}
 
 
 class Pass(NamedTuple):
@@ -101,7 +121,7 @@ def schedule(roots: Sequence[Expr], online: bool = True) -> list[Pass]:
             level[n] = at + 1
         else:
             kind = {"moment_mean": "moments", "row_top": "max"}.get(n.op, n.op.removeprefix("row_"))
-            found[n] = level[n], Found(kind, operands[0], (None, n) if kind == "moments" else (n,))
+            found[n] = level[n], Found(kind, operands[0], (None, None, n) if kind == "moments" else (n,))
             level[n] += 1
     last = max([0, *(level[r] for r in roots)])
     return [Pass(tuple(f for at, f in found.values() if at == k),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,15 +20,14 @@ import torch
 from fusionrt import layout
 from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum, substitute, toposort, where
 from fusionrt.layout import Ints
+from fusionrt.op import pack, unpack
 from fusionrt.problem import Output, Problem, pose
 from fusionrt.rowwise import schedule, with_sums
 
 if TYPE_CHECKING:
     from fusionrt.row_op import RowOperator
 
-
 # -- expressions -----------------------------------------------------------------------------------
-
 
 def factored(roots: Sequence[Expr]) -> list[Expr]:
     """With factors that are one value a row outside of the sums: sum(g * weight) and sum(g) are one sum."""
@@ -37,9 +36,8 @@ def factored(roots: Sequence[Expr]) -> list[Expr]:
     for n in toposort(roots):
         if n.op == "row_sum":
             uniform, rest = _factors(substitute([a for a in n.args if isinstance(a, Expr)], made)[0])
-            rest.sort(
-                key=lambda factor: place.setdefault(factor, len(place))
-            )  # a * b and b * a are one as well
+            # a * b and b * a are one as well.
+            rest.sort(key=lambda factor: place.setdefault(factor, len(place)))
             made[n] = functools.reduce(operator.mul, uniform, row_sum(functools.reduce(operator.mul, rest)))
     return substitute(roots, made)
 
@@ -57,9 +55,8 @@ def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
     return uniform, rest
 
 
-def split(
-    roots: Sequence[Expr], n_args: int, numbers: Collection[str], online: bool
-) -> tuple[list[list[Expr]], list[Expr]]:
+def split(roots: Sequence[Expr], n_args: int, numbers: Collection[str], online: bool
+          ) -> tuple[list[list[Expr]], list[Expr]]:
     """The values that each stage computes, one a row, and the roots by means of them: value after value
     they are arguments `n_args`, `n_args` + 1, ... `numbers` are the arguments that are Python numbers."""
     stages: list[list[Expr]] = []
@@ -76,16 +73,12 @@ def split(
 def _one_by_one(roots: Sequence[Expr]) -> list[Expr]:
     """For where a pass finds no two values of which one needs the other."""
     from fusionrt.cpu.rows import spelled_out
-
     roots = spelled_out(roots)
     tops = [n for n in toposort(roots) if n.op == "row_top"]
     # A row of -inf alone has exponentials relative to 0.
     finite = {top: where(top == -math.inf, 0, top) for top in tops}
-    relative = {
-        n: exp(substitute([a for a in n.args if isinstance(a, Expr)], finite)[0])
-        for n in toposort(roots)
-        if n.op == "exp"
-    }
+    relative = {n: exp(substitute([a for a in n.args if isinstance(a, Expr)], finite)[0])
+                for n in toposort(roots) if n.op == "exp"}
     return substitute(roots, relative)
 
 
@@ -107,60 +100,46 @@ def _border(roots: Sequence[Expr], values: Collection[Expr], numbers: Collection
 
 # -- plans -----------------------------------------------------------------------------------------
 
-
 class Stage(NamedTuple):
     """One kernel: its callable, which of its results the next ones take, which are the operator's outputs."""
 
     run: Callable[..., Any]
-    draws: bool  # whether it takes random numbers
-    found: tuple[int, ...]  # a position among the results for each value
-    outputs: tuple[int, ...]  # the operator's output that each of the first results is
+    draws: bool                # whether it takes random numbers
+    found: tuple[int, ...]     # a position among the results for each value
+    outputs: tuple[int, ...]   # the operator's output that each of the first results is
 
 
 class Plan:
     """The stages of one kind of call of an operator."""
 
-    def __init__(
-        self,
-        op: RowOperator,
-        args: Sequence[Any],
-        shape: Ints,
-        outputs: Sequence[torch.Tensor],
-        order: Sequence[int],
-        alignment: int,
-    ) -> None:
+    def __init__(self, op: RowOperator, args: Sequence[Any], shape: Ints, outputs: Sequence[torch.Tensor],
+                 order: Sequence[int], alignment: int) -> None:
         self.op, self.args, self.shape, self.outputs = op, list(args), shape, outputs
         self.order, self.alignment, self.acc = order, alignment, op.acc_dtype(args)
         self.double = op.is_double(args)
         first = len(shape) - op.row_dims
-        self.one_a_row = (*shape[:first], *(1,) * op.row_dims)
+        self.one_a_row = op.one_a_row(shape)
         self.row_size = math.prod(shape[first:])
         columns = {d for d in range(first, len(shape)) if shape[d] != 1}
         missing = [layout.missing(o.shape, shape) for o in outputs]
         uniform = [op.is_one_a_row(k) for k in range(len(outputs))]
         self.spread = [op.is_spread(k) and not m for k, m in enumerate(missing)]
-        self.of_rows = [
-            u or s or (bool(m) and m >= columns)
-            for u, s, m in zip(uniform, self.spread, missing, strict=True)
-        ]
+        self.of_rows = [u or s or (bool(m) and m >= columns)
+                        for u, s, m in zip(uniform, self.spread, missing, strict=True)]
         self.summed = [not of_rows and bool(m) for of_rows, m in zip(self.of_rows, missing, strict=True)]
         # Dimensions that one value a row is summed over after the kernels: a weight that several rows share.
-        self.later = {
-            k: sorted(m - columns) for k, m in enumerate(missing) if self.of_rows[k] and m - columns
-        }
-        self.roots = [
-            row_sum(r) if of_rows and not (u or s) else r
-            for r, u, s, of_rows in zip(op.outputs, uniform, self.spread, self.of_rows, strict=True)
-        ]
+        self.later = {k: tuple(sorted(m - columns)) for k, m in enumerate(missing)
+                      if self.of_rows[k] and m - columns}
+        each = zip(op.outputs, uniform, self.spread, self.of_rows, strict=True)
+        self.roots = [row_sum(r) if of_rows and not (u or s) else r for r, u, s, of_rows in each]
 
     def build(self, online: bool) -> Callable[..., Any]:
         """`online`: one pass finds what belongs together, as a GPU does; a CPU's second pass is cheap."""
         n = len(self.args)
         numbers = {f"a{i}" for i, a in enumerate(self.args) if not isinstance(a, torch.Tensor)}
         values, roots = split(factored(self.roots), n, numbers, online)
-        names = {
-            argument(f"a{n + k}", True): value for k, value in enumerate(v for stage in values for v in stage)
-        }
+        names = {argument(f"a{n + k}", True): value
+                 for k, value in enumerate(v for stage in values for v in stage)}
         wanted = {k: names[root] for k, root in enumerate(roots) if self.of_rows[k] and root in names}
         rest = [k for k in range(len(roots)) if k not in wanted]
         read = set(leaves([roots[k] for k in rest] + [v for stage in values for v in stage], "arg"))
@@ -173,11 +152,8 @@ class Plan:
             chosen = [k for k in rest if self.of_rows[k] == of_rows]
             if chosen:
                 stages.append(self._elements(roots, chosen, self.one_a_row if of_rows else self.shape))
-        in_one = (
-            len(stages) == 1
-            and not (self.later or any(self.spread))
-            and stages[0].outputs == tuple(range(len(roots)))
-        )
+        in_one = (len(stages) == 1 and not (self.later or any(self.spread))
+                  and stages[0].outputs == tuple(range(len(roots))))
         if in_one or self.outputs[0].is_meta:
             return stages[0].run
         return self._run(stages, n)
@@ -185,16 +161,11 @@ class Plan:
     def _finding(self, stage: Sequence[Expr], kept: Sequence[Expr], wanted: dict[int, Expr]) -> Stage:
         """One pass over the domain; a value is stored as an output wants it, and as arithmetic does."""
         made = [self._made(k, value, True) for k, value in wanted.items()]
-        places = {
-            v: k
-            for k, (v, o) in enumerate(zip(wanted.values(), made, strict=True))
-            if (o.shape, o.dtype) == (self.one_a_row, self.acc)
-        }
+        places = {v: k for k, (v, o) in enumerate(zip(wanted.values(), made, strict=True))
+                  if (o.shape, o.dtype) == (self.one_a_row, self.acc)}
         kept = [v for v in kept if v not in places]
-        made += [
-            Output(v, self.acc, self.one_a_row, contiguous(self.one_a_row), self._walk(self.one_a_row), True)
-            for v in kept
-        ]
+        made += [Output(v, self.acc, self.one_a_row, layout.contiguous(self.one_a_row),
+                        self._walk(self.one_a_row), True) for v in kept]
         problem = self._posed(made, self.shape, self.order)._replace(across=True)
         run = self.op.compile(self.args, self.shape, problem, made, self.alignment)
         self.args += [torch.empty(self.one_a_row, dtype=self.acc, device="meta") for _ in stage]
@@ -204,9 +175,8 @@ class Plan:
 
     def _elements(self, roots: Sequence[Expr], chosen: Sequence[int], shape: Ints) -> Stage:
         """A pointwise kernel over the domain, or over one value a row."""
-        order = (
-            self.order if shape == self.shape else [d for d in reversed(range(len(shape))) if shape[d] != 1]
-        )
+        order = (self.order if shape == self.shape else
+                 [d for d in reversed(range(len(shape))) if shape[d] != 1])
         made = [self._made(k, roots[k], self.summed[k]) for k in chosen]
         problem = self._posed(made, shape, order)
         run = self.op.compile(self.args, shape, problem, made, self.alignment)
@@ -216,7 +186,7 @@ class Plan:
         """Output k as a kernel computes it."""
         o = self.outputs[k]
         if k in self.later or self.spread[k]:
-            strides, dtype = contiguous(self.one_a_row), o.dtype if self.spread[k] else self.acc
+            strides, dtype = layout.contiguous(self.one_a_row), o.dtype if self.spread[k] else self.acc
             walk = self._walk(self.one_a_row) if reduced else strides
             return Output(root, dtype, self.one_a_row, strides, walk, reduced)
         over = self._walk(o.shape) if reduced else layout.expand_strides(o.shape, o.stride(), self.shape)
@@ -230,9 +200,7 @@ class Plan:
 
     def _run(self, stages: Sequence[Stage], n: int) -> Callable[..., Any]:
         spread = [k for k, is_spread in enumerate(self.spread) if is_spread]
-        later = [
-            (k, dims, tuple(self.outputs[k].shape), self.outputs[k].dtype) for k, dims in self.later.items()
-        ]
+        later = sums_later(self.later, self.outputs)
         results: list[Any] = [None] * len(self.outputs)
         on_gpu = self.alignment == 16 and self.outputs[0].is_cuda
         pointers = [k for k, a in enumerate(self.args[:n]) if on_gpu and isinstance(a, torch.Tensor)]
@@ -242,19 +210,24 @@ class Plan:
                 return self.op.misaligned(*args)
             rng, given, found = args[n:], list(args[:n]), list(results)
             for stage in stages:
-                computed = stage.run(*given, *(rng if stage.draws else ()))
-                computed = computed if isinstance(computed, tuple) else (computed,)
+                computed = unpack(stage.run(*given, *(rng if stage.draws else ())))
                 for k, value in zip(stage.outputs, computed, strict=False):
                     found[k] = value
                 given += [computed[k] for k in stage.found]
-            for k, dims, shape, dtype in later:
-                found[k] = found[k].sum(dims).view(shape).to(dtype)
+            later(found)
             for k in spread:
                 found[k] = found[k].expand(self.shape)
-            return found[0] if len(found) == 1 else tuple(found)
+            return pack(found)
 
         return run
 
 
-def contiguous(shape: Sequence[int]) -> Ints:
-    return tuple(reversed(layout.dense(tuple(reversed(shape)))))
+def sums_later(dims: Mapping[int, Ints], outputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], None]:
+    """Sums, after the kernels, over the `dims` of some outputs, which then have these shapes and dtypes."""
+    targets = [(k, over, tuple(outputs[k].shape), outputs[k].dtype) for k, over in dims.items()]
+
+    def run(found: list[Any]) -> None:
+        for k, over, shape, dtype in targets:
+            found[k] = found[k].sum(over).view(shape).to(dtype)
+
+    return run

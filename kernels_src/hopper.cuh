@@ -18,10 +18,11 @@ __device__ __forceinline__ void make_barrier(Barrier* barrier, unsigned arrivals
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void cluster_sync() {
+__device__ __forceinline__ void arrive_in_cluster() {
     barriers_are_made();
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void expect(Barrier* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -55,7 +56,8 @@ using Barrier = unsigned long long;
 __device__ __forceinline__ unsigned cluster_rank() { return 0; }
 __device__ __forceinline__ void make_barrier(Barrier*, unsigned) {}
 __device__ __forceinline__ void barriers_are_made() {}
-__device__ __forceinline__ void cluster_sync() {}
+__device__ __forceinline__ void arrive_in_cluster() {}
+__device__ __forceinline__ void wait_for_cluster() {}
 __device__ __forceinline__ void expect(Barrier*, unsigned) {}
 __device__ __forceinline__ void await(Barrier*, unsigned) {}
 __device__ __forceinline__ void send(const acc_t*, Barrier*, unsigned, acc_t) {}

@@ -4,7 +4,7 @@
 // A few megabytes at most, so latency decides: a block takes COLUMNS neighbouring columns, its remaining
 // threads share the rows, and a fixed tree in shared memory keeps the order.
 //
-// The prologue defines BLOCK, COLUMNS, VALUES, GROUPS, start, settle and join as for pointwise_reduce,
+// The prologue defines BLOCK, COLUMNS, VALUES, GROUPS, start and join as for pointwise_reduce,
 // store(p, n, values), and Params: partials[k][chunk][n], chunks, kept, the outputs and numbers.
 
 template <int G = 0>
@@ -20,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) join_partials(const __grid_c
 
     acc_t none[VALUES][1], values[VALUES];
     start<1>(none);
-    settle<1>(none, 0);
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
     const index_t chunks = n < p.kept ? p.chunks : 0;

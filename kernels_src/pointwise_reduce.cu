@@ -14,11 +14,11 @@
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
 //   VALUES, GROUPS, MOST          values in all; those found together form a group, of at most MOST
 //   Group<G>::FIRST, COUNT        which of the values those are
-//   start<W>, settle<W>, join<G>  values before the first element; after the last one; of two threads
+//   start<W>, join<G>             values before the first element; of two threads
 //   load_fixed<W>(p, i)           the operands that do not change along a thread's walk; load<W>(p, i,
 //                                 fixed) reads the others
 //   group_base(p, g), row_base(p, r)      first element of a group, of a row within it
-//   finish<W>(p, i, tile, draws, values, first)    as before, and take elements into values[k][v]
+//   finish<W>(p, i, tile, draws, values, nth)    as before, and take elements into values[k][v]
 //   p.columns, p.rows, p.groups, p.chunks, p.partials      partials[k][chunk][group][column]
 
 constexpr int DEPTH = BLOCK / LANES;
@@ -30,10 +30,8 @@ template <int W> struct Walk {
     unsigned seen = 0;
     __device__ __forceinline__ Walk() { start<W>(values); }
     __device__ __forceinline__ void take(const Params& p, index_t i, const Tile<W>& tile) {
-        finish<W>(p, i, tile, draws<W>(p, i), values, seen == 0);
-        ++seen;
+        finish<W>(p, i, tile, draws<W>(p, i), values, ++seen);
     }
-    __device__ __forceinline__ void end() { settle<W>(values, seen); }
 };
 
 template <int G = 0>
@@ -46,31 +44,40 @@ __device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, ind
     return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
 }
 
-// Join the threads that own the same columns; `at` is where the first column goes.
+// Join the threads that own the same columns, as a tree; `at` is where the first column goes.
+constexpr int HALF_DEPTH = DEPTH > 1 ? DEPTH / 2 : 1;
 template <int G>
-__device__ __forceinline__ void store_columns(const Params& p, const Values<VEC>& values, index_t at, index_t step,
-                                              index_t limit, acc_t (&shared)[MOST][DEPTH][LANES * VEC]) {
+__device__ __forceinline__ void store_columns(const Params& p, Values<VEC>& values, index_t at, index_t step,
+                                              index_t limit, acc_t (&shared)[MOST][HALF_DEPTH][LANES * VEC]) {
     constexpr int FIRST = Group<G>::FIRST, COUNT = Group<G>::COUNT;
-    const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
-    __syncthreads();
+    const int first = threadIdx.x % LANES * VEC, depth = threadIdx.x / LANES;
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k)
+    for (int half = DEPTH / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (depth >= half && depth < 2 * half)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) shared[k][depth][lane * VEC + v] = values[FIRST + k][v];
-    __syncthreads();
-    for (int c = threadIdx.x; c < LANES * VEC && c < limit; c += BLOCK) {
-        acc_t joined[VALUES], other[VALUES];
+            for (int k = 0; k < COUNT; ++k)
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) joined[FIRST + k] = shared[k][0][c];
+                for (int v = 0; v < VEC; ++v) shared[k][depth - half][first + v] = values[FIRST + k][v];
+        __syncthreads();
+        if (depth >= half) continue;
 #pragma unroll
-        for (int d = 1; d < DEPTH; ++d) {
+        for (int v = 0; v < VEC; ++v) {
+            acc_t mine[VALUES], other[VALUES];
 #pragma unroll
-            for (int k = 0; k < COUNT; ++k) other[FIRST + k] = shared[k][d][c];
-            join<G>(joined, other);
+            for (int k = 0; k < COUNT; ++k)
+                mine[FIRST + k] = values[FIRST + k][v], other[FIRST + k] = shared[k][depth][first + v];
+            join<G>(mine, other);
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) values[FIRST + k][v] = mine[FIRST + k];
         }
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) p.partials[(FIRST + k) * step + at + c] = joined[FIRST + k];
     }
+    if (depth == 0)
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k)
+#pragma unroll
+            for (int v = 0; v < VEC; ++v)
+                if (first + v < limit) p.partials[(FIRST + k) * step + at + first + v] = values[FIRST + k][v];
     if constexpr (G + 1 < GROUPS) store_columns<G + 1>(p, values, at, step, limit, shared);
 }
 
@@ -99,9 +106,8 @@ __device__ __forceinline__ void reduce_rows(const Params& p) {
             walk.take(p, i, load<VEC>(p, i, fixed));
         }
     }
-    walk.end();
 
-    __shared__ acc_t shared[MOST][DEPTH][LANES * VEC];
+    __shared__ acc_t shared[MOST][HALF_DEPTH][LANES * VEC];
     store_columns<0>(p, walk.values, (chunk * p.groups + group) * p.columns + tile * width,
                      p.chunks * p.groups * p.columns, p.columns - tile * width, shared);
 }
@@ -131,7 +137,6 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
     Values<1> none;
     acc_t values[VALUES];
     start<1>(none);
-    settle<1>(none, 0);
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
     if (group < p.groups) {
@@ -152,14 +157,12 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
             const index_t i = base + vector_base(p, j);
             walk.take(p, i, load<VEC>(p, i, fixed));
         }
-        walk.end();
         join_lanes<VEC>(values, walk.values);
         // Only a single row may be ragged: with several, VEC divides the columns.
         if (VEC > 1 && chunk == p.chunks - 1) {
             Walk<1> tail;
             for (index_t c = vectors * VEC + lane; c < p.columns; c += LANES)
                 tail.take(p, base + c, load<1>(p, base + c, load_fixed<1>(p, base + c)));
-            tail.end();
             join_lanes<1>(values, tail.values);
         }
     }

@@ -20,9 +20,11 @@ template <int W> __device__ __forceinline__ acc_t most(const acc_t (&x)[W]) {
     return y;
 }
 __device__ __forceinline__ acc_t reference(acc_t top) { return top == -acc_t(inf) ? acc_t(0) : top; }
-// A term of a sum that is at least 1: what is below 2^-126 need not be told from 0.
+// e^a as a term of a sum that is at least 1, a <= 0: what is below 2^-126 need not be told from 0, and the
+// product's rounding, |a| / 2 ulp of the term, is no ulp of the sum, as |a| e^a < 0.37. Two instructions
+// of seven an element; the accurate function's nine made the sum wait for arithmetic instead of memory.
 __device__ __forceinline__ acc_t term(acc_t a) {
-    if constexpr (HALF) return ex2(LOG2_E * a);
+    if constexpr (sizeof(acc_t) == 4) return ex2(LOG2_E * a);
     else return exp(a);
 }
 
@@ -46,14 +48,44 @@ __device__ __forceinline__ void combine_softmax(acc_t& top, acc_t& sum, acc_t ot
     sum = sum * term(top - at) + other_sum * term(other_top - at);
     top = next;
 }
-// How many, their mean, and the sum of the squares of their distances from it: Chan, Golub & LeVeque 1983.
-__device__ __forceinline__ void combine_moments(acc_t& count, acc_t& mean, acc_t& squares, acc_t other_count,
-                                                acc_t other_mean, acc_t other_squares) {
-    const acc_t both = count + other_count, apart = other_mean - mean;
-    const acc_t share = both > acc_t(0) ? other_count * near_reciprocal(both) : acc_t(0);
-    squares += other_squares + (count > acc_t(0) ? apart * apart * (count * share) : acc_t(0));  // never inf * 0
-    mean += apart * share;
-    count = both;
+// How many; what the mean lost to rounding; their mean; the sum of the squares of their distances from it:
+// Chan, Golub & LeVeque 1983. Far from 0 the means' rounding would be most of what is between two of them.
+__device__ __forceinline__ void combine_moments(acc_t& count, acc_t& lost, acc_t& mean, acc_t& squares,
+                                                acc_t other_count, acc_t other_lost, acc_t other_mean,
+                                                acc_t other_squares) {
+    const bool any = count > acc_t(0);
+    const acc_t apart = (other_mean - mean) + (other_lost - lost);
+    const acc_t share = any ? other_count * near_reciprocal(count + other_count) : acc_t(1), weight = count * share;
+    squares += other_squares + (weight > acc_t(0) ? apart * apart * weight : acc_t(0));  // never inf * 0
+    const acc_t step = apart * share, next = mean + step, taken = next - mean;  // Knuth's exact sum
+    lost = any ? lost + ((mean - (next - taken)) + (step - taken)) : other_lost;
+    mean = any ? next : other_mean;
+    count += other_count;
+}
+
+// Join the values of N neighbouring lanes, a power of two, in all of them. (A softmax's maximum first: one
+// exponential a lane instead of two a step.)
+template <int N> __device__ __forceinline__ void join_lanes_sum(acc_t& sum) {
+#pragma unroll
+    for (int offset = N / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+}
+template <int N> __device__ __forceinline__ void join_lanes_max(acc_t& top) {
+#pragma unroll
+    for (int offset = N / 2; offset > 0; offset /= 2) top = maximum(top, __shfl_xor_sync(0xffffffffu, top, offset));
+}
+template <int N> __device__ __forceinline__ void join_lanes_softmax(acc_t& top, acc_t& sum) {
+    const acc_t mine = top;
+    join_lanes_max<N>(top);
+    sum *= term(mine - reference(top));
+    join_lanes_sum<N>(sum);
+}
+template <int N>
+__device__ __forceinline__ void join_lanes_moments(acc_t& count, acc_t& lost, acc_t& mean, acc_t& squares) {
+#pragma unroll
+    for (int offset = N / 2; offset > 0; offset /= 2)
+        combine_moments(count, lost, mean, squares, __shfl_xor_sync(0xffffffffu, count, offset),
+                        __shfl_xor_sync(0xffffffffu, lost, offset), __shfl_xor_sync(0xffffffffu, mean, offset),
+                        __shfl_xor_sync(0xffffffffu, squares, offset));
 }
 // In pairs, so that the mean of equal values is that value, and their variance 0.
 template <int W> __device__ __forceinline__ acc_t paired_total(const acc_t (&x)[W]) {
@@ -66,20 +98,25 @@ template <int W> __device__ __forceinline__ acc_t paired_total(const acc_t (&x)[
         return paired_total<W / 2>(half);
     }
 }
+// A thread has few packs: what its own mean loses is little.
 template <int W>
-__device__ __forceinline__ void collect_moments(acc_t& count, acc_t& mean, acc_t& squares, const acc_t (&x)[W]) {
-    const acc_t here = paired_total(x) * acc_t(1.0 / W);
+__device__ __forceinline__ void collect_moments(acc_t& count, acc_t&, acc_t& mean, acc_t& squares,
+                                                const acc_t (&x)[W]) {
+    const acc_t here = paired_total(x) * acc_t(1.0 / W), apart = here - mean, both = count + acc_t(W);
     acc_t d[W];
 #pragma unroll
     for (int v = 0; v < W; ++v) d[v] = (x[v] - here) * (x[v] - here);
-    combine_moments(count, mean, squares, W, here, total(d));
+    const bool any = count > acc_t(0);
+    const acc_t share = acc_t(W) * near_reciprocal(both);
+    squares += total(d) + (any ? apart * apart * (count * share) : acc_t(0));
+    mean = any ? mean + apart * share : here;
+    count = both;
 }
 
-// Element after element. Moments: distances from the first one, which a thread keeps in `count` until it
-// has seen all of its n. As that is one of them, what cancels is at most n times as large as the result.
-__device__ __forceinline__ void take_sum(acc_t& sum, acc_t x, bool) { sum += x; }
-__device__ __forceinline__ void take_max(acc_t& top, acc_t x, bool) { top = maximum(top, x); }
-__device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, bool) {
+// Element after element, this being the `nth`. Moments: Welford 1962.
+__device__ __forceinline__ void take_sum(acc_t& sum, acc_t x, unsigned) { sum += x; }
+__device__ __forceinline__ void take_max(acc_t& top, acc_t x, unsigned) { top = maximum(top, x); }
+__device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, unsigned) {
     if (!(x <= top)) {  // rarely
         const acc_t next = maximum(top, x);
         sum *= term(top - reference(next));
@@ -87,16 +124,10 @@ __device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, bo
     }
     sum += term(x - reference(top));
 }
-__device__ __forceinline__ void take_moments(acc_t& origin, acc_t& sum, acc_t& squares, acc_t x, bool first) {
-    if (first) origin = x;
-    const acc_t distance = x - origin;
-    sum += distance;
-    squares += distance * distance;
-}
-__device__ __forceinline__ void settle_moments(acc_t& count, acc_t& mean, acc_t& squares, unsigned seen) {
-    const acc_t n = static_cast<acc_t>(seen), sum = mean, shift = seen ? sum / n : acc_t(0), lost = sum * shift;
-    if (squares != acc_t(inf)) squares = squares < lost ? acc_t(0) : squares - lost;
-    mean = count + shift;
+__device__ __forceinline__ void take_moments(acc_t& count, acc_t&, acc_t& mean, acc_t& squares, acc_t x, unsigned nth) {
+    const acc_t n = static_cast<acc_t>(nth), distance = x - mean;
+    mean = nth > 1 ? mean + distance * near_reciprocal(n) : x;
+    squares += nth > 1 ? distance * (x - mean) : acc_t(0);
     count = n;
 }
 

@@ -22,7 +22,7 @@
 //   Known<PASS>, know(...)        uniform expressions of a pass
 //   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums
 //   Values<PASS>::FIRST, COUNT    which of the values this pass finds
-//   identity<PASS>, collect<PASS, W>, combine<PASS>    its reductions: start, take in `found`, join two
+//   identity<PASS>, collect<PASS, W>, join_lanes<PASS, N>    its reductions: start, take in `found`, join lanes
 //   store_row(p, row, values)     outputs with one value a row
 
 // ---------------------------------------------------------------------------------------------
@@ -37,33 +37,47 @@ struct Exchange {
     unsigned long long arrived[2];  // mbarriers: a block has the values of all others
 };
 
-// No block writes to another before that one has begun and made its barriers.
+// No block writes to another before that one has made its barriers: it says so here, and waits for the others
+// in `opened`, when its first loads are on their way.
 __device__ __forceinline__ void open(Exchange& exchange) {
-    if (threadIdx.x < 2) make_barrier(&exchange.arrived[threadIdx.x], 1);
-    cluster_sync();
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x < 2) make_barrier(&exchange.arrived[threadIdx.x], 1);
+        arrive_in_cluster();
+    }
+}
+__device__ __forceinline__ void opened() {
+    if constexpr (CLUSTER > 1) wait_for_cluster();
 }
 
-template <int PASS>
-__device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int team, int lane) {
+// N sets of values in shared memory, N a power of two, joined in every lane.
+template <int PASS, int N>
+__device__ __forceinline__ void join(acc_t (&values)[MOST_VALUES], int lane, const acc_t (&sets)[N][MOST_VALUES]) {
     constexpr int FIRST = Values<PASS>::FIRST, COUNT = Values<PASS>::COUNT;
 #pragma unroll
-    for (int offset = (THREADS < 32 ? THREADS : 32) / 2; offset > 0; offset /= 2) {
-        acc_t other[MOST_VALUES];
+    for (int k = FIRST; k < FIRST + COUNT; ++k) values[k] = sets[lane % N][k];
+    join_lanes<PASS, N>(values);
+}
+
+// All threads of a row come together: those of a block, where they are more than a warp.
+__device__ __forceinline__ void meet() {
+    if constexpr (WARPS > 1) __syncthreads();
+    else __syncwarp();
+}
+
+// A reduction in three steps, with time for other work between them: before and after the threads `meet`, and
+// when the values of the other blocks have come.
+template <int PASS>
+__device__ __forceinline__ void publish(acc_t (&values)[MOST_VALUES], Exchange& exchange, int turn, int team, int lane) {
+    constexpr int FIRST = Values<PASS>::FIRST, COUNT = Values<PASS>::COUNT;
+    join_lanes<PASS, (THREADS < 32 ? THREADS : 32)>(values);
+    if (WARPS > 1 && lane % 32 == 0)
 #pragma unroll
-        for (int k = FIRST; k < FIRST + COUNT; ++k) other[k] = __shfl_xor_sync(0xffffffffu, values[k], offset);
-        combine<PASS>(values, other);
-    }
-    if constexpr (WARPS > 1) {
-        acc_t(&shared)[WARPS][MOST_VALUES] = exchange.warps[turn & 1][team];
-        if (lane % 32 == 0)
-#pragma unroll
-            for (int k = FIRST; k < FIRST + COUNT; ++k) shared[lane / 32][k] = values[k];
-        __syncthreads();
-#pragma unroll
-        for (int k = FIRST; k < FIRST + COUNT; ++k) values[k] = shared[0][k];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) combine<PASS>(values, shared[w]);
-    }
+        for (int k = FIRST; k < FIRST + COUNT; ++k) exchange.warps[turn & 1][team][lane / 32][k] = values[k];
+}
+template <int PASS>
+__device__ __forceinline__ void gather(acc_t (&values)[MOST_VALUES], Exchange& exchange, int turn, int team, int lane) {
+    constexpr int FIRST = Values<PASS>::FIRST, COUNT = Values<PASS>::COUNT;
+    if constexpr (WARPS > 1) join<PASS, WARPS>(values, lane, exchange.warps[turn & 1][team]);
     if constexpr (CLUSTER > 1) {
         const int use = turn & 1;
         if (threadIdx.x == 0) expect(&exchange.arrived[use], CLUSTER * COUNT * sizeof(acc_t));
@@ -71,13 +85,23 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
 #pragma unroll
             for (int k = FIRST; k < FIRST + COUNT; ++k)
                 send(&exchange.blocks[use][cluster_rank()][k], &exchange.arrived[use], threadIdx.x, values[k]);
-        await(&exchange.arrived[use], turn >> 1 & 1);
-#pragma unroll
-        for (int k = FIRST; k < FIRST + COUNT; ++k) values[k] = exchange.blocks[use][0][k];
-#pragma unroll
-        for (int r = 1; r < CLUSTER; ++r) combine<PASS>(values, exchange.blocks[use][r]);
+    }
+}
+template <int PASS>
+__device__ __forceinline__ void receive(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int lane) {
+    if constexpr (CLUSTER > 1) {
+        await(&exchange.arrived[turn & 1], turn >> 1 & 1);
+        join<PASS, CLUSTER>(values, lane, exchange.blocks[turn & 1]);
     }
     ++turn;
+}
+
+template <int PASS>
+__device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int team, int lane) {
+    publish<PASS>(values, exchange, turn, team, lane);
+    if constexpr (WARPS > 1) __syncthreads();
+    gather<PASS>(values, exchange, turn, team, lane);
+    receive<PASS>(values, exchange, turn, lane);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -121,7 +145,8 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Tile<VEC
                     one<PASS, VEC>(p, work, known, values, column + k * STEP, ahead[k], sums[0]);
         }
     } else {
-#pragma unroll
+        constexpr int UNROLL = KIND == STAGED && !SUMS && PACKS > 4 ? 4 : PACKS;  // all eight at a time spill
+#pragma unroll UNROLL
         for (int k = 0; k < PACKS; ++k) {
             const column_t column = work.first + k * STEP;
             if (column >= work.end) continue;
@@ -207,6 +232,7 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
     Tile<VEC> tiles[HELD];
     Work work = begin(p, base + threadIdx.x / THREADS, rank);
     load_tiles(p, work, tiles);
+    opened();
     for (;;) {
         base += step;
         const bool more = PERSISTENT && base < p.rows;
@@ -224,39 +250,106 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
     }
 }
 
-// The same with the copy engine STAGES - 1 rows ahead, which one thread of each team asks for them. (With a
-// barrier of its own for "everyone has left this place", instead of __syncthreads, it was slower.)
-__device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsigned step, unsigned rank,
-                                            SumsOfColumns& sums, Exchange& exchange) {
+// Rows that the copy engine puts into shared memory, one after the other around STAGES places; one thread of
+// each team asks for them.
+struct Ring {
+    char* memory;
+    Barrier* full;
+    int lane;
+    unsigned place = 0, round = 0;
+    __device__ __forceinline__ char* stage() const { return memory + place * STAGE_BYTES; }
+    __device__ __forceinline__ void fetch_row(const Params& p, unsigned r, unsigned rank) const {
+        if (lane == 0 && r < p.rows) fetch(p, r, rank, stage(), full + place);
+    }
+    __device__ __forceinline__ void wait() const { await(full + place, round & 1); }
+    __device__ __forceinline__ void advance() {
+        if (++place == STAGES) place = 0, ++round;
+    }
+};
+
+__device__ __forceinline__ Ring fill(const Params& p, unsigned base, unsigned step, unsigned rank) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Barrier full[ROWS][STAGES];
-    const int team = threadIdx.x / THREADS, lane = threadIdx.x % THREADS;
-    char* const mine = memory + team * STAGES * STAGE_BYTES;
+    const int team = threadIdx.x / THREADS;
     if (threadIdx.x < ROWS * STAGES) make_barrier(&full[threadIdx.x / STAGES][threadIdx.x % STAGES], 1);
     barriers_are_made();
     __syncthreads();
-    if (lane == 0)
-        for (unsigned s = 0; s < STAGES; ++s)
-            if (base + s * step + team < p.rows)
-                fetch(p, base + s * step + team, rank, mine + s * STAGE_BYTES, &full[team][s]);
+    Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], static_cast<int>(threadIdx.x % THREADS)};
+    for (int s = 0; s < STAGES; ++s, ring.advance()) ring.fetch_row(p, base + s * step + team, rank);
+    ring.round = 0;
+    opened();
+    return ring;
+}
 
+// The same with the copy engine up to STAGES - 1 rows ahead. (With a barrier of its own for "everyone has left
+// this place", instead of __syncthreads, it was slower.)
+__device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsigned step, unsigned rank,
+                                            SumsOfColumns& sums, Exchange& exchange) {
+    Ring ring = fill(p, base, step, rank);
     int turn = 0;
-    unsigned place = 0, round = 0;
     Tile<VEC> tiles[HELD];
-    Work work = begin(p, base + team, rank);
+    Work work = begin(p, base + threadIdx.x / THREADS, rank);
     for (; base < p.rows; base += step) {
-        const Work next = begin(p, base + step + team, rank);  // its uniform operands are on their way
-        work.stage = mine + place * STAGE_BYTES;
-        if (work.valid) await(&full[team][place], round & 1);
+        const Work next = begin(p, base + step + work.team, rank);  // its uniform operands are on their way
+        work.stage = ring.stage();
+        if (work.valid) ring.wait();
         finish(p, work, rank, tiles, sums, exchange, turn);
-        // Who is here has read the row for the last time.
-        if constexpr (WARPS > 1) __syncthreads();
-        else __syncwarp();
-        const unsigned later = base + STAGES * step + team;
-        if (lane == 0 && later < p.rows)
-            fetch(p, later, rank, mine + place * STAGE_BYTES, &full[team][place]);
-        if (++place == STAGES) place = 0, ++round;
+        if (!PERSISTENT) break;
+        meet();  // who is here has read the row for the last time
+        ring.fetch_row(p, base + STAGES * step + work.team, rank);
+        ring.advance();
         work = next;
+    }
+}
+
+// The same for two passes, the first one of the next row before the last one of this: threads meet once a row,
+// and values travel among blocks while they work.
+constexpr bool AHEAD = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
+
+__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Tile<VEC> (&tiles)[HELD],
+                                           acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange,
+                                           int turn) {
+    work.stage = ring.stage();
+    identity<0>(values);
+    if (work.valid) {
+        ring.wait();
+        look<0>(p, work, tiles, values, sums);
+    }
+    publish<0>(values, exchange, turn, work.team, work.lane);
+}
+
+__device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsigned step, unsigned rank,
+                                           SumsOfColumns& sums, Exchange& exchange) {
+    Ring ring = fill(p, base, step, rank), left = ring;  // where the next row is, and the last one was
+    int turn = 0;
+    Tile<VEC> tiles[HELD];
+    acc_t values[MOST_VALUES], ahead[MOST_VALUES];
+    Work work = begin(p, base + threadIdx.x / THREADS, rank);
+    first_look(p, work, ring, tiles, values, sums, exchange, turn);
+    meet();
+    gather<0>(values, exchange, turn, work.team, work.lane);
+    receive<0>(values, exchange, turn, work.lane);
+    for (bool first = true;; first = false) {
+        const unsigned later = base + step;
+        const bool more = later < p.rows;
+        const Ring here = ring;
+        Work next = begin(p, later + work.team, rank);
+        if (more) {
+            ring.advance();
+            first_look(p, next, ring, tiles, ahead, sums, exchange, turn);
+        }
+        meet();  // who is here has read the row before this one for the last time
+        if (!first) left.fetch_row(p, base + (STAGES - 1) * step + work.team, rank);
+        if (more) gather<0>(ahead, exchange, turn, work.team, work.lane);
+        if (work.valid) {
+            look<PASSES - 1>(p, work, tiles, values, sums);
+            if (work.lane == 0 && rank == 0) store_row(p, work.row, values);
+        }
+        if (!more) break;
+        receive<0>(ahead, exchange, turn, work.lane);
+#pragma unroll
+        for (int k = 0; k < MOST_VALUES; ++k) values[k] = ahead[k];
+        left = here, work = next, base = later;
     }
 }
 
@@ -269,9 +362,10 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
 extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0, block = blockIdx.x / CLUSTER, blocks = gridDim.x / CLUSTER;
-    if constexpr (CLUSTER > 1) open(exchange);
+    open(exchange);
     SumsOfColumns sums = {};
-    if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    if constexpr (AHEAD) walk_ahead(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     if constexpr (SUMS > 0) store_sums(p, begin(p, 0, rank), sums, block);
 }

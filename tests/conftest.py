@@ -17,9 +17,12 @@ pytest.register_assert_rewrite("checking", "pointwise_ops", "cache_faults")
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory):
-    """Every kernel is compiled once a session, in this process or in one that a test starts."""
+    """Every kernel is compiled once a session, in this process, in one that a test starts, or in another
+    worker of pytest-xdist, whose base directories lie beside each other."""
     before = os.environ.get("FUSIONRT_CACHE_DIR")
-    os.environ["FUSIONRT_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    base = tmp_path_factory.getbasetemp()
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["FUSIONRT_CACHE_DIR"] = str(session / "kernels")
     yield
     if before is None:
         del os.environ["FUSIONRT_CACHE_DIR"]

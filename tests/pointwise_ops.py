@@ -77,11 +77,12 @@ def example(name, shape, dtype, device):
     return args, ({"training": False} if name in RANDOM else {})
 
 
-def check_op(name, args, kwargs=None):
+def check_op(name, args, kwargs=None, again=None):
     """`check` of a registered op."""
     kwargs = kwargs or {}
     magnitudes = prelu_magnitudes if name == "prelu_bias" else None
-    return check(OPS[name], args, kwargs, exact=exact(name, kwargs), magnitudes=magnitudes)
+    return check(OPS[name], args, kwargs, exact=exact(name, kwargs), magnitudes=magnitudes,
+                 again=again)
 
 
 def prelu_magnitudes(args, kwargs, grad_output):

@@ -63,7 +63,7 @@ CONSTANT = {
     "trunc",
     *(f"cast_{t}" for t in CASTS if not t.startswith(("float", "bfloat"))),
 }
-# Of rows: tests/test_rows.py looks at these.
+# Of rows: tests/test_rows_cpu.py looks at these.
 OF_ROWS = {n for n in PRIMITIVES if n.startswith(("row_", "moment_"))} | {
     "taken", "is_column", "up_to_column", "standardized", "rms_scaled", "masked", "softmaxed",
     "log_softmaxed"}

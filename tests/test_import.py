@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import fusionrt
+from fusionrt import op_names
+from fusionrt.catalogue import OPS
 
 PACKAGE = Path(fusionrt.__file__).parent
 HEAVY = ("torch", "cupy", "cupy_backends", "numba", "llvmlite")
@@ -34,3 +36,9 @@ def test_public_names_resolve() -> None:
 
 def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_list_of_ops_is_complete() -> None:
+    listed = {(module, op) for module, ops in op_names.OPS.items() for op in ops}
+    assert fusionrt.ops.__all__ == sorted(op for _, op in listed)
+    assert listed == {(op.__module__.rpartition(".")[2], name) for name, op in OPS.items()}

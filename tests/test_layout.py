@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fusionrt as frt
 from fusionrt import layout
-from fusionrt.op import collecting
 from fusionrt.problem import Problem
+from fusionrt.rehearsal import collecting
 from fusionrt.runtime import pointwise
 from fusionrt.runtime.source import Field, Params, magic, pointer
 

@@ -1,5 +1,6 @@
 """Losses of single elements, and sums over everything, which they are made of."""
 
+import functools
 import itertools
 import math
 import warnings
@@ -7,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_same_bits, check, dtypes, evaluate, lost, wide
+from checking import BF16, F32, F64, assert_same_bits, check, derivatives, dtypes, evaluate, lost, wide
 
 import fusionrt as frt
 from fusionrt import reference
@@ -33,19 +34,22 @@ def arguments(name, shape, dtype, device):
 
 def compare(name, args, **options):
     """A sum may lose what sums of float32 lose."""
-    reference = getattr(frt, name).reference
-    each = reference(*map(wide, args), **options | {"reduction": "none"})
-    size = {"none": each.abs(), "sum": each.abs().sum()}.get(options["reduction"], each.abs().mean())
+    if name == "kl_div":  # a difference of two logarithms, which may cancel
+        x, y = map(wide, args)
+        p, log_p = (y.exp(), y) if options.get("log_target") else (y, y.log())
+        each = p * (log_p.abs() + x.abs())
+    else:
+        each = getattr(frt, name).reference(*map(wide, args), **options | {"reduction": "none"}).abs()
+    size = {"none": each, "sum": each.sum()}.get(options["reduction"], each.mean())
     return check(getattr(frt, name), args, options, extra=lost(size, args[0].dtype))
 
 
 @dtypes
-@losses
 @reductions
-@pytest.mark.parametrize("shape", [(33, 65), (), (5, 1023)], ids=str)
+@pytest.mark.parametrize("name, shape", [
+    (name, shape) for name in LOSSES for shape in ((33, 65), (), (5, 1023))
+    if shape or name != "kl_div"], ids=str)  # there is no softmax of nothing
 def test_results_and_gradients(name, reduction, shape, dtype, device):
-    if name == "kl_div" and len(shape) == 0:
-        pytest.skip("the softmax of nothing")
     compare(name, arguments(name, shape, dtype, device), reduction=reduction)
 
 
@@ -100,11 +104,10 @@ def test_bce_near_certainty(device):
 
 @losses
 def test_derivatives(name, device):
-    args = [a.requires_grad_() for a in arguments(name, (3, 5), F64, device)]
+    args = arguments(name, (3, 5), F64, device)
     for reduction in REDUCTIONS:
-        function = lambda *a: getattr(frt, name)(*a, reduction=reduction)  # noqa: B023, E731
-        assert torch.autograd.gradcheck(function, args)
-        assert torch.autograd.gradgradcheck(function, args)
+        torch.testing.assert_close(*(derivatives(functools.partial(f, reduction=reduction), args)
+                                     for f in (getattr(frt, name), getattr(reference, name))))
 
 
 @pytest.mark.slow

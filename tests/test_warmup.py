@@ -173,7 +173,7 @@ torch.manual_seed(0)
 for name in {ops}:
     for dtype in (torch.float32, torch.bfloat16):
         def make(*shape, dtype=dtype, **_):
-            shape = [min(n, 256) for n in shape]
+            shape = [{{8192: 512, 4096: 256}}.get(n, n) for n in shape]
             if not dtype.is_floating_point:
                 return torch.ones(shape, dtype=dtype, device={device!r})
             return torch.randn(shape, device={device!r}).to(dtype).requires_grad_()
@@ -199,7 +199,7 @@ def call_without_compiling(ops: list[str], device: str) -> list[str]:
 
 def test_cpu_kernels_serve_calls() -> None:
     ops = ["bias_gelu", "gelu_dropout", "quantize_int8", "dequantize_int8", "add_norm", "softmax"]
-    summary = warmup("cpu", ops, "float32,bfloat16")
+    summary = warmup("cpu", ops, "float32,bfloat16", columns=256)
 
     assert summary.compiled == sum(kernels().values()) > 0
     assert {info.metadata["arch"] for info in cache.entries()} == {"cpu"}
@@ -209,7 +209,7 @@ def test_cpu_kernels_serve_calls() -> None:
 @pytest.mark.gpu
 def test_gpu_kernels_serve_calls() -> None:
     ops = sorted(OPS)
-    summary = warmup("native", ops, "float32,bfloat16")
+    summary = warmup("native", ops, "float32,bfloat16", columns=256)
 
     assert summary.compiled > 0 and summary.failed == []
     assert call_without_compiling(ops, "cuda") == ops
@@ -274,6 +274,8 @@ def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
      "warmup: module 'no_such_package' cannot be imported: ModuleNotFoundError: No module named"),
     ({"arch": "cpu", "module": "json"},
      "warmup: module 'json' has no function made by fusionrt.fuse"),
+    ({"arch": "cpu", "columns": "4,x"}, "warmup: columns must be positive integers, got '4,x'"),
+    ({"arch": "cpu", "columns": 0}, "warmup: columns must be positive integers, got 0"),
     ({"arch": "cpu", "jobs": 0}, "warmup: jobs must be at least 1, got 0"),
 ])
 def test_unknown_names_are_answered_with_what_there_is(arguments: dict, message: str) -> None:
@@ -376,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x) {
 
 
 def test_sources_of_a_problem_have_entries_of_templates() -> None:
-    from fusionrt.op import collecting
+    from fusionrt.rehearsal import collecting
     with collecting() as problems:
         x = torch.empty(64, 128, device="meta", requires_grad=True)
         b = torch.empty(128, device="meta", requires_grad=True)

@@ -15,10 +15,11 @@ copy's rate), `memory`, `profile` (kernels, registers, occupancy), `comparison` 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+from fusionrt import lazy
+
+_MODULE = {
     "Accuracy": "accuracy", "Comparison": "comparison", "CPUKernelBenchmark": "entries",
     "KernelProfiler": "entries", "Measurement": "kernel", "VariantError": "sampling",
     "benchmark_kernel": "kernel", "compare_functions": "entries", "compare_implementations": "comparison",
@@ -26,6 +27,7 @@ _HOME = {
 }
 _SUBMODULES = ("accuracy", "comparison", "entries", "kernel", "memory", "plot", "profile", "report",
                "results", "sampling", "suite", "timing", "traffic")
+_HOME = {name: f"{__name__}.{module}" for name, module in _MODULE.items()}
 
 __all__ = sorted([*_HOME, *_SUBMODULES])
 
@@ -44,13 +46,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"fusionrt.bench.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'fusionrt.bench' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"fusionrt.bench.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    return lazy.find(__name__, name, _HOME, _SUBMODULES)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as pytree
 
-from fusionrt.op import collecting
+from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch
 from fusionrt.runtime import device as cuda
 

@@ -149,7 +149,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     graph.capture_begin(pool=pool)
     try:
         kept = [call() for call in calls]  # alive until the end: no output reuses another's memory
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt as well: an open capture makes whatever comes after it fail
         _abandon(graph)
         raise
     else:

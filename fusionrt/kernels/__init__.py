@@ -7,9 +7,10 @@ from fusionrt import ops
 
 # Modules of `fusionrt.ops`.
 _FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
-             "fusion": ("pointwise", "dropout", "norm", "batch_norm"), "activation": ("activations",),
+             "fusion": ("pointwise", "dropout", "norm", "batch_norm", "embedding"),
+             "activation": ("activations",),
              "quantization": ("quantize",), "normalization": ("norm", "batch_norm"),
-             "reduction": ("reduction",), "attention": ("softmax",),
+             "reduction": ("reduction",), "attention": ("softmax", "rotary"),
              "loss": ("loss", "cross_entropy", "linear_cross_entropy")}
 
 

@@ -1,7 +1,10 @@
 """Every op, under its name and under the names that older fusion libraries gave it."""
+# ruff: noqa: F401  what is imported here is public; ruff cannot evaluate __all__
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fusionrt import op_names
+from fusionrt.catalogue import OPS
 from fusionrt.ops.activations import (
     elu,
     gelu,
@@ -21,6 +24,7 @@ from fusionrt.ops.activations import (
 from fusionrt.ops.batch_norm import batch_norm, batch_norm_relu, group_norm, instance_norm
 from fusionrt.ops.cross_entropy import cross_entropy
 from fusionrt.ops.dropout import bias_dropout_add, dropout_add, gelu_dropout, relu_dropout
+from fusionrt.ops.embedding import embedding_position
 from fusionrt.ops.linear_cross_entropy import linear_cross_entropy
 from fusionrt.ops.loss import bce_with_logits, huber_loss, kl_div, l1_loss, mse_loss, smooth_l1_loss
 from fusionrt.ops.norm import (
@@ -66,6 +70,7 @@ from fusionrt.ops.reduction import (
     sum_squared,
     var,
 )
+from fusionrt.ops.rotary import rotary_embedding
 from fusionrt.ops.softmax import attention_dropout, log_softmax, softmax
 
 # Other name -> op. `fusionrt.kernels` reads the same table.
@@ -93,31 +98,17 @@ ALIASES = {
     "fused_dropout_add_layernorm": "dropout_add_layer_norm",
 }
 
-__all__ = [
-    "add_mul_add", "add_mul_exp", "add_norm", "add_relu", "add_rms_norm", "add_sigmoid",
-    "amax", "amin", "argmax", "argmin", "attention_dropout", "batch_norm",
-    "batch_norm_relu", "bce_with_logits", "bias_dropout_add", "bias_gelu", "bias_relu",
-    "bias_silu", "cross_entropy", "dequantize_int8", "dropout_add",
-    "dropout_add_layer_norm", "elu", "geglu", "gelu", "gelu_dropout", "gelu_tanh",
-    "group_norm", "hardsigmoid", "hardswish", "huber_loss", "instance_norm", "kl_div",
-    "l1_loss", "layer_norm", "layer_norm_gelu", "layer_norm_relu", "leaky_relu",
-    "linear_cross_entropy", "log_softmax", "logsumexp", "mean", "mean_abs", "mish",
-    "mish_scale", "mse_loss", "mul_tanh", "multiply_relu", "norm", "prelu_bias",
-    "quantize_int8", "reglu", "relu", "relu6", "relu_dropout", "relu_squared", "rms_norm",
-    "rms_norm_gelu", "row_reduce", "scale_bias_sigmoid", "sigmoid", "silu",
-    "smooth_l1_loss", "softmax", "softplus", "std", "sum", "sum_squared", "swish_multiply",
-    "tanh", "var",
-]
+if not TYPE_CHECKING:  # a type checker cannot evaluate it, and takes all that is imported here
+    __all__ = sorted(op for ops in op_names.OPS.values() for op in ops)
 
 
 def __getattr__(name: str) -> Any:
     """Aliases, and for `op_cuda`, `op_cpu` and `op_pytorch` the three ways to run an op."""
-    op = ALIASES.get(name, name)
-    if op in globals() and name in ALIASES:
-        return globals()[op]
+    if name in ALIASES:
+        return globals()[ALIASES[name]]
     for suffix, attribute in (("_cuda", "cuda"), ("_cpu", "cpu"), ("_pytorch", "reference")):
         stem = name.removesuffix(suffix)
-        stem = ALIASES.get(stem, stem)
-        if name.endswith(suffix) and stem in __all__:
-            return getattr(globals()[stem], attribute)
+        op = OPS.get(ALIASES.get(stem, stem))
+        if name.endswith(suffix) and op is not None:
+            return getattr(op, attribute)
     raise AttributeError(f"module 'fusionrt.ops' has no op {name!r}")

@@ -21,8 +21,9 @@ import torch
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
+from fusionrt.op import unpack
 from fusionrt.ops.activations import relu
-from fusionrt.rows import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
 
 IMAGES = (32, 256, 56, 56)  # of the examples
@@ -30,30 +31,15 @@ IMAGES = (32, 256, 56, 56)  # of the examples
 
 # -- what the kernels compute ----------------------------------------------------------------------
 
-
 @per_call
-def _operator(
-    op: str,
-    names: tuple[str, ...],
-    row_dims: int,
-    per_channel: bool,
-    epilogue: Epilogue,
-    recorded: bool,
-    tracked: bool,
-) -> Run:
+def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool, epilogue: Epilogue,
+              recorded: bool, tracked: bool) -> Run:
     """`names` of the tensors that there are; mean and var are among them unless they are found in x.
     `per_channel`: weight and bias have one value a row. `recorded`, `tracked`: with what the gradient reads,
     with the unbiased variance."""
 
-    def expression(
-        x: Expr,
-        eps: float,
-        weight: Any = None,
-        bias: Any = None,
-        residual: Any = None,
-        mean: Any = None,
-        var: Any = None,
-    ) -> tuple[Any, ...]:
+    def expression(x: Expr, eps: float, weight: Any = None, bias: Any = None, residual: Any = None,
+                   mean: Any = None, var: Any = None) -> tuple[Any, ...]:
         more: list[Expr] = []
         if var is None:
             y, mean, rstd = standardize(x, eps)
@@ -67,30 +53,16 @@ def _operator(
         return finished(op, y if residual is None else y + residual, epilogue), *more
 
     uniform = ("mean", "var", *(("weight", "bias") if per_channel else ()))
-    return row_operator(
-        expression,
-        ("x", *names, "eps"),
-        name=op,
-        row_dims=row_dims,
-        uniform=tuple(name for name in names if name in uniform),
-    )
+    return row_operator(expression, ("x", *names, "eps"), name=op, row_dims=row_dims,
+                        uniform=tuple(name for name in names if name in uniform))
 
 
 def _is_recorded(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _of_channels(
-    op: str,
-    x: torch.Tensor,
-    training: bool,
-    running: tuple[Any, Any],
-    weight: Any,
-    bias: Any,
-    residual: Any,
-    eps: float,
-    epilogue: Epilogue,
-) -> tuple[Any, ...]:
+def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, Any], weight: Any, bias: Any,
+                 residual: Any, eps: float, epilogue: Epilogue) -> tuple[Any, ...]:
     """The result, and with `training` mean and unbiased variance of every channel. A row is a channel."""
     n = x.dim()
     order, ones = (1, 0, *range(2, n)), (-1,) + (1,) * (n - 1)
@@ -99,16 +71,8 @@ def _of_channels(
     tensors = {name: t.view(ones) for name, t in given.items() if t is not None}
     if residual is not None:
         tensors["residual"] = residual.permute(order)
-    tracked = training and running[0] is not None
-    run = _operator(
-        op,
-        tuple(tensors),
-        n - 1,
-        True,
-        epilogue,
-        training and _is_recorded(x, weight, bias, residual),
-        tracked,
-    )
+    recorded, tracked = _is_recorded(x, weight, bias, residual), running[0] is not None
+    run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked)
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
         return (out.permute(order),)
@@ -117,33 +81,34 @@ def _of_channels(
 
 # -- arguments -------------------------------------------------------------------------------------
 
-
-def _tensors(op: str, function: Callable[..., Any], named: dict[str, Any]) -> Any:
-    """function of the tensors that the arguments are; the result is of the kind of the first of them."""
+def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, residual: Any = None, *,
+             num_batches_tracked: Any = None, **of_channels: Any) -> Any:
+    """function(x, *of_channels, residual, num_batches_tracked), of tensors that fit; where some argument is
+    another array, the result is of the kind of the first of these."""
+    named = {"x": x, **of_channels, "residual": residual, "num_batches_tracked": num_batches_tracked}
     given, back = {}, None
     for name, a in named.items():
         if is_foreign(a):
             a, restore = to_torch(a, op, name)
             back = back or restore
-        elif a is not None and not isinstance(a, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(a).__name__}")
+        elif not isinstance(a, torch.Tensor | None) or (name == "x" and a is None):
+            raise TypeError(f"{op}: {name} must be a tensor or an array, got "
+                            f"{None if a is None else type(a).__name__}")
         given[name] = a
-    if given["x"] is None:
-        raise TypeError(f"{op}: x must be a tensor or an array, got None")
-    result = function(**given)
+    _check_shapes(op, given["x"], least_dims, given["residual"], {name: given[name] for name in of_channels})
+    result = function(*given.values())
     return result if back is None else back(result)
 
 
-def _check(op: str, x: torch.Tensor, least_dims: int, residual: Any, **of_channels: Any) -> None:
+def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_channels: dict[str, Any]
+                  ) -> None:
     if x.dim() < least_dims:
-        raise ValueError(
-            f"{op}: x must have at least {least_dims} dimensions, (N, C, ...), got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{op}: x must have at least {least_dims} dimensions, (N, C, ...), got shape "
+                         f"{tuple(x.shape)}")
     for name, value in of_channels.items():
         if value is not None and tuple(value.shape) != (x.shape[1],):
-            raise ValueError(
-                f"{op}: {name} must have one value a channel, shape ({x.shape[1]},), got {tuple(value.shape)}"
-            )
+            raise ValueError(f"{op}: {name} must have one value a channel, shape ({x.shape[1]},), got "
+                             f"{tuple(value.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"{op}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
 
@@ -152,17 +117,13 @@ def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool) -
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var go together: give both or neither")
     if needed and running_mean is None:
-        raise ValueError(
-            f"{op}: without the batch's statistics running_mean and running_var are needed, got None"
-        )
+        raise ValueError(f"{op}: without the batch's statistics running_mean and running_var are needed, "
+                         "got None")
 
 
 @torch.no_grad()
-def _update(
-    running: tuple[torch.Tensor, torch.Tensor],
-    found: tuple[torch.Tensor, torch.Tensor],
-    factor: float | torch.Tensor,
-) -> None:
+def _update(running: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tensor, torch.Tensor],
+            factor: float | torch.Tensor) -> None:
     """running += factor * (found - running), both in one kernel."""
     new = [f.to(r.dtype) for f, r in zip(found, running, strict=True)]
     if isinstance(factor, torch.Tensor):
@@ -173,9 +134,8 @@ def _update(
 
 
 @torch.no_grad()
-def _factor(
-    op: str, momentum: float | None, num_batches_tracked: torch.Tensor | None
-) -> float | torch.Tensor:
+def _factor(op: str, momentum: float | None, num_batches_tracked: torch.Tensor | None
+            ) -> float | torch.Tensor:
     """That of the running average; without a momentum that of the mean of all batches so far."""
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
@@ -188,27 +148,15 @@ def _factor(
 
 # -- ops -------------------------------------------------------------------------------------------
 
-
 def _typical(make: Make) -> tuple[Any, ...]:
     channels = IMAGES[1]
     return make(*IMAGES), make(channels), make(channels), make(channels), make(channels)
 
 
 @public(example=lambda make: tuple(t.detach() if 0 < k < 3 else t for k, t in enumerate(_typical(make))))
-def batch_norm(
-    x: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-    *,
-    num_batches_tracked: Any = None,
-    residual: Any = None,
-    epilogue: Epilogue = None,
-) -> Any:
+def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+               bias: Any = None, training: bool = False, momentum: float | None = 0.1, eps: float = 1e-5, *,
+               num_batches_tracked: Any = None, residual: Any = None, epilogue: Epilogue = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), mean and var of every channel.
 
     x: (N, C, ...), residual: x's shape, the others (C,). With `training` mean and (biased) variance are the
@@ -221,52 +169,22 @@ def batch_norm(
         batch_norm(x, running_mean, running_var, weight, bias, training=True, epilogue=fusionrt.relu)
     """
 
-    def run(
-        x: torch.Tensor,
-        running_mean: Any,
-        running_var: Any,
-        weight: Any,
-        bias: Any,
-        residual: Any,
-        num_batches_tracked: Any,
-    ) -> torch.Tensor:
-        _check(
-            "batch_norm",
-            x,
-            2,
-            residual,
-            running_mean=running_mean,
-            running_var=running_var,
-            weight=weight,
-            bias=bias,
-        )
+    def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
+            num_batches_tracked: Any) -> torch.Tensor:
         _check_running("batch_norm", running_mean, running_var, not training)
-        running = running_mean, running_var
         if training and x.numel() == x.shape[1]:
-            raise ValueError(
-                "batch_norm: Expected more than 1 value per channel when training, got input size "
-                f"{tuple(x.shape)}"
-            )
-        counted = training and (running_mean is not None or num_batches_tracked is not None)
+            raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
+                             f"size {tuple(x.shape)}")
+        running, tracked = (running_mean, running_var), running_mean is not None
+        counted = training and (tracked or num_batches_tracked is not None)
         factor = _factor("batch_norm", momentum, num_batches_tracked) if counted else 0.0
         y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue)
-        if training and running_mean is not None and x.numel():
+        if training and tracked and x.numel():
             _update(running, (found[0], found[1]), factor)
         return y
 
-    return _tensors(
-        "batch_norm",
-        run,
-        {
-            "x": x,
-            "running_mean": running_mean,
-            "running_var": running_var,
-            "weight": weight,
-            "bias": bias,
-            "residual": residual,
-            "num_batches_tracked": num_batches_tracked,
-        },
-    )
+    return _checked("batch_norm", run, 2, x, residual, num_batches_tracked=num_batches_tracked,
+                    running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
 
 
 @public(example=_typical)
@@ -279,31 +197,18 @@ def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: fl
         batch_norm_relu(x, weight, bias, mean, var)
     """
 
-    def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any) -> torch.Tensor:
-        _check("batch_norm_relu", x, 2, None, weight=weight, bias=bias, mean=mean, var=var)
+    def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *_: None) -> torch.Tensor:
         _check_running("batch_norm_relu", mean, var, True)
         found = _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)
         return found[0]
 
-    return _tensors(
-        "batch_norm_relu", run, {"x": x, "weight": weight, "bias": bias, "mean": mean, "var": var}
-    )
+    return _checked("batch_norm_relu", run, 2, x, weight=weight, bias=bias, mean=mean, var=var)
 
 
 @public(example=lambda make: (make(*IMAGES), None, None, make(IMAGES[1]), make(IMAGES[1])))
-def instance_norm(
-    x: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *,
-    residual: Any = None,
-    epilogue: Epilogue = None,
-) -> Any:
+def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+                  bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *,
+                  residual: Any = None, epilogue: Epilogue = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), of each instance's channels.
 
     x: (N, C, ...) with at least one more dimension, residual: x's shape, the others (C,). Running statistics,
@@ -314,60 +219,36 @@ def instance_norm(
         instance_norm(x, weight=weight, bias=bias, epilogue=fusionrt.relu)
     """
 
-    def run(
-        x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any
-    ) -> torch.Tensor:
-        op = "instance_norm"
-        _check(
-            op, x, 3, residual, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
-        )
+    op = "instance_norm"
+
+    def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
+            *_: None) -> torch.Tensor:
         _check_running(op, running_mean, running_var, not use_input_stats)
-        running = running_mean, running_var
+        running, tracked = (running_mean, running_var), running_mean is not None
         if not use_input_stats:
             found = _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)
             return found[0]
         if math.prod(x.shape[2:]) == 1:
-            raise ValueError(
-                "instance_norm: Expected more than 1 spatial element when training, got input size "
-                f"{tuple(x.shape)}"
-            )
-        ones, tracked = (-1,) + (1,) * (x.dim() - 2), running_mean is not None
+            raise ValueError(f"{op}: Expected more than 1 spatial element when training, got input size "
+                             f"{tuple(x.shape)}")
+        ones = (-1,) + (1,) * (x.dim() - 2)
         tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual}
         recorded = _is_recorded(x, weight, bias, residual)
-        out = _operator(op, tuple(tensors), x.dim() - 2, True, epilogue, recorded, tracked)(
-            x, *tensors.values(), eps
-        )
+        each = _operator(op, tuple(tensors), x.dim() - 2, True, epilogue, recorded, tracked)
+        out = each(x, *tensors.values(), eps)
         if tracked and x.numel():
             mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
             _update(running, (mean, var), momentum)
-        return out[0] if isinstance(out, tuple) else out
+        return unpack(out)[0]
 
-    return _tensors(
-        "instance_norm",
-        run,
-        {
-            "x": x,
-            "running_mean": running_mean,
-            "running_var": running_var,
-            "weight": weight,
-            "bias": bias,
-            "residual": residual,
-        },
-    )
+    return _checked(op, run, 3, x, residual, running_mean=running_mean, running_var=running_var,
+                    weight=weight, bias=bias)
 
 
 @public(example=lambda make: (make(*IMAGES), 32, make(IMAGES[1]), make(IMAGES[1])))
-def group_norm(
-    x: Any,
-    num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    residual: Any = None,
-    epilogue: Epilogue = None,
-) -> Any:
+def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
+               residual: Any = None, epilogue: Epilogue = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
 
     x: (N, C, ...), residual: x's shape, weight and bias: (C,). Source: torch.nn.functional.group_norm
@@ -376,27 +257,20 @@ def group_norm(
         group_norm(x, 32, weight, bias, epilogue=fusionrt.silu)
     """
 
-    def run(x: torch.Tensor, weight: Any, bias: Any, residual: Any) -> torch.Tensor:
-        _check("group_norm", x, 2, residual, weight=weight, bias=bias)
+    def run(x: torch.Tensor, weight: Any, bias: Any, residual: Any, *_: None) -> torch.Tensor:
         channels = x.shape[1]
         if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
-            raise ValueError(
-                f"group_norm: num_groups must divide the {channels} channels, got {num_groups!r}"
-            )
-        grouped = num_groups, channels // num_groups
-        ones = (1,) * (x.dim() - 2)
-        tensors = {
-            name: t.view(*grouped, *ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None
-        }
+            raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got "
+                             f"{num_groups!r}")
+        grouped, ones = (num_groups, channels // num_groups), (1,) * (x.dim() - 2)
+        tensors = {name: t.view(*grouped, *ones)
+                   for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
         recorded = _is_recorded(x, weight, bias, residual)
-        out = _operator("group_norm", tuple(tensors), x.dim() - 1, False, epilogue, recorded, False)(
-            x.unflatten(1, grouped), *tensors.values(), eps
-        )
-        y = out[0] if isinstance(out, tuple) else out
-        return y.flatten(1, 2)
+        each = _operator("group_norm", tuple(tensors), x.dim() - 1, False, epilogue, recorded, False)
+        return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
-    return _tensors("group_norm", run, {"x": x, "weight": weight, "bias": bias, "residual": residual})
+    return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)
 
 
 __all__ = ["batch_norm", "batch_norm_relu", "group_norm", "instance_norm"]

@@ -26,7 +26,7 @@ from fusionrt import deferred
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.ops.cross_entropy_kernels import count_wrong, gradient_of, losses_of, reduction_of
+from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
 
 
 class Call(NamedTuple):

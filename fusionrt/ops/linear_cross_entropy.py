@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fusionrt.array import is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import Call, check_classes, checked, converted, reduced, result_dtype
-from fusionrt.ops.cross_entropy_kernels import gradient_of, losses_of
+from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
 FEWEST_CHUNKS = 8         # as long as each has the rows of a matrix product's tile

@@ -207,9 +207,9 @@ def _kl_div_of_logs(input: Expr, target: Expr) -> Expr:
 
 @public(example=_pair)
 def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = False) -> Any:
-    """target (log(target) - input), 0 where target is 0, reduced; exp(target) (target - input) of a target of
-    logarithms. `input` are logarithms.
+    """target (log(target) - input), 0 where target is 0, reduced.
 
+    `input` are logarithms; `log_target`: so are the targets, and it is exp(target) (target - input).
     `reduction`: "batchmean" as well, the sum divided by the size of the first dimension.
     Source: torch.nn.functional.kl_div.
 

@@ -23,7 +23,7 @@ from fusionrt.fusion import kept
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
-from fusionrt.rows import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
 
 EPS = {True: torch.finfo(torch.float64).eps, False: torch.finfo(torch.float32).eps}

@@ -11,7 +11,7 @@ import torch
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.expr import Expr, cast, clamp, node, round_
 from fusionrt.fusion import Fused, fuse
-from fusionrt.op import device_type
+from fusionrt.rehearsal import device_type
 
 
 def _to_int8(x: Expr) -> Expr:

@@ -22,7 +22,7 @@ from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, sqrt, where
 from fusionrt.expr import abs_ as absolute
-from fusionrt.rows import Run, per_call, row_operator
+from fusionrt.row_fusion import Run, per_call, row_operator
 from fusionrt.rowwise import row_max, softmax_terms
 
 Dim = int | tuple[int, ...] | list[int] | None
@@ -306,10 +306,9 @@ def _index_of(op: str, x: Any, dim: int | None, keepdim: bool) -> Any:
 
 @public(example=_matrix)
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The index, int64, of the first maximum along `dim`, or among all elements in their order (None); a NaN
-    counts as the maximum.
+    """The index, int64, of the first maximum along `dim`, or among all elements (None).
 
-    Source: torch.argmax. Raises IndexError for no elements.
+    A NaN counts as the maximum. Source: torch.argmax. Raises IndexError for no elements.
 
         argmax(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [1, 0]
     """
@@ -318,10 +317,9 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @public(example=_matrix)
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The index, int64, of the first minimum along `dim`, or among all elements in their order (None); a NaN
-    counts as the minimum.
+    """The index, int64, of the first minimum along `dim`, or among all elements (None).
 
-    Source: torch.argmin. Raises IndexError for no elements.
+    A NaN counts as the minimum. Source: torch.argmin. Raises IndexError for no elements.
 
         argmin(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [0, 1]
     """
@@ -330,9 +328,9 @@ def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @public(example=_matrix)
 def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
-    """The sum of (x - mean)^2 over `dim` by (n - correction): the mean and the squares about it are found in
-    one pass, without the cancellation of a difference of sums; 0 for equal elements.
+    """The variance over `dim`: the sum of (x - mean)^2 by (n - correction).
 
+    Found in one pass, without the cancellation of a difference of sums; 0 for equal elements.
     Source: torch.var. NaN where n <= correction.
 
         var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]

@@ -15,18 +15,14 @@ from typing import Any
 
 import torch
 
+from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.expr import Expr, log, node, where
+from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.rows import Epilogue, Run, finished, per_call, row_operator
-from fusionrt.rowwise import softmax_terms, up_to_column
-
-# What a mask puts in the place of a score. It is finite, to be told from a score of -inf.
-LOWEST = torch.finfo(torch.float32).min
-
+from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 
 # -- what the kernels compute ----------------------------------------------------------------------
 
@@ -43,9 +39,9 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
         z = z + mask if masked == "added" else z
         passed = mask != 0 if masked == "passed" else None
         if causal:
-            up_to_last = up_to_column(last)
+            up_to_last = rowwise.up_to_column(last)
             passed = up_to_last if passed is None else passed & up_to_last
-        y, *terms = (_log_softmax if op == "log_softmax" else _softmax)(z, passed)
+        y, *terms = (rowwise.log_softmax if op == "log_softmax" else rowwise.softmax)(z, passed)
         y = where(kept(p), y * scale, 0) if dropped else y
         return finished(op, y, epilogue), *(terms if with_terms else [])
 
@@ -53,22 +49,6 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
              "number": scaled == "number", "p": dropped, "scale": dropped}
     params = ("x", *(name for name, is_there in there.items() if is_there))
     return row_operator(expression, params, name=op, uniform=("last",))
-
-
-def _softmax(z: Expr, passed: Expr | None) -> tuple[Expr, ...]:
-    z = z if passed is None else node("masked", z, passed, LOWEST)
-    most, total = softmax_terms(z)
-    scale = 1 / total
-    if passed is not None:
-        scale = where(most < LOWEST, float("nan"), where(most <= LOWEST, 0, scale))
-    return node("softmaxed", z, most, scale), most, scale
-
-
-def _log_softmax(z: Expr, passed: Expr | None) -> tuple[Expr, ...]:
-    most, total = softmax_terms(z if passed is None else where(passed, z, LOWEST))
-    log_total = log(total)
-    z = z if passed is None else where(passed, z, -float("inf"))
-    return node("log_softmaxed", z, most, log_total), most, log_total
 
 
 @fuse(name="attention_dropout")

@@ -46,7 +46,9 @@ def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:
         raise RuntimeError(f"{name}: NVRTC {version()} cannot compile for {arch}, only for "
                            f"{', '.join(supported())}; upgrade the package nvidia-cuda-nvrtc")
     nvrtc = _nvrtc()
-    options = (*OPTIONS, f"-arch={arch}")
+    # Its own cache, where it has one, gives no log: no registers, no spills.
+    no_cache = ("--no-cache",) if nvrtc.getVersion() >= (12, 9) else ()
+    options = (*OPTIONS, *no_cache, f"-arch={arch}")
     program = nvrtc.createProgram(text, f"{entry}.cu", (), ())
     try:
         try:

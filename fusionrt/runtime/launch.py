@@ -16,8 +16,8 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import Operand, Output, Problem
+from fusionrt.runtime import accumulators, pointwise, row_layout
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime import found, pointwise, row_layout
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.source import ITEMSIZE
 
@@ -162,14 +162,15 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     """Partial values of all rows, then what follows from them."""
     part, rows = launch.problem, launch.rows
     assert rows is not None
-    n_values, acc = found.n_values(found.groups(part)), getattr(torch, part.acc)
+    n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
     text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
     values = values | {"partials": "partials.data_ptr()", "chunks": str(chunks), "kept": str(rows.kept)}
     text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
     for operand, result in zip(part.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
         values[operand.name] = f"{operand.name}.data_ptr()"
-    text.launch(pointwise.generate_join(part), -(-rows.kept // found.COLUMNS), found.BLOCK, values)
+    blocks = -(-rows.kept // accumulators.COLUMNS)
+    text.launch(pointwise.generate_join(part), blocks, accumulators.BLOCK, values)
     text.lines += [f"{operand.name} = {operand.name}.contiguous()"
                    for operand, result in zip(part.outputs, text.call.results, strict=True)
                    if tuple(result.walk_strides) != tuple(result.strides)]

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import emit, leaves, toposort
+from fusionrt.expr import emit, leaves
 from fusionrt.layout import Reduction, dense, reduction
 from fusionrt.problem import Operand, Problem
-from fusionrt.runtime import found
-from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, magic, pointer
+from fusionrt.runtime import accumulators
+from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, assemble, magic, pointer
 
 BLOCK = 128
 REDUCE_BLOCK = 256
@@ -171,7 +171,7 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
                  *_load_text(geometry, modes, rows), *draws_text(problem), *_finish_text(problem)]
     stem = "pointwise" if rows is None else "pointwise_reduce"
-    text = assemble(stem, arithmetic(problem), functions)
+    text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), functions)
     return Source(stem, text, params, tuple(values for _, values in fields))
 
 
@@ -179,12 +179,6 @@ def _reach(problem: Problem) -> int:
     """The largest offset that an operand is read at."""
     return max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
                 for o in problem.inputs), default=0)
-
-
-def arithmetic(problem: Problem) -> list[str]:
-    """What the prelude needs to know."""
-    return [f"using acc_t = {'double' if problem.acc == 'float64' else 'float'};",
-            f"constexpr int SIGNIFICANT_BITS = {problem.significant_bits};"]
 
 
 def _fields(problem: Problem, geometry: Geometry, reduces: bool
@@ -273,7 +267,7 @@ def draws_text(problem: Problem) -> list[str]:
 
 
 def _finish_text(problem: Problem) -> list[str]:
-    values = found.groups(problem) if any(problem.reduced) else []
+    values = accumulators.groups(problem) if any(problem.reduced) else []
     roots = [g.operand for g in values] if problem.across else problem.roots
     lines, results = emit(roots, "const auto {} = {};")
     used = set(leaves(roots, "arg"))
@@ -287,12 +281,12 @@ def _finish_text(problem: Problem) -> list[str]:
     body += lines
     summed = results if problem.across else [
         result for result, reduced in zip(results, problem.reduced, strict=True) if reduced]
-    body += [found.take(g, result) for g, result in zip(values, summed, strict=True)]
+    body += [accumulators.take(g, result) for g, result in zip(values, summed, strict=True)]
     body += [f"{name}[v] = {result};" for name, result in full.items()]
-    accumulators = ", acc_t (&values)[VALUES][W], bool first" if values else ""
+    running = ", acc_t (&values)[VALUES][W], unsigned nth" if values else ""
     return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
             "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
-            f"const Tile<W>& tile, const Draws<W>& draws{accumulators}) {{",
+            f"const Tile<W>& tile, const Draws<W>& draws{running}) {{",
             *("    " + line for line in head), "#pragma unroll", "    for (int v = 0; v < W; ++v) {",
             *("        " + line for line in body), "    }",
             *(f"    store_pack(p.{name} + i, {name});" for name in full), "}"]
@@ -300,16 +294,17 @@ def _finish_text(problem: Problem) -> list[str]:
 
 def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
                     ) -> tuple[list[str], list[str]]:
-    lanes, values = n_lanes(rows, width), found.groups(problem)
+    lanes, values = n_lanes(rows, width), accumulators.groups(problem)
     double = problem.acc == "float64"
-    unroll = 1 if double else REDUCE_UNROLL        # two tiles of doubles spill
-    # 255, 128, 84 or 64 registers a thread: with fewer some of each kind spill.
-    several, long = found.n_values(values) > 1, len(toposort(problem.roots)) > 20
-    min_blocks = "1" if double else "2" if several else "3" if long else "4"
+    # Packs of eight elements (16-bit operands): four blocks, which hide what they wait for, rather than two
+    # packs at a time; both would spill. Two packs of doubles spill as well.
+    wide = width > 4
+    unroll = 1 if double or wide else REDUCE_UNROLL
+    min_blocks = 1 if double else 4 if wide and not problem.across else 2
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
-                 f"constexpr int LANES = {lanes};", *found.declarations(values),
+                 f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};"]
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
@@ -370,7 +365,7 @@ def generate_sum(problem: Problem, out_dtype: str) -> Source:
               (Field("unsigned long long chunks", U64), ("chunks",)),
               (Field("unsigned long long kept", U64), ("kept",))]
     params = Params([field for field, _ in fields])
-    text = assemble("sum_partials", arithmetic(problem), [
+    text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {SUM_BLOCK}, COLUMNS = {SUM_COLUMNS};"])
     return Source("sum_partials", text, params, tuple(values for _, values in fields))
@@ -378,8 +373,9 @@ def generate_sum(problem: Problem, out_dtype: str) -> Source:
 
 def generate_join(problem: Problem) -> Source:
     """The kernel that joins partial values and computes all outputs of rows that lie across memory."""
-    params, values, text = found.joining(problem)
-    return Source("join_partials", assemble("join_partials", arithmetic(problem), text), params, values)
+    params, values, text = accumulators.joining(problem)
+    constants = arithmetic(problem.acc, problem.significant_bits)
+    return Source("join_partials", assemble("join_partials", constants, text), params, values)
 
 
 SUM_BLOCK, SUM_COLUMNS = 512, 16

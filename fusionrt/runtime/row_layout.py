@@ -2,9 +2,9 @@
 
 * registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
   rate of a copy up to 16,384 columns.
-* staged: blocks stay, and the copy engine (Hopper's `cp.async.bulk`) brings their next rows into shared
-  memory while they work on one. For wide rows, which few blocks share among them as a cluster, and
-  for sums over rows, which fill the registers.
+* staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
+  the blocks of a cluster; with sums over rows, which fill the registers, blocks stay, and their next rows
+  come while they work on one.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
 """
 
@@ -22,7 +22,7 @@ from fusionrt.runtime.source import ITEMSIZE
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
-LEAST = {True: (1, 2), False: (2, 2)}  # with sums: blocks on a multiprocessor, rows in their memory
+PART, MOST_PASSING = 32 << 10, 6  # bytes of a row that a block takes, such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
@@ -200,26 +200,49 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
-    """The fewest blocks a row that leave two on a multiprocessor, with three rows each; or else the
-    fewest that leave one with two."""
+    return _staying(problem, pack) if any(problem.reduced) else _passing(problem, pack)
+
+
+def _passing(problem: Problem, pack: int) -> Layout | None:
+    """The fewest blocks a row of which several, working on other rows, fit on a multiprocessor: while one
+    waits for its row or for its neighbours' values, others compute."""
+    found = None
+    for cluster in CLUSTERS:
+        packs_a_block = -(-columns(problem) // (pack * cluster))
+        made = Layout("staged", pack, -(-packs_a_block // 256), 256, 1, cluster, 1, 1, False)
+        part = stage_bytes(problem, made)
+        if part > PART:
+            made = made._replace(threads=512, packs=-(-packs_a_block // 512))
+        room = SHARED // (part + (1 << 10))
+        working = (48 if problem.streams else 40) * _word(problem)
+        blocks = min(MOST_PASSING, room, _blocks(working, made.threads))
+        if blocks and made.packs <= 2 * MOST_IN_REGISTERS:
+            found = made._replace(blocks=blocks)
+            if part <= PART:
+                break
+    return found
+
+
+def _staying(problem: Problem, pack: int) -> Layout | None:
+    """Blocks that keep their sums over many rows: the fewest a row that leave two on a multiprocessor with
+    three rows each; or else the fewest that leave one with two."""
     _, of_sums = _a_pack(problem, pack)
     found = None
     for cluster in CLUSTERS:
         packs_a_block = -(-columns(problem) // (pack * cluster))
         few = MOST_PACKS // 2 if packs_a_block <= 256 * MOST_PACKS // 2 else MOST_PACKS
-        most = max(1, min(few, 64 // of_sums)) if of_sums else 8
+        most = max(1, min(few, 64 // of_sums))
         threads = min(512 // _word(problem), max(32, _power(-(-packs_a_block // most))))
         packs = -(-packs_a_block // threads)
         if packs > most or (cluster > 1 and threads < 128):
             continue
         rows = max(1, 128 // threads)
-        working = (64 if problem.streams else 48) * _word(problem)
+        working = (64 if problem.streams else 48 if _word(problem) == 1 else 52) * _word(problem)
         fit = min(MOST_BLOCKS, _blocks(working + packs * of_sums, threads * rows))
         made = Layout("staged", pack, packs, threads, rows, cluster, 1, fit, True)
         row = stage_bytes(problem, made) * made.rows
-        least_blocks, least_stages = LEAST[any(problem.reduced)]
-        for blocks in range(fit, least_blocks - 1, -1):
-            if row * blocks * max(least_stages, 3 if blocks > least_blocks else 0) <= SHARED:
+        for blocks in range(fit, 1, -1):
+            if row * blocks * 3 <= SHARED:
                 return made._replace(stages=min(MOST_STAGES, SHARED // (row * blocks)), blocks=blocks)
         if found is None and row * 2 <= SHARED:
             found = made._replace(stages=min(MOST_STAGES, SHARED // row), blocks=1)

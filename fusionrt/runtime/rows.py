@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, Pass, schedule, with_sums
-from fusionrt.runtime import pointwise
+from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.pointwise import INDEX_LIMIT, Geometry, Source
 from fusionrt.runtime.row_layout import (
     Layout,
@@ -22,7 +22,7 @@ from fusionrt.runtime.row_layout import (
     varies,
     width,
 )
-from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, assemble, pointer
+from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, assemble, pointer
 
 Values = tuple[str | int, ...]
 ARRAY = "acc_t (&{})[VALUES ? VALUES : 1]"
@@ -44,9 +44,11 @@ class Text:
         self.sums = {k: i for i, k in enumerate(k for k, r in enumerate(problem.reduced) if r)}
         self.roots = with_sums(problem.roots)
         self.passes = schedule(self.roots)
-        nodes = [node for p in self.passes for found in p.found for node in found.values]
-        self.values = len(nodes)
-        self.slots = {node: k for k, node in enumerate(nodes) if node is not None}
+        self.first: dict[Found, int] = {}  # the place of its first value
+        self.values = 0
+        for found in (f for p in self.passes for f in p.found):
+            self.first[found] = self.values
+            self.values += len(found.values)
         self._declare_geometry()
 
     def _declare_geometry(self) -> None:
@@ -71,7 +73,7 @@ class Text:
         fields = self._fields()
         params = Params([field for field, _ in fields])
         wide = self.problem.domain.numel >= INDEX_LIMIT
-        text = assemble("rows", pointwise.arithmetic(self.problem), [
+        text = assemble("rows", arithmetic(self.problem.acc, self.problem.significant_bits), [
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
@@ -233,7 +235,7 @@ class Text:
 
     def _at_hand(self, roots: Sequence[Expr]) -> dict[Expr, str]:
         """Names of what is there before a column is looked at: values found, uniform operands, numbers."""
-        names = {node: f"values[{k}]" for node, k in self.slots.items()}
+        names = {node: name for f, first in self.first.items() for node, name in f.names(first).items()}
         uniform = {o.name: f"row.{o.name}" for o in self.problem.inputs if self.modes[o] == "row"}
         uniform |= {name: f"p.{name}" for name in self.problem.scalars}
         for n in toposort(roots, names):
@@ -274,7 +276,7 @@ class Text:
         body += [f"const Lane {s} = drawn.{s}[v];" for s in streams]
         statements, results = emit(roots, "const auto {} = {};", names)
         body += statements
-        body += [f"found[{self._first(f)}][v] = {result};"
+        body += [f"found[{self.first[f]}][v] = {result};"
                  for f, result in zip(one.found, results, strict=False)]
         body += [f"sums[{self.sums[k]}][v] += {result};" if k in self.sums else
                  f"{self.problem.outputs[k].name}[v] = {result};"
@@ -282,15 +284,9 @@ class Text:
         return [*lines, "#pragma unroll", "for (int v = 0; v < W; ++v) {",
                 *("    " + line for line in body), "}", *self._writes(full)]
 
-    def _first(self, found: Found) -> int:
-        """The place of its first value."""
-        return next(self.slots[v] - k for k, v in enumerate(found.values) if v is not None)
-
     def _reductions(self) -> list[str]:
         """What each pass does with its values."""
-        starts = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"),
-                  "moments": ("0", "0", "0")}
-        bodies: dict[str, list[str]] = {"identity": [], "collect": [], "combine": []}
+        bodies: dict[str, list[str]] = {"identity": [], "collect": [], "join_lanes": []}
         lines, first = ["template <int PASS> struct Values;"], 0
         for k, one in enumerate(self.passes):
             count = sum(len(f.values) for f in one.found)
@@ -299,20 +295,20 @@ class Text:
             first += count
             made: dict[str, list[str]] = {name: [] for name in bodies}
             for f in one.found:
-                at = range(self._first(f), self._first(f) + len(f.values))
-                mine, others = (", ".join(f"{array}[{i}]" for i in at) for array in ("values", "other"))
+                at = range(self.first[f], self.first[f] + len(f.values))
+                mine = ", ".join(f"values[{i}]" for i in at)
                 made["identity"] += [f"values[{i}] = {start};"
-                                     for i, start in zip(at, starts[f.kind], strict=True)]
+                                     for i, start in zip(at, accumulators.START[f.kind], strict=True)]
                 made["collect"].append(f"collect_{f.kind}({mine}, found[{at[0]}]);")
-                made["combine"].append(f"combine_{f.kind}({mine}, {others});")
+                made["join_lanes"].append(f"join_lanes_{f.kind}<N>({mine});")
             for name, body in made.items():
                 bodies[name].append(f"    if constexpr (PASS == {k}) {{ {' '.join(body)} }}")
         values = ARRAY.format("values")
         return [*lines, f"template <int PASS> {INLINE} void identity({values}) {{", *bodies["identity"], "}",
                 f"template <int PASS, int W> {INLINE} void collect({values}, "
                 "const acc_t (&found)[VALUES ? VALUES : 1][W]) {", *bodies["collect"], "}",
-                f"template <int PASS> {INLINE} void combine({values}, const {ARRAY.format('other')}) {{",
-                *bodies["combine"], "}"]
+                f"template <int PASS, int N> {INLINE} void join_lanes({values}) {{",
+                *bodies["join_lanes"], "}"]
 
 
 def _pack(operand: Operand, mode: str) -> str:

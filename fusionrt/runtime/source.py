@@ -17,7 +17,8 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
             "int16": 2, "int32": 4, "int64": 8, "bool": 1}
 # Template -> headers beside the prelude.
 HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh",),
-           "join_partials": ("reductions.cuh",)}
+           "join_partials": ("reductions.cuh",), "rotary": ("indices.cuh",), "embedding": ("indices.cuh",),
+           "tokens": ("indices.cuh",)}
 
 
 def directory() -> Path:
@@ -36,6 +37,12 @@ def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> s
     headers = [template(name) for name in ("prelude.cuh", *HEADERS.get(stem, ()))]
     return "\n".join([*constants, *headers, "namespace fusionrt {", *functions, template(f"{stem}.cu"),
                       "}  // namespace fusionrt", ""])
+
+
+def arithmetic(acc: str, significant_bits: int) -> list[str]:
+    """What the prelude needs to know: the dtype of the arithmetic, the bits of the widest floating output."""
+    return [f"using acc_t = {'double' if acc == 'float64' else 'float'};",
+            f"constexpr int SIGNIFICANT_BITS = {significant_bits};"]
 
 
 class Field(NamedTuple):

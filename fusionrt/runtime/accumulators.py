@@ -3,7 +3,7 @@ from them.
 
 A problem with reduced outputs finds one sum for each; one whose rows lie across memory finds what the one
 pass of its row expressions asks for, in groups: a sum, a maximum, a softmax's (maximum, sum), or the
-moments (count, mean, sum of squares about it).
+moments (count, what the mean lost to rounding, mean, sum of squares about it).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fusionrt.problem import Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.source import U64, Field, Params, pointer
 
-COUNT = {"sum": 1, "max": 1, "softmax": 2, "moments": 3}
-START = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"), "moments": ("0", "0", "0")}
+COUNT = {"sum": 1, "max": 1, "softmax": 2, "moments": 4}
+START = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"), "moments": ("0",) * 4}
 BLOCK, COLUMNS = 512, 16  # of a kernel that joins partial values
 
 
@@ -52,7 +52,7 @@ def n_values(found: Sequence[Group]) -> int:
 
 
 def declarations(found: Sequence[Group]) -> list[str]:
-    """`VALUES`, `Group`, `start`, `settle`, `join`: see pointwise_reduce.cu."""
+    """`VALUES`, `Group`, `start`, `join`: see pointwise_reduce.cu."""
     values = n_values(found)
     lines = [
         f"constexpr int VALUES = {values}, GROUPS = {len(found)}, "
@@ -67,12 +67,7 @@ def declarations(found: Sequence[Group]) -> list[str]:
     starts = [
         f"values[{k}][v] = {start};" for g in found for k, start in zip(g.places, START[g.kind], strict=True)
     ]
-    settles = [
-        f"settle_moments({', '.join(f'values[{k}][v]' for k in g.places)}, seen);"
-        for g in found
-        if g.kind == "moments"
-    ]
-    lines += _loop("start", "", starts) + _loop("settle", ", unsigned seen", settles)
+    lines += _start(starts)
     lines += [
         "template <int G> __device__ __forceinline__ void join(acc_t (&mine)[VALUES], "
         "const acc_t (&other)[VALUES]) {"
@@ -83,31 +78,24 @@ def declarations(found: Sequence[Group]) -> list[str]:
     return [*lines, "}"]
 
 
-def _loop(name: str, more: str, body: Sequence[str]) -> list[str]:
+def _start(body: Sequence[str]) -> list[str]:
     """A function on every lane's values."""
-    return [
-        f"template <int W> __device__ __forceinline__ void {name}(acc_t (&values)[VALUES][W]{more}) {{",
-        "#pragma unroll",
-        f"    for (int v = 0; v < W; ++v) {{ {' '.join(body)} }}",
-        "}",
-    ]
+    return ["template <int W> __device__ __forceinline__ void start(acc_t (&values)[VALUES][W]) {",
+            "#pragma unroll", f"    for (int v = 0; v < W; ++v) {{ {' '.join(body)} }}", "}"]
 
 
 def take(group: Group, x: str) -> str:
     """The statement that takes an element in."""
-    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, first);"
+    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, nth);"
 
 
 def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:
     """Parameters, their values and functions of the kernel that joins partial values."""
     found = groups(problem)
     passes = schedule(problem.roots)[0].found
-    names = {
-        value: f"values[{place}]"
-        for g, f in zip(found, passes, strict=True)
-        for value, place in zip(f.values, g.places, strict=False)
-        if value is not None
-    }
+    names: dict[Expr, str] = {}
+    for g, f in zip(found, passes, strict=True):
+        names |= f.names(g.first)
     statements, results = emit(problem.roots, "const auto {} = {};", names)
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields = [

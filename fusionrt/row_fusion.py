@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusionrt import dispatch
+from fusionrt import dispatch, library
 from fusionrt.expr import Expr, argument
 from fusionrt.fusion import trace
 from fusionrt.row_op import RowOperator
@@ -93,7 +93,7 @@ def per_call(make: Run) -> Run:
     @functools.wraps(make)
     def chosen(*flags: Any) -> Run:
         if torch.compiler.is_dynamo_compiling():
-            from fusionrt import library
+            library.allow()
             return functools.partial(library.call, number(*flags))
         return made(*flags)
 

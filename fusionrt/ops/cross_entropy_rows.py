@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, where
 from fusionrt.fusion import fuse_named
 from fusionrt.op import SCALAR
+from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
-from fusionrt.rows import per_call, row_operator
 from fusionrt.rowwise import softmax_terms, taken
 
 N_CLASSES = node("row_size", "row_size")

@@ -1,0 +1,31 @@
+"""Data on its way into a network: images, tokens and time series, prepared in one pass each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusionrt import lazy
+
+_MODULE = {
+    "RandomParameters": "augment", "image_preprocess": "image", "random_parameters": "augment",
+    "sliding_window": "window", "token_preprocess": "tokens",
+}
+_SUBMODULES = ("augment", "image", "tokens", "window")
+_HOME = {name: f"{__name__}.{module}" for name, module in _MODULE.items()}
+
+__all__ = sorted([*_HOME, *_SUBMODULES])
+
+if TYPE_CHECKING:
+    from fusionrt.data.augment import RandomParameters as RandomParameters
+    from fusionrt.data.augment import random_parameters as random_parameters
+    from fusionrt.data.image import image_preprocess as image_preprocess
+    from fusionrt.data.tokens import token_preprocess as token_preprocess
+    from fusionrt.data.window import sliding_window as sliding_window
+
+
+def __getattr__(name: str) -> Any:
+    return lazy.find(__name__, name, _HOME, _SUBMODULES)
+
+
+def __dir__() -> list[str]:
+    return __all__

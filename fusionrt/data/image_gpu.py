@@ -1,0 +1,62 @@
+"""Image preprocessing on a GPU: kernels_src/image.cu, once, or in two stages where contrast needs a mean."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrt.data.samples import DECLARATION, ROW
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, pointer
+
+if TYPE_CHECKING:
+    from fusionrt.data.image import Recipe
+
+LAUNCH = 64          # images: their rows of the table are launch parameters, of which there are 4 KB
+WORDS = ROW.itemsize // 8
+TILE, WARPS = 32, 8  # pixels of a row, which are one warp's; rows of a block
+PER_THREAD = 4       # pixels, in the second stage
+WHOLE, FIRST, SECOND = range(3)
+
+
+@functools.cache
+def _kernel(recipe: Recipe, stage: int) -> Kernel:
+    flags = {"CHANNELS": recipe.channels, "STAGE": stage, "PER_THREAD": PER_THREAD}
+    bools = {"PLANAR": recipe.planar, "OUT_PLANAR": recipe.result_planar, "CUBIC": recipe.cubic,
+             "ANTIALIAS": recipe.antialias, "ADJUSTS": recipe.adjusts}
+    return Kernel(
+        f"image_preprocess_{('whole', 'first', 'second')[stage]}", "image",
+        [Field(f"Sample samples[{LAUNCH}]", "Q" * (WORDS * LAUNCH)),
+         pointer(f"{recipe.result}_t", "out", const=False), pointer("float", "between", const=False),
+         pointer("float", "sums", const=False),
+         Field("float scale[4]", "ffff"), Field("float shift[4]", "ffff"),
+         *(Field(f"int {name}", "i") for name in ("height", "width", "tiles"))],
+        [f"using pixel_t = {recipe.source}_t;", f"using output_t = {recipe.result}_t;",
+         *(f"constexpr int {name} = {value};" for name, value in flags.items()),
+         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in bools.items()), DECLARATION],
+        block=32 * WARPS)
+
+
+def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
+        affine: tuple[list[float], list[float]]) -> None:
+    """`rows`: the images' table. Fills `out`."""
+    height, width = size
+    area, tiles = height * width, -(-width // TILE)
+    count = min(LAUNCH, len(rows)) if recipe.contrast else 0  # one launch's: the next one follows it
+    between = torch.empty(count * area * recipe.channels, device=out.device)
+    sums = torch.empty(count * height * tiles, device=out.device)
+    addresses = [0 if t.is_meta else t.data_ptr() for t in (between, sums)]
+    numbers = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
+    for at in range(0, len(rows), LAUNCH):
+        part = rows[at:at + LAUNCH]
+        words = part.view("u8").tolist()
+        results = 0 if out.is_meta else out[at].data_ptr()
+        values = (*words, *[0] * (LAUNCH * WORDS - len(words)), results, *addresses, *numbers, height, width,
+                  tiles)
+        blocks = tiles * -(-height // WARPS)
+        if recipe.contrast:
+            _kernel(recipe, FIRST)(out.device, (blocks, len(part)), *values)
+            blocks = -(-area // (32 * WARPS * PER_THREAD))
+        _kernel(recipe, SECOND if recipe.contrast else WHOLE)(out.device, (blocks, len(part)), *values)

@@ -1,0 +1,190 @@
+"""Token ids, or bytes of text, to what a language model takes, in one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt import random
+from fusionrt.data import tokens_kernels
+from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
+
+OP = "token_preprocess"
+Tensor = torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """Tensors of shape (sequences, width) of one integer dtype."""
+
+    input_ids: Tensor
+    attention_mask: Tensor    # 1: a token, 0: padding
+    position_ids: Tensor      # among the tokens of its row; 1 for padding, as in transformers
+    labels: Tensor            # ignore_index where there is no loss
+
+
+def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None,
+                     offsets: Tensor | None = None, padding_side: str = "right", pad_to_multiple_of: int = 1,
+                     bos_id: int | None = None, eos_id: int | None = None, byte_offset: int = 0,
+                     shift_right: bool = False, mask_probability: float = 0.0, mask_id: int | None = None,
+                     vocab_size: int | None = None, special_ids: Sequence[int] = (), ignore_index: int = -100,
+                     device: torch.device | str | None = None) -> Tokens:
+    """Padding, attention mask, positions and labels of a batch, in one kernel.
+
+    `ids`, of int32 or int64, is one of: a tensor (sequences, tokens) padded with pad_id; a list of sequences
+    (lists or 1-D tensors); a 1-D tensor of all sequences and their `offsets`, sequences + 1 of them in int64.
+    Or it is text in bytes, to each of which `byte_offset` is added, so that ids below it are free for special
+    tokens (ByT5: byte_offset=3, eos_id=1): bytes, a str (as UTF-8) or a list of these, or a uint8 tensor,
+    2-D without padding or 1-D with offsets. Results are int32 for int32, otherwise int64; of lists they are
+    on `device`, by default that of their tensors.
+
+    Of lists, offsets and bytes, `bos_id` goes before and `eos_id` after every sequence. Then it is cut at
+    max_length, the eos_id staying, and padded at `padding_side` to the longest one or, with offsets, to
+    max_length (which they need on a GPU, so that nothing waits for it), rounded up to `pad_to_multiple_of`.
+    The padding of a 2-D tensor stays where it is.
+
+    labels: the ids, and ignore_index for padding. With `shift_right` the inputs are the ids one place later,
+    after a first bos_id, as of T5 and BART (which is no token of the sequence then). With a
+    `mask_probability` labels are of the tokens that it chose, but never pad_id, bos_id, eos_id or one of
+    special_ids; 80 % of these become mask_id in the inputs, 10 % a random one of vocab_size. Random
+    numbers follow from torch's generator; the same seed gives the same tokens on a CPU and on a GPU.
+
+    With `vocab_size`, ids are checked: IndexError, from a GPU as soon as it is known there, without waiting.
+    Raises TypeError and ValueError for arguments that do not fit.
+
+        token_preprocess([[5, 6, 7], [8]], mask_probability=0.15, mask_id=4, vocab_size=100)
+        token_preprocess(["byte", "level"], byte_offset=3, eos_id=1)
+    """
+    _check_numbers(max_length, padding_side, pad_to_multiple_of, mask_probability, mask_id, vocab_size,
+                   special_ids)
+    if shift_right and (bos_id is None or mask_probability):
+        what = "bos_id, the first input" if bos_id is None else "no mask_probability: labels are all tokens"
+        raise ValueError(f"{OP}: shift_right needs {what}")
+    batch = _batch(ids, offsets, device)
+    if byte_offset and batch.ids.dtype != torch.uint8:
+        raise ValueError(f"{OP}: byte_offset is of bytes, got ids of {batch.ids.dtype}")
+    around = (None if shift_right else bos_id, eos_id)
+    if not batch.is_ragged and any(token is not None for token in around):
+        raise ValueError(f"{OP}: bos_id and eos_id go around lists, bytes or sequences with offsets, not "
+                         "around the rows of a padded tensor")
+    width = _width(batch, sum(token is not None for token in around), max_length, pad_to_multiple_of)
+    special = {pad_id, *special_ids, *(t for t in (bos_id, eos_id) if t is not None)}
+    masking = None
+    if mask_probability and mask_id is not None and vocab_size is not None:
+        if len(special) > MOST_SPECIAL:
+            raise ValueError(f"{OP}: special_ids, with pad_id, bos_id and eos_id, must be at most "
+                             f"{MOST_SPECIAL}, got {len(special)}")
+        rng = random.draw(batch.ids.device, batch.rows * width)
+        masking = Masking(mask_probability, mask_id, tuple(sorted(special)), rng)
+    settings = Settings(width, pad_id, padding_side == "left", *around, bos_id if shift_right else None,
+                        byte_offset, vocab_size, ignore_index)
+    dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
+    out = Tokens(*(torch.empty(batch.rows, width, dtype=dtype, device=batch.ids.device)
+                   for _ in Tokens._fields))
+    if out.labels.numel():
+        tokens_kernels.run(batch, settings, masking, out)
+    return out
+
+
+def _check_numbers(max_length: int | None, padding_side: str, multiple: int, probability: float,
+                   mask_id: int | None, vocab_size: int | None, special_ids: Sequence[int]) -> None:
+    positive = {"max_length": max_length, "pad_to_multiple_of": multiple, "vocab_size": vocab_size}
+    for name, value in positive.items():
+        if value is not None and (not isinstance(value, int) or not 0 < value < 2**31):
+            raise ValueError(f"{OP}: {name} must be a positive int below 2**31, got {value!r}")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"{OP}: padding_side must be left or right, got {padding_side!r}")
+    if not 0 <= probability <= 1:
+        raise ValueError(f"{OP}: mask_probability must be in [0, 1], got {probability!r}")
+    if not probability:
+        return
+    for name, value in (("mask_id", mask_id), ("vocab_size", vocab_size)):
+        if value is None:
+            raise ValueError(f"{OP}: mask_probability needs {name}")
+    if not 0 <= (mask_id or 0) < (vocab_size or 0):
+        raise ValueError(f"{OP}: mask_id must be in [0, vocab_size), [0, {vocab_size}), got {mask_id}")
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) -> Batch:
+    if isinstance(ids, bytes | bytearray | str):
+        ids = [ids]
+    if isinstance(ids, Tensor):
+        return _batch_of_tensor(ids if device is None else ids.to(device), offsets)
+    if offsets is not None:
+        raise TypeError(f"{OP}: offsets are of a 1-D tensor ids, got {type(ids).__name__}")
+    if not isinstance(ids, list | tuple):
+        raise TypeError(f"{OP}: ids must be a tensor, a list of sequences, bytes or str, got "
+                        f"{type(ids).__name__}")
+    if any(isinstance(s, bytes | bytearray | str) for s in ids):
+        flat, lengths = _joined_bytes(ids)
+    else:
+        flat, lengths = _joined(ids)
+    flat = flat if device is None else flat.to(device)
+    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64).to(flat.device, non_blocking=True)
+    return Batch(flat, places, len(lengths), max(lengths, default=0))
+
+
+def _joined_bytes(texts: Sequence[Any]) -> tuple[Tensor, list[int]]:
+    for text in texts:
+        if not isinstance(text, bytes | bytearray | str):
+            raise TypeError(f"{OP}: ids must all be bytes or str, got {type(text).__name__} as well")
+    encoded = [text.encode() if isinstance(text, str) else text for text in texts]
+    joined = bytearray().join(encoded)
+    flat = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return flat, [len(text) for text in encoded]
+
+
+def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
+    if any(isinstance(s, Tensor) for s in sequences):
+        for s in sequences:
+            if not isinstance(s, Tensor) or s.dim() != 1 or s.dtype != sequences[0].dtype:
+                got = f"shape {tuple(s.shape)}, {s.dtype}" if isinstance(s, Tensor) else type(s).__name__
+                raise TypeError(f"{OP}: ids must all be 1-D tensors of one dtype, got {got}")
+        flat = torch.cat(list(sequences))
+        _check_dtype(flat)
+        return flat, [len(s) for s in sequences]
+    for s in sequences:
+        if not isinstance(s, list | tuple | range) or not all(isinstance(i, int) for i in s):
+            raise TypeError(f"{OP}: ids must be sequences of ints, got {s!r}"[:200])
+    return torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64), [len(s) for s in sequences]
+
+
+def _check_dtype(ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64, torch.uint8):
+        raise TypeError(f"{OP}: ids must be of dtype int32, int64 or (bytes) uint8, got {ids.dtype}")
+
+
+def _batch_of_tensor(ids: Tensor, offsets: Tensor | None) -> Batch:
+    _check_dtype(ids)
+    if ids.dim() != (2 if offsets is None else 1):
+        raise ValueError(f"{OP}: ids must have 2 dimensions, or 1 with offsets, got {ids.dim()}")
+    ids = ids.contiguous()
+    if offsets is None:
+        if ids.dtype != torch.uint8:
+            return Batch(ids, None, *ids.shape)
+        offsets = torch.arange(ids.shape[0] + 1, device=ids.device) * ids.shape[1]
+        return Batch(ids, offsets, *ids.shape)
+    if offsets.dtype != torch.int64 or offsets.dim() != 1 or not len(offsets) or offsets.device != ids.device:
+        raise ValueError(f"{OP}: offsets must be a 1-D tensor of int64 on {ids.device}, got {offsets.dtype} "
+                         f"of shape {tuple(offsets.shape)} on {offsets.device}")
+    longest = None
+    if offsets.device.type == "cpu":
+        lengths = offsets.diff()
+        if offsets[0] < 0 or offsets[-1] > len(ids) or (lengths < 0).any():
+            raise ValueError(f"{OP}: offsets must not decrease and lie in [0, {len(ids)}]")
+        longest = int(lengths.max()) if len(lengths) else 0
+    return Batch(ids, offsets.contiguous(), len(offsets) - 1, longest)
+
+
+def _width(batch: Batch, added: int, max_length: int | None, multiple: int) -> int:
+    if batch.longest is None and max_length is None:
+        raise ValueError(f"{OP}: offsets on a GPU need max_length, the width of the results")
+    longest = max_length if batch.longest is None else batch.longest + added
+    width = longest if max_length is None else min(longest or 0, max_length)
+    return -(-(width or 0) // multiple) * multiple
+
+

@@ -1,0 +1,206 @@
+"""The kernels of token_preprocess: a row of results each block on a GPU, each task on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt import indices
+from fusionrt.cpu import kernel as cpu
+from fusionrt.random import Rng
+from fusionrt.rehearsal import device_type
+from fusionrt.runtime import kernel as gpu
+from fusionrt.runtime.source import Field, pointer
+
+BLOCK = 256
+MOST_SPECIAL = 64
+WORD = 2**32
+
+
+class Batch(NamedTuple):
+    """Sequences one behind the other, or (no offsets) rows of a padded tensor; `longest` may be unknown."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    rows: int
+    longest: int | None
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.offsets is not None
+
+
+class Settings(NamedTuple):
+    width: int
+    pad: int
+    left: bool
+    bos: int | None
+    eos: int | None
+    start: int | None     # the first input, others being shifted
+    shift: int            # of bytes
+    vocab_size: int | None
+    ignore: int
+
+
+class Masking(NamedTuple):
+    probability: float
+    mask: int
+    special: tuple[int, ...]
+    rng: Rng
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """Of 32 random bits: a token is chosen, then masked, or else replaced, below these."""
+        return round(self.probability * WORD), round(0.8 * WORD), round(0.9 * WORD)
+
+
+_FLAGS = ("RAGGED", "LEFT", "BOS", "EOS", "SHIFTED", "MASKED", "CHECKED")
+_POINTERS = ("input_ids", "attention_mask", "position_ids", "labels")
+_NUMBERS = ("size", "total", "width", "pad", "bos", "eos", "start", "shift", "vocab_size", "ignore", "mask",
+            "n_special", "chosen_below", "masked_below", "random_below")
+
+
+def _flags(batch: Batch, settings: Settings, masking: Masking | None) -> tuple[bool, ...]:
+    return (batch.is_ragged, settings.left and batch.is_ragged, settings.bos is not None,
+            settings.eos is not None, settings.start is not None, masking is not None,
+            settings.vocab_size is not None)
+
+
+def _numbers(batch: Batch, settings: Settings, masking: Masking | None) -> list[int]:
+    size = 0 if batch.is_ragged else batch.ids.shape[1]
+    optional = (settings.bos, settings.eos, settings.start)
+    bounds = (0, 0, 0) if masking is None else masking.bounds
+    return [size, batch.ids.numel(), settings.width, settings.pad, *(0 if t is None else t for t in optional),
+            settings.shift, settings.vocab_size or 0, settings.ignore, 0 if masking is None else masking.mask,
+            0 if masking is None else len(masking.special), *bounds]
+
+
+@functools.cache
+def _gpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> gpu.Kernel:
+    fields = [pointer("source_t", "ids"), pointer("long long", "offsets"),
+              *(pointer("index_t", name, const=False) for name in _POINTERS),
+              pointer("unsigned long long", "fault", const=False), pointer("unsigned long long", "state"),
+              *(Field(f"long long {name}", "q") for name in _NUMBERS), Field("unsigned long long seed", "Q"),
+              Field("unsigned long long offset", "Q"),
+              Field(f"long long special[{MOST_SPECIAL}]", "q" * MOST_SPECIAL)]
+    constants = [f"using source_t = {source}_t;", f"using index_t = {index}_t;",
+                 *(f"constexpr bool {name} = {str(on).lower()};"
+                   for name, on in zip(_FLAGS, flags, strict=True))]
+    return gpu.Kernel("token_preprocess", "tokens", fields, constants, block=BLOCK)
+
+
+# The words of kernels_src/tokens.cu, in which the flags are constants here as well.
+_TEXT = """
+{flags}
+
+def kernel(pointers, integers, scalars, start, stop):
+    ids = {source}_at(pointers[0])
+    offsets = int64_at(pointers[1])
+    input_ids, attention_mask = {index}_at(pointers[2]), {index}_at(pointers[3])
+    position_ids, labels = {index}_at(pointers[4]), {index}_at(pointers[5])
+    special = int64_at(pointers[6])
+    size, width, pad, bos = integers[0], integers[2], integers[3], integers[4]
+    eos, first_input, shift, vocab_size = integers[5], integers[6], integers[7], integers[8]
+    ignore, mask, n_special = integers[9], integers[10], integers[11]
+    chosen_below, masked_below, random_below = integers[12], integers[13], integers[14]
+    seed, offset = uint64_of(integers[15]), uint64_of(integers[16])
+    half, low = uint64_of(32), uint64_of(0xFFFFFFFF)
+    k0, k1 = np.uint32(seed & low), np.uint32(seed >> half)
+    c0, c1 = np.uint32(offset & low), np.uint32(offset >> half)
+    before, around = int(BOS), int(BOS) + int(EOS)
+    for row in range(start, stop):
+        begin, end = row * size, row * size + size
+        if RAGGED:
+            begin, end = offsets[row], offsets[row + 1]
+        count = min(end - begin + around, width)
+        first = width - count if LEFT else 0
+        position, previous = 0, first_input
+        for at in range(width):
+            k, token = at - first, pad
+            inside = k >= 0 and k < count
+            if inside:
+                if EOS and k == count - 1:
+                    token = eos
+                elif BOS and k == 0:
+                    token = bos
+                else:
+                    token = np.int64(ids[begin + k - before]) + shift
+            real = inside and (RAGGED or token != pad)
+            token_in, label = token, ignore
+            if real:
+                label = token
+            if SHIFTED:
+                token_in = pad if at < first else previous
+                if at >= first:
+                    previous = token
+            to = row * width + at
+            if MASKED:
+                counter = uint64_of(to)
+                w0, w1, w2, w3 = philox7(c0, c1, np.uint32(counter & low), np.uint32(counter >> half), k0, k1)
+                chosen = real and np.int64(w0) < chosen_below
+                for s in range(n_special):
+                    chosen = chosen and special[s] != token
+                if not chosen:
+                    label = ignore
+                elif np.int64(w1) < masked_below:
+                    token_in = mask
+                elif np.int64(w1) < random_below:
+                    token_in = np.int64(uint64_of(w2) * uint64_of(vocab_size) >> half)
+            input_ids[to] = token_in
+            attention_mask[to] = 1 if real else 0
+            position_ids[to] = position if real else 1
+            labels[to] = label
+            if real:
+                position += 1
+"""
+
+
+@functools.cache
+def _cpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> cpu.Kernel:
+    constants = "\n".join(f"{name} = {on}" for name, on in zip(_FLAGS, flags, strict=True))
+    return cpu.Kernel("token_preprocess", _TEXT.format(flags=constants, source=source, index=index))
+
+
+def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence[torch.Tensor]) -> None:
+    device = batch.ids.device
+    source, index = (str(t.dtype).removeprefix("torch.") for t in (batch.ids, out[0]))
+    flags = _flags(batch, settings, masking)
+    addresses = [_address(t) for t in (batch.ids, batch.offsets, *out)]
+    numbers = _numbers(batch, settings, masking)
+    seed, offset, state = (0, 0, None) if masking is None else masking.rng
+    special = () if masking is None else masking.special
+    checked = indices.Indices("ids", _real_ids(batch, settings), settings.vocab_size or 0)
+    if device_type(batch.ids) == "cpu":
+        if settings.vocab_size is not None:
+            indices.check("token_preprocess", [checked])
+        table = torch.tensor(special, dtype=torch.int64)
+        _cpu_kernel(source, index, flags)(device, batch.rows, [*addresses, table.data_ptr()],
+                                          [*numbers, _signed(seed), _signed(offset)], work=4 * settings.width)
+        return
+    watched = batch.longest is None or settings.vocab_size is not None  # offsets that nobody has seen
+    fault = indices.fault_of(device) if watched else None
+    _gpu_kernel(source, index, flags)(device, batch.rows, *addresses, _address(fault), _address(state),
+                                      *numbers, seed, offset, *special, *[0] * (MOST_SPECIAL - len(special)))
+    if fault is not None and not fault.is_meta:
+        ends = indices.Indices("offsets", None, batch.ids.numel() + 1)
+        indices.check_later("token_preprocess", fault, [checked, ends])
+
+
+def _real_ids(batch: Batch, settings: Settings) -> Any:
+    """Those that have to be in the vocabulary: of a tensor on a CPU, which is checked before."""
+    if batch.ids.device.type != "cpu":
+        return None
+    if batch.is_ragged:
+        return batch.ids.long() + settings.shift if batch.ids.dtype == torch.uint8 else batch.ids
+    return batch.ids[batch.ids != settings.pad]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

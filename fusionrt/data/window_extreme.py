@@ -1,0 +1,98 @@
+"""The gradient of a rolling minimum or maximum: of each result to the element that it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusionrt.cpu import kernel as cpu
+from fusionrt.data.window_rows import Tensor, memory_order
+from fusionrt.rehearsal import device_type
+from fusionrt.runtime import kernel as gpu
+from fusionrt.runtime.source import Field, pointer
+from fusionrt.structured import Gradient, StructuredOp
+
+BLOCK, ITEMS = 256, 16
+LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float({})"}
+
+
+@functools.cache
+def _gpu_kernel(dtype: torch.dtype) -> gpu.Kernel:
+    name = str(dtype).removeprefix("torch.")
+    fields = [pointer("scalar_t", "grad"), pointer("int", "index"), pointer("scalar_t", "out", const=False),
+              *(Field(f"long long {size}", "q") for size in ("outer", "results", "n", "inner", "parts"))]
+    return gpu.Kernel("sliding_window gradient", "window_scatter", fields,
+                      [f"using scalar_t = {name}_t;", f"constexpr int ITEMS = {ITEMS};"],
+                      acc="float32" if dtype.itemsize == 2 else "float64", block=BLOCK,
+                      significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53))
+
+
+_TEXT = """
+def kernel(pointers, integers, scalars, start, stop):
+    grad, out = {memory}_at(pointers[0]), {memory}_at(pointers[2])
+    index = int32_at(pointers[1])
+    results, n, inner = integers[0], integers[1], integers[2]
+    for row in range(start, stop):
+        outer, column = row // inner, row % inner
+        of, to = outer * results * inner + column, outer * n * inner + column
+        i = 0
+        while i < results:
+            place = index[of + i * inner]
+            total = 0.0
+            while i < results and index[of + i * inner] == place:
+                total += float64_of({load})
+                i += 1
+            if place >= 0:
+                out[to + place * inner] = store_{name}(acc_t(total))
+"""
+
+
+@functools.cache
+def _cpu_kernel(dtype: torch.dtype) -> cpu.Kernel:
+    name = str(dtype).removeprefix("torch.")
+    text = _TEXT.format(memory="uint16" if dtype.itemsize == 2 else name, name=name,
+                        load=LOADS.get(dtype, "{}").format("grad[of + i * inner]"))
+    return cpu.Kernel("sliding_window gradient", text, "float64")
+
+
+def _permuted(index: Tensor, dim: int, n: int) -> tuple[list[int], list[int], list[int]]:
+    """index's dimensions as they lie in memory, their sizes with n along dim, and the way back."""
+    order = memory_order(index, dim)
+    shape = [n if d == dim else index.shape[d] for d in order]
+    return order, shape, [order.index(d) for d in range(index.dim())]
+
+
+def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
+    order, shape, back = _permuted(index, dim, n)
+    out = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+    grad, index, dim = grad.permute(order).contiguous(), index.permute(order).contiguous(), order.index(dim)
+    outer, results, inner = math.prod(shape[:dim]), index.shape[dim], math.prod(shape[dim + 1:])
+    if grad.numel():
+        addresses = [0 if t.is_meta else t.data_ptr() for t in (grad, index, out)]
+        if device_type(grad) == "cpu":
+            _cpu_kernel(grad.dtype)(grad.device, outer * inner, addresses, [results, n, inner], work=results)
+        else:
+            parts = -(-results // ITEMS)
+            blocks = -(-outer * inner * parts // BLOCK)
+            _gpu_kernel(grad.dtype)(grad.device, blocks, *addresses, outer, results, n, inner, parts)
+    return out.permute(back)
+
+
+def _fake(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
+    _, shape, back = _permuted(index, dim, n)
+    return torch.empty(shape, dtype=grad.dtype, device=grad.device).permute(back)
+
+
+def _backward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
+              ) -> Sequence[Any]:
+    (index,), grad = saved, grads[0]
+    places = index.long()
+    return grad.gather(args[2], places.clamp(min=0)).masked_fill(places < 0, 0), None, None, None
+
+
+scatter = StructuredOp("sliding_extreme_backward(Tensor grad, Tensor index, int dim, int n) -> Tensor", _run,
+                       _fake, Gradient(lambda args, out: (args[1],), _backward))

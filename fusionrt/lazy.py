@@ -1,0 +1,23 @@
+"""Names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def find(package: str, name: str, home: Mapping[str, str], submodules: Collection[str]) -> Any:
+    """What `package`'s `__getattr__` answers. `home` names the module of each name, with `:other` where it
+    bears another name there, `:other()` where the answer is that function's, asked anew each time."""
+    if name in submodules:
+        return importlib.import_module(f"{package}.{name}")
+    if name not in home:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    module, _, attribute = home[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute.removesuffix("()") or name)
+    if attribute.endswith("()"):
+        return value()
+    vars(sys.modules[package])[name] = value
+    return value

@@ -1,0 +1,253 @@
+"""The kernels of `rotary_embedding`, on a GPU for all operands at once, on a CPU for one after the other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fusionrt import indices
+from fusionrt.cpu.kernel import Kernel as CpuKernel
+from fusionrt.indices import Indices
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, magic, pointer
+
+Tensor = torch.Tensor
+# Heads that share a thread's angles at most, as long as there are so many threads.
+MOST_HEADS, ENOUGH_THREADS = 8, 1 << 18
+WIDE_FROM = 1 << 31  # threads, whose number `magic` no longer divides
+
+
+class Options(NamedTuple):
+    offset: int
+    interleaved: bool
+    rotary_dim: int
+    heads_first: bool
+    base: float
+    scaling: float
+    inverse: bool
+
+    @property
+    def inverted(self) -> Options:
+        return self._replace(inverse=not self.inverse)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    table: str | None        # dtype
+    positions: str | None    # dtype
+    vec: int
+    table_packs: bool
+    interleaved: bool
+    wide: bool
+
+
+_OPERANDS = ("q", "k", "q_out", "k_out")
+
+
+@functools.cache
+def kernel_of(form: Form) -> Kernel:
+    count = "unsigned long long" if form.wide else "unsigned"
+    division, code = ("WideDivisor", "Q") if form.wide else ("Divisor", "III")
+    fields = [pointer("scalar_t", name, const=not name.endswith("out")) for name in _OPERANDS]
+    fields += [pointer("table_t", "cos"), pointer("table_t", "sin"), pointer("position_t", "positions"),
+               pointer("unsigned long long", "fault", const=False)]
+    strides = [f"{name}_{dim}" for name in _OPERANDS for dim in ("batch", "row", "head", "column")]
+    fields += [Field(f"int64_t {name}", "q") for name in (
+        *strides, "table_batch", "table_row", "table_column", "table_rows", "positions_batch",
+        "positions_row", "offset")]
+    fields += [Field(f"double {name}", "d") for name in ("octaves", "turns")]
+    numbers = [Field(f"{count} threads", code[0]),
+               *(Field(f"{division} {name}", code) for name in ("of_units", "of_fast", "of_length"))]
+    small = [Field(f"unsigned {name}", "I") for name in ("heads", "q_heads", "groups", "positions_first")]
+    small += [Field(f"int {name}", "i") for name in ("rotated_units", "half", "head_dim")]
+    constants = [
+        f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
+        f"using position_t = {form.positions or 'int64'}_t;",
+        f"using Index = {count};", f"using Division = {division};",
+        *(f"constexpr {kind} {name} = {str(value).lower()};" for kind, name, value in (
+            ("int", "VEC", form.vec), ("bool", "INTERLEAVED", form.interleaved),
+            ("bool", "TABLES", form.table is not None), ("bool", "TABLE_PACKS", form.table_packs),
+            ("bool", "POSITIONS", form.positions is not None)))]
+    return Kernel("rotary_embedding", "rotary", [*fields, *numbers, *small, Field("float direction", "f")],
+                  constants, acc="float64" if form.dtype == "float64" else "float32")
+
+
+def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
+            positions: Tensor | None, options: Options) -> None:
+    """All of shape (B, S, heads, D), cos and sin of shape (B or 1, positions, rotary_dim / 2)."""
+    q, in_place = tensors[0], outs[0].data_ptr() == tensors[0].data_ptr() != 0
+    batch, length, _, head_dim = q.shape
+    vec = _vector((*tensors, *outs), options, in_place)
+    pairs = max(1, vec // 2 if options.interleaved else vec)
+    half = options.rotary_dim // 2
+    table = None if cos is None or sin is None else (cos, sin)
+    packs = table is not None and vec > 1 and all(_is_packed(t, pairs) for t in table)
+    copied = 0 if in_place else head_dim - 2 * half
+    units = half // pairs + -(-copied // (vec if pairs < vec else 2 * vec))
+    heads, places = sum(t.shape[2] for t in tensors), batch * length * units
+    groups = _groups(heads, places)
+    threads = places * groups
+    wide = threads >= WIDE_FROM
+    positions_first = length > 1 and q.stride(1) < q.stride(2)
+    divisors = units, batch * length if positions_first else groups, length
+    kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
+                          None if positions is None else _name(positions), vec, packs,
+                          options.interleaved, wide))
+    fault = None if positions is None or table is None else indices.fault_of(q.device)
+    kernel(q.device, -(-threads // kernel.block),
+           *_pointers(tensors), *_pointers(outs), *_pointers(table or ()), *_pointers((positions, fault)),
+           *_strides(tensors), *_strides(outs), *_table_strides(table), *_position_strides(positions),
+           options.offset,
+           2 * math.log2(options.base) / options.rotary_dim, 1 / (2 * math.pi * options.scaling),
+           threads, *(n for d in divisors for n in ((d,) if wide else magic(d))),
+           heads, q.shape[2], groups, positions_first, half // pairs, half, head_dim,
+           -1.0 if options.inverse else 1.0)
+    if fault is not None and cos is not None:
+        indices.check_later("rotary_embedding", fault, [Indices("position_ids", None, cos.shape[1])])
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _groups(heads: int, places: int) -> int:
+    """Of heads: the fewer, the less often angles are loaded or computed; enough to fill a GPU."""
+    share = MOST_HEADS
+    while share > 1 and places * -(-heads // share) < ENOUGH_THREADS:
+        share //= 2
+    return -(-heads // share)
+
+
+def _vector(tensors: Sequence[Tensor], options: Options, in_place: bool) -> int:
+    """The widest pack that all rows are multiples of; 1 where columns are not neighbours."""
+    if any(t.stride(3) != 1 for t in tensors):
+        return 1
+    itemsize, head_dim = tensors[0].itemsize, tensors[0].shape[3]
+    sizes = [options.rotary_dim if options.interleaved else options.rotary_dim // 2]
+    sizes += [] if in_place else [head_dim - options.rotary_dim]
+    sizes += [stride for t in tensors for n, stride in zip(t.shape[:3], t.stride(), strict=False) if n > 1]
+    sizes += [t.data_ptr() // itemsize for t in tensors]
+    return math.gcd(16 // itemsize, *sizes)
+
+
+def _is_packed(table: Tensor, pairs: int) -> bool:
+    size = min(16, pairs * table.itemsize)
+    rows = [stride for n, stride in zip(table.shape[:2], table.stride(), strict=False) if n > 1]
+    return table.stride(2) == 1 and all(n * table.itemsize % size == 0 for n in rows) and (
+        table.data_ptr() % size == 0)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Two."""
+    found = [0 if t is None else t.data_ptr() for t in tensors]
+    return found + [0] * (2 - len(found))
+
+
+def _strides(tensors: Sequence[Tensor]) -> list[int]:
+    found = [stride for t in tensors for stride in t.stride()]
+    return found + [0] * (8 - len(found))
+
+
+def _table_strides(table: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
+    if table is None:
+        return 0, 0, 0, 0
+    cos = table[0]
+    return (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1), cos.stride(2), cos.shape[1]
+
+
+def _position_strides(positions: Tensor | None) -> tuple[int, int]:
+    if positions is None:
+        return 0, 0
+    return (positions.stride(0) if positions.shape[0] > 1 else 0), positions.stride(1)
+
+
+# -- on a CPU --------------------------------------------------------------------------------------
+
+_CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
+    x, out = {store}_at(pointers[0]), {store}_at(pointers[1])
+    cosines, sines = {table_store}_at(pointers[2]), {table_store}_at(pointers[3])
+    rows, columns = integers[0], integers[1]
+    half, head_dim, direction = integers[2], integers[3], acc_t(scalars[0])
+    for r in range(start, stop):
+        batch = r // (rows * columns)
+        row = r // columns - batch * rows
+        column = r % columns
+        at = batch * integers[4] + row * integers[5] + column * integers[6]
+        to = batch * integers[7] + row * integers[8] + column * integers[9]
+        angle = batch * integers[10] + row * integers[11] + column * integers[12]
+        for i in range(half):
+            cos = load_{table}(cosines[angle + i])
+            sin = load_{table}(sines[angle + i]) * direction
+            a = load_{dtype}(x[at + {first}])
+            b = load_{dtype}(x[at + {second}])
+            out[to + {first}] = store_{dtype}(a * cos - b * sin)
+            out[to + {second}] = store_{dtype}(b * cos + a * sin)
+        for i in range(2 * half, head_dim):
+            out[to + i] = x[at + i]
+"""
+
+
+@functools.cache
+def _cpu_kernel(dtype: str, table: str, interleaved: bool, in_place: bool) -> CpuKernel:
+    first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
+    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second,
+                            store=_memory(dtype), table_store=_memory(table))
+    if in_place:  # one name, so that LLVM sees one memory
+        text = text.replace("out[to +", "x[at +")
+    return CpuKernel("rotary_embedding", text, "float64" if dtype == "float64" else "float32")
+
+
+def _memory(dtype: str) -> str:
+    return "uint16" if dtype in ("float16", "bfloat16") else dtype
+
+
+def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
+            positions: Tensor | None, options: Options) -> None:
+    cos, sin = _cpu_tables(tensors[0], cos, sin, positions, options)
+    for x, out in zip(tensors, outs, strict=True):
+        if not x.numel():
+            continue
+        in_place = out.data_ptr() == x.data_ptr() != 0
+        kernel = _cpu_kernel(_name(x), _name(cos), options.interleaved, in_place)
+        source = x if x.stride(3) == 1 else x.contiguous()
+        result = out if out.stride(3) == 1 else torch.empty_like(source)
+        batch, length, heads, head_dim = x.shape
+        at, to = source.stride(), result.stride()
+        angle = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), 0
+        order = (0, 2, 1) if at[1] < at[2] else (0, 1, 2)  # as in memory
+        sizes = (heads, length) if order[1] == 2 else (length, heads)
+        kernel(x.device, batch * length * heads, _pointers((source, result, cos, sin)),
+               [*sizes, options.rotary_dim // 2, head_dim,
+                *(strides[k] for strides in (at, to, angle) for k in order)],
+               [-1.0 if options.inverse else 1.0], work=head_dim)
+        if result is not out:
+            out.copy_(result)
+
+
+def _cpu_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, options: Options
+                ) -> tuple[Tensor, Tensor]:
+    """Of shape (B or 1, S, rotary_dim / 2), with neighbouring columns."""
+    length, offset = q.shape[1], options.offset
+    if cos is not None and sin is not None:
+        if positions is None:
+            found = cos[:, offset:offset + length], sin[:, offset:offset + length]
+        else:
+            indices.check("rotary_embedding", [Indices("position_ids", positions, cos.shape[1])])
+            found = cos[0][positions], sin[0][positions]
+        return found if found[0].stride(2) == 1 == found[1].stride(2) and (
+            found[0].stride() == found[1].stride()) else (found[0].contiguous(), found[1].contiguous())
+    if positions is None:
+        positions = torch.arange(offset, offset + length, device=q.device)[None]
+    n = options.rotary_dim
+    exponents = torch.arange(0, n, 2, dtype=torch.float64, device=q.device) / n
+    angles = positions.double()[..., None] * (options.base ** -exponents / options.scaling)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -1,0 +1,209 @@
+"""The three kernels of a step, each with its launch: the gradients' norm, what the elements of a tensor
+share, the update. Addresses are all that they get; who calls keeps the tensors alive."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fusionrt.cpu import optimizer as cpu_text
+from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, keep_for_graphs
+from fusionrt.runtime import source
+from fusionrt.runtime.source import ITEMSIZE, Field, pointer
+
+if TYPE_CHECKING:
+    from fusionrt.cpu.kernel import Kernel as CPUKernel
+    from fusionrt.runtime.kernel import Kernel
+
+BLOCK = 256
+NORM_BLOCKS = 8  # for each multiprocessor; each adds up several chunks
+RULES = ("ADAM", "SGD", "LION", "AVERAGE", "SCALE")
+
+
+class Kind(NamedTuple):
+    """What one launch can serve: a rule with its flags, and the dtypes."""
+
+    rule: str
+    param: str
+    grad: str
+    state: str = "float32"
+    states: int = 0           # of each element: Adam has 2, with amsgrad 3
+    master: bool = False      # the parameter in float32 beside one of 16 bits
+    stochastic: bool = False  # rounding of bfloat16 states
+    decoupled: bool = False
+    nesterov: bool = False
+
+    @property
+    def acc(self) -> str:
+        return "float64" if self.param == "float64" else "float32"
+
+    @property
+    def streams(self) -> list[str]:
+        """The dtypes that pass through memory."""
+        return [self.param, self.grad, *[self.state] * self.states, *["float32"] * self.master]
+
+
+class Coefficients(NamedTuple):
+    """A rule's constants: Adam's and Lion's betas, SGD's momentum; a weight is that of the new value."""
+
+    beta1: float = 0.0
+    weight1: float = 0.0
+    beta2: float = 0.0
+    weight2: float = 0.0
+    eps: float = 0.0
+
+
+class Common(NamedTuple):
+    """What the tensors of a launch share in one step. Tensors lie on its device; None: there is none."""
+
+    lr: float | torch.Tensor = 0.0  # a tensor is float32
+    weight_decay: float = 0.0
+    maximize: bool = False
+    grad_scale: torch.Tensor | None = None  # float32, as found_inf
+    found_inf: torch.Tensor | None = None
+    squares: torch.Tensor | None = None     # float64: sums of the squares of all gradients
+    max_norm: float = math.inf
+    norm: torch.Tensor | None = None        # gets the norm
+    skip_nonfinite: bool = False            # do nothing where it is not finite
+
+
+# -- the kernels -----------------------------------------------------------------------------------
+
+_GRADS = Field(f"const void* grads[{CAPACITY}]", "Q" * CAPACITY)
+_PADDING = (0,) * CAPACITY
+
+
+def _constants(kind: Kind, **flags: bool) -> list[str]:
+    return [f"enum {{ {', '.join(RULES)} }};", f"constexpr int RULE = {kind.rule}, CHUNK = {CHUNK};",
+            *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+            source.template("optimizer.cuh")]
+
+
+def _gpu(kind: Kind, stem: str, fields: Sequence[Field], constants: Sequence[str]) -> Kernel:
+    from fusionrt.runtime.kernel import Kernel
+    wide = kind.acc == "float64"
+    return Kernel(f"{kind.rule.lower()}: {stem}", stem, fields, constants, acc=kind.acc,
+                  significant_bits=53 if wide else 24, block=BLOCK)
+
+
+@functools.cache
+def step_kernel(kind: Kind) -> Kernel:
+    quantised = kind.states and kind.state == "uint8"
+    width = 8 if quantised else 16 // max(ITEMSIZE[d] for d in kind.streams)
+    number = "d" if kind.acc == "float64" else "f"
+    fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Chunk", "chunks"), pointer("Scalars", "scalars"),
+              Field("unsigned long long seed", "Q"),
+              *(Field(f"acc_t {name}", number) for name in Coefficients._fields)]
+    return _gpu(kind, "optimizer_step", fields, [
+        f"using param_t = {kind.param}_t; using grad_t = {kind.grad}_t; using state_t = {kind.state}_t;",
+        f"constexpr int STATES = {kind.states}, W = {width};",
+        *_constants(kind, MASTER=kind.master, STOCHASTIC=kind.stochastic, DECOUPLED=kind.decoupled,
+                    NESTEROV=kind.nesterov)])
+
+
+@functools.cache
+def prepare_kernel(kind: Kind, maximize: bool) -> Kernel:
+    numbers = ("lr", "weight_decay", "beta1", "beta2", "max_norm")
+    fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Scalars", "scalars", const=False),
+              pointer("float", "lr_tensor"), pointer("float", "grad_scale"), pointer("float", "found_inf"),
+              pointer("double", "squares"), pointer("acc_t", "norm", const=False),
+              *(Field(f"double {name}", "d") for name in numbers),
+              *(Field(f"unsigned {name}", "I") for name in ("n_squares", "n_tensors", "skip_nonfinite"))]
+    return _gpu(kind, "optimizer_prepare", fields,
+                _constants(kind, MAXIMIZE=maximize, DECOUPLED=kind.decoupled))
+
+
+@functools.cache
+def norm_kernel(dtype: str) -> Kernel:
+    kind = Kind("SCALE", dtype, dtype)
+    fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Chunk", "chunks"),
+              pointer("double", "squares", const=False), Field("unsigned n_chunks", "I")]
+    return _gpu(kind, "gradient_norm", fields, [f"using grad_t = {dtype}_t;", *_constants(kind)])
+
+
+def _cpu(name: str, text: str, accuracy: str) -> CPUKernel:
+    from fusionrt.cpu.kernel import Kernel
+    return Kernel(name, text, accuracy)
+
+
+@functools.cache
+def cpu_step(kind: Kind) -> CPUKernel:
+    return _cpu(f"{kind.rule.lower()}: optimizer_step", cpu_text.step(kind), kind.acc)
+
+
+@functools.cache
+def cpu_prepare(kind: Kind) -> CPUKernel:
+    return _cpu(f"{kind.rule.lower()}: optimizer_prepare", cpu_text.prepare(kind), "float64")
+
+
+@functools.cache
+def cpu_norm(dtype: str) -> CPUKernel:
+    return _cpu("gradient_norm", cpu_text.norm(dtype), "float64")
+
+
+# -- their launches --------------------------------------------------------------------------------
+
+def norm_parts(table: Table) -> int:
+    """How many sums of squares `squares` writes."""
+    if table.device.type == "cpu":
+        return table.n_chunks
+    from fusionrt.runtime.device import multiprocessors
+    return min(table.n_chunks, NORM_BLOCKS * multiprocessors(table.device.index))
+
+
+def squares(table: Table, grads: Sequence[int], dtype: str, out: torch.Tensor) -> None:
+    """Of the gradients at these addresses, as norm_parts(table) sums in float64."""
+    if not table.n_chunks:
+        return
+    if table.device.type == "cpu":
+        held = (ctypes.c_uint64 * len(grads))(*grads)
+        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), out.data_ptr()]
+        cpu_norm(dtype)(table.device, table.n_chunks, pointers, work=table.work)
+        return
+    norm_kernel(dtype)(table.device, len(out), *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
+                       table.chunks.data_ptr(), out.data_ptr(), table.n_chunks)
+
+
+def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficients, common: Common
+            ) -> torch.Tensor:
+    """Count the step and compute each tensor's scalars: they are returned, for `step`."""
+    size = SCALARS["cpu" if table.device.type == "cpu" else kind.acc]
+    scalars = torch.empty(table.n_tensors * size, dtype=torch.uint8, device=table.device)
+    lr, tensors = common.lr, (common.grad_scale, common.found_inf, common.squares, common.norm)
+    lr_tensor, lr = (lr.data_ptr(), 0.0) if isinstance(lr, torch.Tensor) else (0, lr)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    numbers = (lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm)
+    n_squares = 0 if common.squares is None else len(common.squares)
+    if table.device.type == "cpu":
+        held = (ctypes.c_uint64 * len(grads))(*grads)
+        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), scalars.data_ptr(), lr_tensor]
+        cpu_prepare(kind)(table.device, 1, [*pointers, *addresses],
+                          [n_squares, table.n_tensors, common.maximize, common.skip_nonfinite], numbers)
+        return scalars
+    prepare_kernel(kind, common.maximize)(
+        table.device, -(-table.n_tensors // BLOCK), *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
+        scalars.data_ptr(), lr_tensor, *addresses, *numbers, n_squares, table.n_tensors,
+        common.skip_nonfinite)
+    return scalars
+
+
+def step(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficients,
+         scalars: torch.Tensor | None = None, seed: int = 0) -> None:
+    """Update the tensors of the table; a gradient at address 0 is absent. AVERAGE alone has no `scalars`."""
+    if not table.n_chunks:
+        return
+    prepared = 0 if scalars is None else scalars.data_ptr()
+    if table.device.type == "cpu":
+        held = (ctypes.c_uint64 * len(grads))(*grads)
+        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), prepared]
+        cpu_step(kind)(table.device, table.n_chunks, pointers, [seed - (seed >> 63 << 64)], coefficients,
+                       work=table.work)
+        return
+    keep_for_graphs(table)
+    step_kernel(kind)(table.device, table.n_chunks, *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
+                      table.chunks.data_ptr(), prepared, seed, *coefficients)

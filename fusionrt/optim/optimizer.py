@@ -1,0 +1,345 @@
+"""torch.optim.Optimizer with a step of a handful of launches, whatever the number of parameters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from fusionrt.optim import kernels
+from fusionrt.optim import state as states
+from fusionrt.optim.bucket import Bucket, Member
+from fusionrt.optim.kernels import Coefficients, Common, Kind
+from fusionrt.optim.quantised import SMALLEST
+from fusionrt.optim.state import Format
+from fusionrt.optim.table import CAPACITY
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
+# Of the rounding by chance. Always the same, so that the replicas of a data-parallel run stay equal.
+SEED = 0x5DEECE66D
+# How a group's state is kept is this optimizer's affair: checkpoints have all of it in floating point.
+_STORAGE = ("master_weights", "state_dtype")
+
+
+class Held(NamedTuple):
+    """The launches, and what they were made for."""
+
+    groups: list[dict[str, Any]]
+    params: list[torch.Tensor]
+    values: list[Any]            # of all states
+    addresses: list[int]         # of the parameters
+    options: list[Any]           # of each group
+    waiting: list[torch.Tensor]  # parameters that never had a gradient
+    buckets: list[Bucket]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """What the optimizers of fusionrt.optim have in common. Beside torch.optim's own arguments each takes
+
+    * `master_weights`: keep a float32 copy of float16 and bfloat16 parameters and update that.
+    * `state_dtype`: of the moments. None: the parameter's, as torch. torch.float32. torch.bfloat16: with
+      stochastic rounding, so that changes below its resolution are kept on average. "8bit": one byte an
+      element (fusionrt/optim/quantised.py); parameters of less than 4096 elements keep float32.
+    * `clip_grad_norm`: scale the gradients so that their norm, over all groups that have this option, is at
+      most this, as torch.nn.utils.clip_grad_norm_ but inside of the step. The gradients stay as they are.
+    * `skip_nonfinite`: do nothing in a step one of whose gradients, in any group that has this option or
+      clips, is NaN or infinite, or of more than 1e19. One pass over the gradients serves this and clipping.
+
+    They work with torch.amp.GradScaler as torch's fused ones do: the step unscales, and does nothing if an
+    infinity was found. No step waits for the device. A step in a CUDA graph needs one before the capture.
+
+    `foreach`, `fused` and `capturable` are accepted and change nothing: every step is fused and capturable, a
+    learning rate may be a tensor. `differentiable=True` raises ValueError.
+    """
+
+    _step_supports_amp_scaling = True
+    rule: ClassVar[str]
+    _held: Held | None = None
+    _loading: dict[str, Any] | None = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        _check(type(self).__name__, defaults)
+        super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """torch's names of the states, the first moment's first."""
+        raise NotImplementedError
+
+    def _coefficients(self, group: dict[str, Any]) -> Coefficients:
+        raise NotImplementedError
+
+    def _flags(self, group: dict[str, Any]) -> dict[str, bool]:
+        """Those fields of `Kind` that follow from the group's options."""
+        return {}
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # it would take addresses for constants
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what `closure`, if any, returns.
+
+        Raises RuntimeError for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        buckets = self._buckets()
+        gathered = [bucket.gradients() for bucket in buckets]  # with copies, which have to live until the end
+        work = [(bucket, addresses) for bucket, (addresses, _) in zip(buckets, gathered, strict=True)
+                if any(addresses)]
+        squares = _squares([(b, g) for b, g in work if _needs_norm(b.group)])
+        for bucket, addresses in work:
+            common = self._common(bucket, squares.get(bucket.device))
+            coefficients = self._coefficients(bucket.group)
+            scalars = kernels.prepare(bucket.table, bucket.kind, addresses, coefficients, common)
+            kernels.step(bucket.table, bucket.kind, addresses, coefficients, scalars, SEED)
+        return loss
+
+    def _common(self, bucket: Bucket, squares: torch.Tensor | None) -> Common:
+        group = bucket.group
+        most = group["clip_grad_norm"]
+
+        def here(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(bucket.device, torch.float32, non_blocking=True)
+
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor):
+            lr = float(lr) if lr.device.type == "cpu" else here(lr)
+        return Common(lr, float(group["weight_decay"]), group["maximize"],
+                      here(getattr(self, "grad_scale", None)), here(getattr(self, "found_inf", None)),
+                      squares if _needs_norm(group) else None, math.inf if most is None else float(most),
+                      skip_nonfinite=bool(group["skip_nonfinite"]))
+
+    # -- which launches ----------------------------------------------------------------------------
+
+    def _options(self, group: dict[str, Any]) -> Any:
+        return (self._state_names(group), self._flags(group), group["state_dtype"], group["master_weights"])
+
+    def _values(self) -> list[Any]:
+        return [value for state in self.state.values() for value in state.values()]
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _is_current(self, held: Held) -> bool:
+        """Whether nothing but gradients has changed since. Every step asks: it costs a quarter of a
+        microsecond a parameter."""
+        params = self._params()
+        return (_same(self.param_groups, held.groups) and _same(params, held.params)
+                and _same(self._values(), held.values)
+                and [param.data_ptr() for param in params] == held.addresses
+                and [self._options(group) for group in self.param_groups] == held.options
+                and not any(param.grad is not None for param in held.waiting))
+
+    def _buckets(self) -> list[Bucket]:
+        if self._held is None or not self._is_current(self._held):
+            self._held = self._made()
+        return self._held.buckets
+
+    def _made(self) -> Held:
+        buckets: list[Bucket] = []
+        waiting: list[torch.Tensor] = []
+        position = itertools.count()
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"parameter {k} of group {number}"
+                                                 for k in range(len(group["params"]))]
+            chosen: dict[Any, list[Member]] = {}
+            for param, name in zip(group["params"], names, strict=True):
+                place = next(position)
+                if param.grad is None and not self.state.get(param) and not self._had_no_state(param):
+                    waiting.append(param)
+                    continue
+                kind, form = self._kind(group, param, name)
+                member = Member(param, self.state[param], place, name)
+                chosen.setdefault((param.device, kind, form), []).append(member)
+            for (device, kind, form), members in chosen.items():
+                self._settle(device, form, members)
+                buckets += [Bucket(type(self).__name__, group, kind, form, members[k:k + CAPACITY])
+                            for k in range(0, len(members), CAPACITY)]
+        params = self._params()
+        return Held(list(self.param_groups), params, self._values(), [param.data_ptr() for param in params],
+                    [self._options(group) for group in self.param_groups], waiting, buckets)
+
+    def _had_no_state(self, param: torch.Tensor) -> bool:
+        """Whether it takes part without one, as in SGD without momentum."""
+        buckets = [] if self._held is None else self._held.buckets
+        stateless = [b for b in buckets if not b.kind.states and not b.kind.master]
+        return any(member.param is param for bucket in stateless for member in bucket.members)
+
+    def _settle(self, device: torch.device, form: Format, members: Sequence[Member]) -> None:
+        counters = torch.zeros(len(members), device=device).unbind()
+        for member, counter in zip(members, counters, strict=True):
+            states.settle(member.param, member.state, form, counter)
+            if not member.state:
+                del self.state[member.param]  # torch keeps none either
+
+    def _kind(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[Kind, Format]:
+        owner = type(self).__name__
+        _check_parameter(owner, param, name)
+        names, chosen = self._state_names(group), group["state_dtype"]
+        half = param.dtype in (torch.float16, torch.bfloat16)
+        if param.dtype == torch.float64 and chosen is not None:
+            raise ValueError(f"{owner}: state_dtype={chosen} is for parameters of at most 32 bits, but "
+                             f"{name} is float64; give it a group with state_dtype=None")
+        dtype = param.dtype if chosen is None else chosen
+        if chosen == "8bit":
+            dtype = torch.uint8 if param.numel() >= SMALLEST else torch.float32
+        elif chosen is None and group["master_weights"] and half:
+            dtype = torch.float32
+        master = bool(group["master_weights"] and half)
+        stored = _name(param.dtype)
+        kind = Kind(self.rule, stored, stored, _name(dtype) if names else "float32", len(names), master,
+                    stochastic=bool(names) and chosen == torch.bfloat16, **self._flags(group))
+        return kind, Format(names, dtype, master)
+
+    # -- torch's protocol --------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where they differ from the optimizer's."""
+        _check(type(self).__name__, self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: its optimizer of the same name can load it. 8-bit states are decoded into
+        float32; loaded again they get the same codes."""
+        handle = self.register_state_dict_post_hook(_in_torch_terms, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this optimizer or of torch's gave. Options come from it, but for
+        `master_weights` and `state_dtype`, which say how this optimizer keeps the states."""
+        seen: dict[str, Any] = {}
+        # Registered last, so that it sees what the user's hooks have made of it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))
+        self._loading = seen
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        storage = [{k: group[k] for k in _STORAGE} for group in getattr(self, "param_groups", ())]
+        super().__setstate__(state)
+        self._held = None
+        for number, group in enumerate(self.param_groups):
+            if self._loading is not None:
+                group.update(storage[number])
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
+        if self._loading is not None:
+            self._take(self._loading)
+
+    def _take(self, given: dict[str, Any]) -> None:
+        """torch has rounded all states to the dtype of the parameter: take them as they were given."""
+        saved = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param in zip(saved, params, strict=True):
+            for name, value in given["state"].get(key, {}).items():
+                if isinstance(value, torch.Tensor):
+                    # The step is counted in place: a tensor of its own, or the giver would count it too.
+                    self.state[param][name] = value.clone() if name == states.STEP else value.to(param.device)
+
+
+def _in_torch_terms(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    assert isinstance(optimizer, FusedOptimizer)
+    names = {key: optimizer._state_names(group) for saved, group in
+             zip(given["param_groups"], optimizer.param_groups, strict=True) for key in saved["params"]}
+    given["state"] = {key: states.in_float(state, names[key]) if key in names else state
+                      for key, state in given["state"].items()}
+    for group in given["param_groups"]:
+        for option in _STORAGE:
+            group.pop(option, None)
+    return given
+
+
+def _needs_norm(group: dict[str, Any]) -> bool:
+    return bool(group["clip_grad_norm"] is not None or group["skip_nonfinite"])
+
+
+def _squares(work: Sequence[tuple[Bucket, list[int]]]) -> dict[torch.device, torch.Tensor]:
+    """On every device the sums of squares of all gradients, in any number of parts."""
+    parts: dict[torch.device, list[tuple[Bucket, list[int]]]] = {}
+    for bucket, addresses in work:
+        parts.setdefault(bucket.device, []).append((bucket, addresses))
+    found = {}
+    for device, members in parts.items():
+        sizes = [kernels.norm_parts(bucket.table) for bucket, _ in members]
+        found[device] = torch.empty(sum(sizes), dtype=torch.float64, device=device)
+        for (bucket, addresses), out in zip(members, found[device].split(sizes), strict=True):
+            kernels.squares(bucket.table, addresses, bucket.kind.grad, out)
+    if len(found) > 1:
+        sums = [squares.sum() for squares in found.values()]
+        found = {device: torch.stack([s.to(device, non_blocking=device.type == "cuda") for s in sums])
+                 for device in found}
+    return found
+
+
+def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+def _check(owner: str, options: dict[str, Any]) -> None:
+    """The options that all optimizers share."""
+    lr, decay = options["lr"], options["weight_decay"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"{owner}: lr must be a number or a tensor of one element, "
+                         f"got shape {tuple(lr.shape)}")
+    if not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") and not float(lr) >= 0.0:
+        raise ValueError(f"{owner}: lr must not be negative, got {float(lr)}")
+    if isinstance(decay, torch.Tensor) and decay.device.type != "cpu":
+        raise ValueError(f"{owner}: weight_decay must be a number or a CPU tensor, got one on {decay.device}")
+    if not float(decay) >= 0.0:
+        raise ValueError(f"{owner}: weight_decay must not be negative, got {float(decay)}")
+    if options.get("differentiable"):
+        raise ValueError(f"{owner}: differentiable=True is not supported: a step is no operation of "
+                         "autograd; use torch.optim for that")
+    if options.get("foreach") and options.get("fused"):
+        raise RuntimeError(f"{owner}: `fused` and `foreach` cannot be `True` together.")
+    if options["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(f"{owner}: state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', "
+                         f"got {options['state_dtype']!r}")
+    most = options["clip_grad_norm"]
+    if most is not None and not float(most) > 0.0:
+        raise ValueError(f"{owner}: clip_grad_norm must be positive, got {most}")
+
+
+def _check_parameter(owner: str, param: torch.Tensor, name: str) -> None:
+    if param.dtype not in DTYPES:
+        raise TypeError(f"{owner}: {name} is {_name(param.dtype)}, expected float16, bfloat16, float32 or "
+                        "float64")
+    if param.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{owner}: {name} lies on {param.device}, expected a CPU or CUDA device")
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(param):
+        raise TypeError(f"{owner}: {name} is a {type(param).__name__}, which has no memory of its own; "
+                        "expected a plain tensor")
+    if not states.is_dense(param):
+        raise ValueError(f"{owner}: {name} of shape {tuple(param.shape)} has strides {param.stride()}, "
+                         "expected a tensor that fills its memory; make it contiguous")
+
+
+def beta(owner: str, values: Any, number: int) -> float:
+    """betas[number] as a float."""
+    value = values[number]
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise ValueError(f"{owner}: betas[{number}] must be a float or a CPU tensor, "
+                         f"got one on {value.device}")
+    if not 0.0 <= float(value) < 1.0:
+        raise ValueError(f"{owner}: betas[{number}] must be in [0, 1), got {float(value)}")
+    return float(value)

@@ -1,0 +1,51 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusionrt.optim.kernels import Coefficients
+from fusionrt.optim.optimizer import FusedOptimizer
+
+
+class SGD(FusedOptimizer):
+    """torch.optim.SGD in a handful of launches.
+
+        g = g + weight_decay p;  b = momentum b + (1 - dampening) g, at first g
+        p = p - lr (g + momentum b  with nesterov,  b  with momentum,  else g)
+
+    `maximize`: g is -g. For the other options see `FusedOptimizer`; `state_dtype` is that of b.
+
+        optimizer = fusionrt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    """
+
+    rule = "SGD"
+
+    def __init__(self, params: Any, lr: float | torch.Tensor = 1e-3, momentum: float = 0,
+                 dampening: float = 0, weight_decay: float = 0, nesterov: bool = False, *,
+                 maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
+                 fused: bool | None = None, master_weights: bool = False,
+                 state_dtype: torch.dtype | str | None = None, clip_grad_norm: float | None = None,
+                 skip_nonfinite: bool = False) -> None:
+        owner = type(self).__name__
+        if not momentum >= 0.0:
+            raise ValueError(f"{owner}: momentum must not be negative, got {momentum}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"{owner}: nesterov needs a momentum and no dampening, got momentum={momentum}, "
+                             f"dampening={dampening}")
+        super().__init__(params, {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable,
+            "fused": fused, "master_weights": master_weights, "state_dtype": state_dtype,
+            "clip_grad_norm": clip_grad_norm, "skip_nonfinite": skip_nonfinite})
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _flags(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {"nesterov": bool(group["nesterov"])}
+
+    def _coefficients(self, group: dict[str, Any]) -> Coefficients:
+        return Coefficients(group["momentum"], 1 - group["dampening"])

@@ -1,0 +1,105 @@
+"""What an optimizer keeps of a parameter: in the names and shapes of torch.optim, in a dtype of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.optim import quantised
+from fusionrt.optim.table import Row
+
+MASTER, STEP, SCALE = "master_weight", "step", "_scale"
+
+
+class Format(NamedTuple):
+    """Of the states of one parameter. `names` are torch's, the first moment's first."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype  # uint8: quantised
+    master: bool
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a piece of memory, each once."""
+    expected = 1
+    if tensor.numel() == 0:
+        return True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`value` in that dtype, on the parameter's device, in its layout; itself if it is that already."""
+    if value.dtype == dtype and value.device == param.device and value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
+
+
+def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: torch.Tensor | None) -> None:
+    """Make a state of that format of whatever there is: nothing, one loaded from torch, one of other options.
+
+    `counter` is a fresh float32 zero for a parameter that has no step yet.
+    """
+    if not form.names and not form.master:
+        return
+    if STEP not in state:
+        begun = any(state.get(name) is not None for name in form.names)  # SGD of torch does not count
+        state[STEP] = torch.zeros((), device=param.device) if counter is None else counter
+        if begun:
+            state[STEP].fill_(1.0)
+    step = state[STEP]
+    if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.device != param.device:
+        state[STEP] = torch.as_tensor(step, dtype=torch.float32).to(param.device)
+    for position, name in enumerate(form.names):
+        _settle_one(param, state, name, form.dtype, signed=position == 0)
+    if form.master:
+        state[MASTER] = as_dense_as(param, state.get(MASTER, param.detach()), torch.float32)
+    else:
+        state.pop(MASTER, None)
+
+
+def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
+                ) -> None:
+    value, scale = state.get(name), state.get(name + SCALE)
+    quantise = dtype == torch.uint8
+    if value is None:
+        state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        if quantise:
+            state[name + SCALE] = torch.zeros(quantised.n_blocks(param.numel()), device=param.device)
+        return
+    if scale is not None:
+        if quantise:
+            return
+        value = quantised.decode(value, state.pop(name + SCALE), signed)
+    if quantise:
+        state[name], state[name + SCALE] = quantised.encode(as_dense_as(param, value, torch.float32), signed)
+    else:
+        state[name] = as_dense_as(param, value, dtype)
+
+
+def in_float(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A copy for a checkpoint, that torch.optim can load: without codes."""
+    plain = {key: value for key, value in state.items() if not key.endswith(SCALE)}
+    for position, name in enumerate(names):
+        if name + SCALE in state:
+            plain[name] = quantised.decode(state[name], state[name + SCALE], signed=position == 0)
+    return plain
+
+
+def row(param: torch.Tensor, state: dict[str, Any], form: Format, position: int) -> Row:
+    """Its line in the kernels' table."""
+
+    def addresses(suffix: str) -> list[int]:
+        found = [state[name + suffix].data_ptr() if name + suffix in state else 0 for name in form.names]
+        return found + [0] * (3 - len(found))
+
+    step = state[STEP].data_ptr() if STEP in state else 0
+    return Row._make([param.data_ptr(), step, param.numel(), position, *addresses(""), *addresses(SCALE),
+                      state[MASTER].data_ptr() if form.master else 0])

@@ -1,0 +1,49 @@
+"""Calls on meta tensors compute nothing. In a rehearsal they list the kernels that they would need."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Source(NamedTuple):
+    """A kernel that is no problem's. `entry` is the name in a GPU's text, the accuracy for the CPU."""
+
+    text: str
+    entry: str
+    name: str
+
+
+_needed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("needed", default=None)
+_meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
+
+
+@contextlib.contextmanager
+def collecting(device: str = "cuda") -> Iterator[list[Any]]:
+    """What calls in here need on a `device` ("cuda" or "cpu"): a Problem or a Source for each kernel."""
+    needed: list[Any] = []
+    token, meaning = _needed.set(needed), _meta_means.set(device)
+    try:
+        yield needed
+    finally:
+        _needed.reset(token)
+        _meta_means.reset(meaning)
+
+
+def is_on() -> bool:
+    return _needed.get() is not None
+
+
+def note(kernel: Any) -> None:
+    needed = _needed.get()
+    if needed is not None:
+        needed.append(kernel)
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """Of a meta tensor, the device that it stands for."""
+    return _meta_means.get() if tensor.device.type == "meta" else tensor.device.type

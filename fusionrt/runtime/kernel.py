@@ -1,0 +1,59 @@
+"""A kernel of a template of its own: what is no expression, such as an optimizer's step or a gather."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusionrt import rehearsal
+from fusionrt.runtime import device as cuda
+from fusionrt.runtime.launch import raw_stream
+from fusionrt.runtime.source import Field, Params, arithmetic, assemble
+
+
+class Kernel:
+    """kernels_src/`stem`.cu for one kind of call; make each once (functools.cache), as it owns its text.
+
+    The template's entry is `stem` and takes `Params`, whose members are `fields`, 8-byte ones first.
+    `constants` are the lines that this specialisation puts before it; BLOCK, the threads of a block, is one.
+
+        scale = Kernel("scale", "scale", [pointer("float32_t", "x", const=False), Field("float by", "f")])
+        scale(x.device, -(-x.numel() // scale.block), x.data_ptr(), 2.0)
+    """
+
+    def __init__(self, name: str, stem: str, fields: Sequence[Field], constants: Sequence[str] = (), *,
+                 acc: str = "float32", significant_bits: int = 24, block: int = 256) -> None:
+        self.name, self.stem, self.block, self.params = name, stem, block, Params(fields)
+        self.text = assemble(stem, arithmetic(acc, significant_bits), [
+            f"constexpr int BLOCK = {block};", *constants, self.params.declaration])
+        self._functions: dict[tuple[int, int], int] = {}
+
+    def __call__(self, device: torch.device, grid: int | tuple[int, int], *values: Any, shared: int = 0
+                 ) -> None:
+        """Launch `grid` blocks on the device's current stream, `values` being those of the fields, with so
+        many bytes of shared memory. For the meta device note only what would be compiled."""
+        if device.type == "meta":
+            rehearsal.note(rehearsal.Source(self.text, self.stem, self.name))
+            return
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self._launch(index, grid, values, shared)
+        else:
+            self._launch(index, grid, values, shared)
+
+    def _launch(self, device: int, grid: int | tuple[int, int], values: Sequence[Any], shared: int) -> None:
+        cuda.bind_context(device)  # threads come and go: autograd's
+        function = self._functions.get((device, shared))
+        if function is None:
+            function = cuda.function(self.text, self.stem, device, self.name)
+            cuda.allow(function, shared, 1)
+            self._functions[device, shared] = function
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        packed = self.params.packer.pack(*values)  # the driver copies it before it returns
+        pointers = (ctypes.c_char_p * 1)(packed)
+        cuda.driver().launchKernel(function, x, y, 1, self.block, 1, 1, shared, raw_stream(device),
+                                   ctypes.addressof(pointers), 0)

@@ -1,0 +1,110 @@
+"""Ops that are no expression, made known to torch: gradients, torch.compile, FakeTensor, torch.func.
+
+Such an op brings a function that computes it with kernels of its own, and its gradient as a function of what
+was saved. Called eagerly it costs no dispatcher; where torch watches each operation, it is one op of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.autograd import is_watched, transforms_active
+
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Gradient(NamedTuple):
+    """`save(args, out)` says which tensors the backward pass reads (None among them is allowed);
+    `backward(saved, args, grads, needed)` gives a gradient, or None, for each argument: `args` has None in
+    the place of tensors, `grads` None for an output that has no gradient. What it computes by structured or
+    fused ops has derivatives again."""
+
+    save: Callable[[Sequence[Any], Any], Sequence[torch.Tensor | None]]
+    backward: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
+
+
+class StructuredOp:
+    """`schema` is torch.library's; `run` computes the op on CUDA, CPU and meta tensors alike, `fake` only
+    allocates its results; arguments are passed by position.
+
+        scale = StructuredOp("scale(Tensor x, float by) -> Tensor", run, fake, Gradient(save, backward))
+        scale(x, 2.0)
+    """
+
+    def __init__(self, schema: str, run: Callable[..., Results], fake: Callable[..., Results],
+                 gradient: Gradient | None = None) -> None:
+        self.name = schema.partition("(")[0]
+        self.run, self.gradient = run, gradient
+        _library.define(schema)
+        for device in ("CPU", "CUDA"):
+            _library.impl(self.name, run, device)
+        torch.library.register_fake(f"fusionrt::{self.name}", fake, lib=_library)
+        if gradient is not None:
+            torch.library.register_autograd(f"fusionrt::{self.name}", self._backward,
+                                            setup_context=self._setup_context, lib=_library)
+        self._overload = getattr(torch.ops.fusionrt, self.name).default
+
+    def __call__(self, *args: Any) -> Any:
+        if transforms_active():  # torch.func does not take what `register_autograd` makes
+            return _Transformed.apply(self, *args)
+        if is_watched():
+            return self._overload(*args)
+        if torch.is_grad_enabled() and self.gradient is not None and any(
+                isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return _Recorded.apply(self, *args)
+        return self.run(*args)
+
+    def _setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        assert self.gradient is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*self.gradient.save(inputs, output))
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+
+    def _backward(self, ctx: Any, *grads: Any) -> Any:
+        assert self.gradient is not None
+        if all(g is None for g in grads):
+            return tuple(None for _ in ctx.others)
+        needed = ctx.needs_input_grad[-len(ctx.others):]
+        return tuple(self.gradient.backward(ctx.saved_tensors, ctx.others, grads, needed))
+
+
+class _Recorded(torch.autograd.Function):
+    """A structured op on ordinary tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, op: StructuredOp, *args: Any) -> Any:
+        out = op.run(*args)
+        op._setup_context(ctx, args, out)
+        integers = [o for o in (out if isinstance(out, tuple) else (out,)) if not o.is_floating_point()]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
+        ctx.op = op
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.op._backward(ctx, *grads))
+
+
+class _Transformed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: StructuredOp, *args: Any) -> Any:
+        return op._overload(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op, *args = inputs
+        if ctx.op.gradient is not None:
+            ctx.op._setup_context(ctx, args, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.op._backward(ctx, *grads))
+
+
+_library = torch.library.Library("fusionrt", "FRAGMENT")

@@ -1,0 +1,121 @@
+"""Backward passes that repeat an earlier one: whatever changes between two of them is noticed."""
+
+import threading
+
+import pytest
+import torch
+from checking import F64
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import fusionrt as frt
+
+
+def randn(*shape, device, requires_grad=True):
+    return torch.randn(shape, dtype=F64, device=device).requires_grad_(requires_grad)
+
+
+@frt.fuse
+def scaled_product(x, y, by: float):
+    return x * y * by
+
+
+def test_the_second_pass_repeats_the_first(device):
+    x, y = randn(5, 7, device=device), randn(7, device=device)
+    known = []
+    for by in (2.0, 3.0):  # numbers may differ
+        grad_output = randn(5, 7, device=device, requires_grad=False)
+        grads = torch.autograd.grad(scaled_product(x, y, by), (x, y), grad_output)
+        assert_close(grads, torch.autograd.grad(x * y * by, (x, y), grad_output))
+        known.append(scaled_product.operator.local.__dict__.get("known_backward"))
+    if device == "cpu":  # on a GPU it is the engine's thread that knows it
+        assert known[0] is known[1] is not None
+
+
+@pytest.mark.parametrize("change", [
+    lambda g: g.t().contiguous().t(), lambda g: g[:1].expand(g.shape), lambda g: g[:, :1].expand(g.shape),
+    lambda g: torch.zeros(g.shape, dtype=g.dtype, device=g.device)[..., None].expand(*g.shape, 2)[..., 1]])
+def test_gradients_in_another_layout(change, device):
+    x, y = randn(6, 6, device=device), randn(6, device=device)
+    for make in (lambda g: g, change, lambda g: g):
+        grad_output = make(randn(6, 6, device=device, requires_grad=False))
+        grads = torch.autograd.grad(frt.bias_gelu(x, y), (x, y), grad_output)
+        assert_close(grads, torch.autograd.grad(F.gelu(x + y), (x, y), grad_output))
+
+
+def test_other_arguments_need_a_gradient(device):
+    x, y = randn(4, 6, device=device), randn(6, device=device)
+    for wanted in ((x, y), (x,), (y,), (x, y), (y,)):
+        grads = torch.autograd.grad(frt.bias_gelu(x, y).sum(), wanted)
+        assert_close(grads, torch.autograd.grad(F.gelu(x + y).sum(), wanted))
+    frozen = y.detach()
+    assert_close(torch.autograd.grad(frt.bias_gelu(x, frozen).sum(), x),
+                 torch.autograd.grad(F.gelu(x + frozen).sum(), x))
+
+
+def test_some_outputs_have_no_gradient(device):
+    x, r, w, b = (randn(*s, device=device) for s in ((4, 6), (4, 6), (6,), (6,)))
+    for use in ((0, 1), (0,), (1,), (0, 1), (1,)):
+        ours = frt.add_norm(x, r, w, b)
+        theirs = F.layer_norm(x + r, (6,), w, b), x + r
+        wanted = (x, r, w, b) if 0 in use else (x, r)
+        grads, expected = (torch.autograd.grad(sum(y[k].sin().sum() for k in use), wanted)
+                           for y in (ours, theirs))
+        assert_close(grads, expected)
+
+
+def test_second_derivatives_after_first_ones(device):
+    x, y = randn(4, 6, device=device), randn(6, device=device)
+    for create_graph in (False, True, False, True):
+        grads, expected = (torch.autograd.grad(f.sin().sum(), (x, y), create_graph=create_graph)
+                           for f in (frt.bias_gelu(x, y), F.gelu(x + y)))
+        assert_close(grads, expected)
+        if create_graph:
+            assert_close(*(torch.autograd.grad(sum(g.square().sum() for g in each), (x, y))
+                           for each in (grads, expected)))
+
+
+def test_saved_tensors_that_went_elsewhere(device):
+    x, y = randn(4, 6, device=device), randn(6, device=device)
+    for offload in (False, True, False):
+        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad():
+            out = frt.bias_gelu(x, y)
+        assert_close(torch.autograd.grad(out.sum(), (x, y)), torch.autograd.grad(F.gelu(x + y).sum(), (x, y)))
+
+
+def test_dropout_draws_anew(device):
+    x = torch.ones(1000, device=device, requires_grad=True)
+    masks = []
+    for _ in range(3):
+        y = frt.gelu_dropout(x, 0.5)
+        g, = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(g != 0, y != 0)
+        masks.append(g != 0)
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
+def test_batched_gradients_after_plain_ones(device):
+    x, y = randn(4, 6, device=device), randn(6, device=device)
+    out, expected = frt.bias_gelu(x, y), F.gelu(x + y)
+    grad_outputs = randn(3, 4, 6, device=device, requires_grad=False)
+    for batched in (False, True, False):
+        seed = grad_outputs if batched else grad_outputs[0]
+        assert_close(*(torch.autograd.grad(f, (x, y), seed, retain_graph=True, is_grads_batched=batched)
+                       for f in (out, expected)))
+
+
+def test_threads_keep_their_own(device):
+    def work(k):
+        x, y = randn(k + 2, 6, device=device), randn(6, device=device)
+        for _ in range(20):
+            assert_close(torch.autograd.grad(frt.bias_gelu(x, y).sum(), (x, y)),
+                         torch.autograd.grad(F.gelu(x + y).sum(), (x, y)))
+        done.append(k)
+
+    done = []
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(done) == [0, 1, 2, 3]
