@@ -64,16 +64,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "cache"
 
 
-ON_ROWS = ("test_batch_norm", "test_cross_entropy", "test_loss", "test_norm", "test_reduction",
-           "test_softmax")
+BY_OTHER_DTYPES = ("test_batch_norm", "test_cross_entropy", "test_embedding", "test_image", "test_loss",
+                   "test_norm", "test_reduction", "test_softmax", "test_window")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """On a CPU float16 differs from bfloat16 by its loads and stores, which the pointwise tests cover: with
-    it the ops over rows would take the default suite beyond its ten minutes."""
+    """On a CPU float16 differs from bfloat16 by its loads and stores, which the pointwise tests cover; with
+    it these files would take minutes more."""
     for item in items:
         params = getattr(item, "callspec", None) and item.callspec.params.values()
         half = any(str(p).removeprefix("torch.") == "float16" for p in params or ())
-        if item.path.stem in ON_ROWS and half and not item.get_closest_marker("gpu"):
+        if item.path.stem in BY_OTHER_DTYPES and half and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.slow)

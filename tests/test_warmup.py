@@ -345,7 +345,8 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("dtype", [  # bfloat16's kernels have the same registers, but for conversions
+    pytest.param(d, marks=pytest.mark.slow) if d == "float16" else d for d in ALL_DTYPES])
 def test_every_kernel_compiles_without_spills(dtype: str) -> None:
     compile_everything(["sm_90"], dtype)
 

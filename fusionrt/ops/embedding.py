@@ -285,7 +285,7 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
     row of weight that gets no gradient; negative ones count from the end.
 
     Computed in float32 (float64 for doubles) and rounded once, with a norm also before it. Up to 16 Ki
-    columns (4 Ki doubles, or odd numbers of columns) a norm is part of the one kernel, of longer rows a
+    columns (4 Ki doubles; 2 Ki where their number is odd) a norm is part of the one kernel, of longer rows a
     second one. Gradients of all tables and of the norm's weight and bias, dense, the same bits in every run;
     second ones as well. An id that is out of range: its row is NaN, and IndexError is raised: on a CPU at
     once; on a GPU, which is not waited for, by a later call (or by `fusionrt.deferred.examine(wait=True)`).

@@ -123,8 +123,9 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
                      offset: int = 0, position_ids: Any = None, rotary_dim: int | None = None,
                      layout: str = "bshd", inplace: bool = False, base: float = 10000.0, scaling: float = 1.0
                      ) -> Any:
-    """q and k with the first `rotary_dim` columns of each head turned by angles of their positions; q alone
-    where k is None.
+    """q and k, the first `rotary_dim` columns of each head turned by angles of their positions.
+
+    q alone where k is None.
 
     q: (B, S, H, D), k: (B, S, H_k, D) with heads of its own number (GQA), of the same floating dtype; with
     layout="bhsd" (B, H, S, D); without B as well. Strides are free; neighbouring columns, and sizes
