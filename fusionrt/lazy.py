@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+
+def attach(package: str, modules: Mapping[str, str], submodules: Collection[str]
+           ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package whose names live in submodules: name -> module."""
+    home = {name: f"{package}.{module}" for name, module in modules.items()}
+    names = sorted([*home, *submodules])
+    return lambda name: find(package, name, home, submodules), lambda: names, names
 
 
 def find(package: str, name: str, home: Mapping[str, str], submodules: Collection[str]) -> Any:

@@ -243,3 +243,16 @@ def flat(part, like):
     if part is None:
         return None
     return torch.as_tensor(part, device=like.device).detach().expand(like.shape).flatten()
+
+
+def captured(step):
+    """A CUDA graph of step(), called once before on another stream, and what it returned in there."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return graph, found

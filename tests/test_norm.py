@@ -15,6 +15,7 @@ from checking import (
     accumulated,
     assert_as_accurate,
     assert_same_bits,
+    captured,
     check,
     derivatives,
     evaluate,
@@ -505,14 +506,7 @@ def test_graphs_replay_forward_and_backward():
         y, total = frt.add_norm(*args)
         return (y, total, *torch.autograd.grad(y.sum() + total.square().sum(), args))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     with torch.no_grad():
         args[0].normal_()
     graph.replay()

@@ -41,15 +41,21 @@ def apart(ours, theirs):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs if a.numel())
 
 
-@pytest.mark.parametrize(("rule", "options"), RULES)
-def test_a_hundred_steps_equal_torchs(rule, options, device):
-    ours = parameters(device)
+def side_by_side(rule, options, ours, steps):
+    """Our optimizer and torch's after the same steps on copies of the same parameters, and these."""
     theirs = copies(ours)
     optimizer, reference = rule(ours, **options), getattr(torch.optim, rule.__name__)(theirs, **options)
-    for step in range(100):
+    for step in range(steps):
         give_gradients(step, ours, theirs)
         optimizer.step()
         reference.step()
+    return optimizer, reference, theirs
+
+
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_a_hundred_steps_equal_torchs(rule, options, device):
+    ours = parameters(device)
+    optimizer, reference, theirs = side_by_side(rule, options, ours, 100)
     assert apart(ours, theirs) <= 1e-6
     for name in next(iter(reference.state.values()), {}):
         pairs = [(optimizer.state[a][name].cpu(), reference.state[b][name].cpu())
@@ -60,12 +66,7 @@ def test_a_hundred_steps_equal_torchs(rule, options, device):
 @pytest.mark.parametrize(("rule", "options"), RULES)
 def test_float64(rule, options, device):
     ours = parameters(device, torch.float64)
-    theirs = copies(ours)
-    optimizer, reference = rule(ours, **options), getattr(torch.optim, rule.__name__)(theirs, **options)
-    for step in range(20):
-        give_gradients(step, ours, theirs)
-        optimizer.step()
-        reference.step()
+    _, _, theirs = side_by_side(rule, options, ours, 20)
     assert apart(ours, theirs) <= 1e-14
 
 

@@ -13,6 +13,7 @@ from checking import (
     VIEWS,
     assert_as_accurate,
     assert_same_bits,
+    captured,
     check,
     derivatives,
     dtypes,
@@ -423,14 +424,7 @@ def test_graphs_replay_forward_and_backward():
         y = frt.softmax(x, scale=0.5, causal=True, epilogue=frt.silu)
         return y, *torch.autograd.grad(y.square().sum(), x)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     with torch.no_grad():
         x.normal_()
     graph.replay()

@@ -69,12 +69,15 @@ def test_every_window_is_reduced(device, op, dtype, shape, dim):
                 assert_near(sliding_window(x, window, op, **options), exact, dtype)
 
 
+AROUND_A_TILE = [7, 1000, 1025, 2047, 2048, 2049, 2050, 4500, 6000]
+
+
 @ops
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [7, 1000, 1025, 2047, 2048, 2049, 2050, 4500, 6000])
+@pytest.mark.parametrize(("device", "dtype", "window"), [  # tiles are a GPU's
+    *(pytest.param("cpu", torch.float32, w) for w in AROUND_A_TILE if w % 2 == 0),
+    *(pytest.param("cuda", dtype, w, marks=pytest.mark.gpu)
+      for dtype in (torch.float32, torch.bfloat16) for w in AROUND_A_TILE)], ids=str)
 def test_windows_around_the_size_of_a_tile(device, op, dtype, window):
-    if device == "cpu" and (dtype == torch.bfloat16 or window % 2):
-        pytest.skip("tiles are a GPU's")
     x = numbers((2, 6001), dtype, device)
     assert_near(sliding_window(x, window, op), by_unfold(x, window, op), dtype)
     y = numbers((6001, 3), dtype, device)

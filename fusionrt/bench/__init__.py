@@ -15,7 +15,7 @@ copy's rate), `memory`, `profile` (kernels, registers, occupancy), `comparison` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionrt import lazy
 
@@ -27,9 +27,8 @@ _MODULE = {
 }
 _SUBMODULES = ("accuracy", "comparison", "entries", "kernel", "memory", "plot", "profile", "report",
                "results", "sampling", "suite", "timing", "traffic")
-_HOME = {name: f"{__name__}.{module}" for name, module in _MODULE.items()}
 
-__all__ = sorted([*_HOME, *_SUBMODULES])
+__getattr__, __dir__, __all__ = lazy.attach(__name__, _MODULE, _SUBMODULES)
 
 if TYPE_CHECKING:
     from fusionrt.bench.accuracy import Accuracy as Accuracy
@@ -43,11 +42,3 @@ if TYPE_CHECKING:
     from fusionrt.bench.kernel import Measurement as Measurement
     from fusionrt.bench.kernel import benchmark_kernel as benchmark_kernel
     from fusionrt.bench.sampling import VariantError as VariantError
-
-
-def __getattr__(name: str) -> Any:
-    return lazy.find(__name__, name, _HOME, _SUBMODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionrt import lazy
 
@@ -11,9 +11,8 @@ _MODULE = {
     "sliding_window": "window", "token_preprocess": "tokens",
 }
 _SUBMODULES = ("augment", "image", "tokens", "window")
-_HOME = {name: f"{__name__}.{module}" for name, module in _MODULE.items()}
 
-__all__ = sorted([*_HOME, *_SUBMODULES])
+__getattr__, __dir__, __all__ = lazy.attach(__name__, _MODULE, _SUBMODULES)
 
 if TYPE_CHECKING:
     from fusionrt.data.augment import RandomParameters as RandomParameters
@@ -21,11 +20,3 @@ if TYPE_CHECKING:
     from fusionrt.data.image import image_preprocess as image_preprocess
     from fusionrt.data.tokens import token_preprocess as token_preprocess
     from fusionrt.data.window import sliding_window as sliding_window
-
-
-def __getattr__(name: str) -> Any:
-    return lazy.find(__name__, name, _HOME, _SUBMODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__

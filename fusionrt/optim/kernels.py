@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fusionrt.cpu import optimizer as cpu_text
+from fusionrt.optim import cpu_text
 from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, keep_for_graphs
 from fusionrt.runtime import source
 from fusionrt.runtime.source import ITEMSIZE, Field, pointer
