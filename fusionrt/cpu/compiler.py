@@ -7,13 +7,15 @@ loads it: a warm process never imports Numba (half a second).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +95,25 @@ def build(text: str, accuracy: str, name: str) -> cache.Entry:
     exec(compile(text, f"<fusionrt kernel {name}>", "exec"), scope)
     signature = types.void(types.CPointer(types.int64), types.CPointer(types.int64),
                            types.CPointer(types.float64), types.int64, types.int64)
-    compiled = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
-                    no_cpython_wrapper=True, no_cfunc_wrapper=True)(scope["kernel"])
-    result = next(iter(compiled.overloads.values()))
-    library = result.library
-    code = library._codegen._tm.emit_object(library._final_module)
+    compiling = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
+                     no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # nothing to count references of
+    with _collector_paused():
+        result = next(iter(compiling(scope["kernel"]).overloads.values()))
     return cache.Entry({"kernel": name, "arch": "cpu", "target": target().split()[0],
-                        "symbol": result.fndesc.llvm_func_name}, code)
+                        "symbol": result.fndesc.llvm_func_name}, result.library._get_compiled_object())
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A compilation makes a million objects; walking torch's beside them again and again takes a tenth of
+    its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache
