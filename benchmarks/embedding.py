@@ -17,16 +17,14 @@ types, layer norm and dropout of 0.1 as well. Columns of `half of the columns` t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 
 import fusionrt
 from benchmarks import script
+from benchmarks.work import Made, Work, measure
 from fusionrt import reference
-from fusionrt.bench import timing
-from fusionrt.bench.results import Results, why
 
 DTYPES = ("bfloat16", "float32")
 BATCH, LENGTH, HEADS, KEY_HEADS, DIM = 4, 8192, 32, 8, 128
@@ -34,15 +32,6 @@ ROTARY = ("tables", "computed", "interleaved", "half of the columns", "in place"
 WORDS = 1 << 16
 COLUMNS = ("op", "variant", "dtype", "layout", "tokens", "columns", "direction", "MB", "us", "TB/s",
            "of_copy", "vs_eager", "spread", "error")
-Function = Callable[..., Any]
-
-
-class Work(NamedTuple):
-    """Ours and torch's on one input set."""
-
-    labels: dict[str, Any]
-    nbytes: dict[str, int]           # by direction
-    make: Callable[[], tuple[Function, Function, list[torch.Tensor]]]   # and what has gradients
 
 
 def main() -> None:
@@ -54,38 +43,8 @@ def main() -> None:
     run = script.results("embedding-gpu", __doc__, options, len(ops) < 2)
     works = {"rotary_embedding": _rotary, "embedding_position": _embedding}
     cells = [work for op in ops for work in works[op]()]
-    with timing.stream():
-        for work in cells[::5] if options.quick else cells:
-            for direction in work.nbytes:
-                try:
-                    _measure(work, direction, run)
-                except Exception as error:  # one row less; it says why
-                    run.add(**work.labels, direction=direction, error=why(error))
-                timing.release()
+    measure(cells[::5] if options.quick else cells, run)
     run.finish(COLUMNS)
-
-
-def _measure(work: Work, direction: str, run: Results) -> None:
-    nbytes = work.nbytes[direction]
-    n = max(timing.n_sets(nbytes), min(20, timing.n_calls(nbytes)))
-    made = [work.make() for _ in range(timing.n_sets(nbytes))]
-    variants = {name: [_call(made[i % len(made)][k], made[i % len(made)][2], direction) for i in range(n)]
-                for k, name in enumerate(("fusionrt", "eager"))}
-    times = (timing.replayed if direction == "forward" else timing.issued)(variants)
-    ceiling = run.ceiling("copy", timing.copy_ceiling(nbytes))
-    ours, rate = times["fusionrt"], nbytes / times["fusionrt"].us / 1e6
-    run.add(**work.labels, direction=direction, bytes=nbytes, MB=round(nbytes / (1 << 20), 2), us=ours.us,
-            spread=ours.spread, eager_us=times["eager"].us, vs_eager=round(times["eager"].us / ours.us, 3),
-            **{"TB/s": round(rate, 4), "of_copy": round(rate / ceiling, 4)})
-
-
-def _call(function: Function, leaves: list[torch.Tensor], direction: str) -> timing.Call:
-    if direction == "forward":
-        return torch.no_grad()(function)
-    found = function()
-    outs = found if isinstance(found, tuple) else (found,)
-    seeds = [torch.randn_like(out) for out in outs]
-    return functools.partial(torch.autograd.grad, outs, leaves, seeds, retain_graph=True)
 
 
 # -- rotary_embedding ------------------------------------------------------------------------------
@@ -103,7 +62,7 @@ def _rotary() -> Iterator[Work]:
                            functools.partial(_make_rotary, dtype, layout, variant))
 
 
-def _make_rotary(dtype: str, layout: str, variant: str) -> tuple[Function, Function, list[torch.Tensor]]:
+def _make_rotary(dtype: str, layout: str, variant: str) -> Made:
     q, k = (torch.randn(BATCH, LENGTH, n, DIM, device="cuda").to(getattr(torch, dtype))
             for n in (HEADS, KEY_HEADS))
     if layout == "bhsd":
@@ -117,7 +76,7 @@ def _make_rotary(dtype: str, layout: str, variant: str) -> tuple[Function, Funct
     eager = functools.partial(reference.rotary_embedding, q, k, *tables, **options)
     ours = functools.partial(fusionrt.rotary_embedding, q, k, *(() if variant == "computed" else tables),
                              **options, inplace=variant == "in place")
-    return ours, eager, leaves
+    return Made(ours, eager, leaves)
 
 
 # -- embedding_position ----------------------------------------------------------------------------
@@ -153,8 +112,7 @@ def _embedding_bytes(tokens: torch.Tensor, row: int, variant: str) -> dict[str, 
             "backward": n * (8 + row) + row * (WORDS + small) + (8 * n + gathered) * (variant == "norm")}
 
 
-def _make_embedding(dtype: str, columns: int, variant: str, kind: str
-                    ) -> tuple[Function, Function, list[torch.Tensor]]:
+def _make_embedding(dtype: str, columns: int, variant: str, kind: str) -> Made:
     def parameter(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(getattr(torch, dtype)).requires_grad_()
 
@@ -166,7 +124,7 @@ def _make_embedding(dtype: str, columns: int, variant: str, kind: str
     leaves = [weight, positions, *((types, gamma, beta) if variant == "norm" else ())]
     ours, eager = (functools.partial(f, tokens, weight, positions, **options)
                    for f in (fusionrt.embedding_position, reference.embedding_position))
-    return ours, eager, leaves
+    return Made(ours, eager, leaves)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ from fusionrt.catalogue import OPS
 
 FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8",
             "activations": "Activations", "norm": "Norms", "softmax": "Softmax",
+            "attention": "Attention", "qkv": "Heads of attention",
             "loss": "Losses", "cross_entropy": "Cross-entropy",
             "linear_cross_entropy": "Cross-entropy of a linear layer",
+            "linear": "Linear layers", "ffn": "Feed-forward blocks",
+            "convolution": "Convolutions",
             "reduction": "Reductions", "batch_norm": "Channel norms",
             "embedding": "Embeddings", "rotary": "Rotary embeddings"}
 POINTWISE = ("pointwise", "dropout", "quantize", "activations")

@@ -18,7 +18,12 @@ from fusionrt.bench.results import kind
 BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhead": "gpu",
               "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu",
               "catalogue": "gpu, cpu", "rows": "gpu", "optimizers": "gpu", "embedding": "gpu",
-              "image": "gpu, cpu", "window": "gpu, cpu"}
+              "attention": "gpu", "qkv": "gpu",
+              "image": "gpu, cpu", "window": "gpu, cpu", "transformer_block": "gpu", "reductions": "gpu",
+              "channel_norms": "gpu", "convolution": "gpu", "linear_cross_entropy": "gpu",
+              "linear": "gpu", "ffn": "gpu", "gemm": "gpu",
+              "models": "gpu, cpu", "models_startup": "gpu, cpu",
+              "models_training": "gpu"}
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def _imports(run: Results, n: int) -> None:
              "import torch": "import torch", "import torch, fusionrt": "import torch, fusionrt"}
     samples: dict[str, list[float]] = {name: [] for name in codes}
     for name in [*codes] * (n + 1):
-        samples[name].append(_process(codes[name], {})[0])
+        samples[name].append(process(codes[name], {})[0])
     bare = statistics.median(samples["python"][1:])
     for name, (_, *taken) in samples.items():  # without the first, which reads files from the disk
         middle = statistics.median(taken)
@@ -115,11 +115,11 @@ def _first_call(run: Results, what: str, code: str, cache: str, n: int) -> None:
     try:
         with tempfile.TemporaryDirectory() as shared:
             if cache == "warm":
-                _process(text.replace("COLD = False", "COLD = True", 1), _caches(shared))
+                process(text.replace("COLD = False", "COLD = True", 1), caches(shared))
             for _ in range(n):
                 with tempfile.TemporaryDirectory() as fresh:
                     folder = shared if cache == "warm" else fresh
-                    taken.append(json.loads(_process(text, _caches(folder))[1].splitlines()[-1]))
+                    taken.append(json.loads(process(text, caches(folder))[1].splitlines()[-1]))
     except RuntimeError as error:
         run.add(what=what, cache=cache, absent=str(error))
         return
@@ -129,13 +129,13 @@ def _first_call(run: Results, what: str, code: str, cache: str, n: int) -> None:
             processes=n, **stages)
 
 
-def _caches(folder: str) -> dict[str, str]:
+def caches(folder: str) -> dict[str, str]:
     return {name: str(Path(folder) / name) for name in (
         "FUSIONRT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR",
         "CUDA_CACHE_PATH")}
 
 
-def _process(code: str, environment: dict[str, str]) -> tuple[float, str]:
+def process(code: str, environment: dict[str, str]) -> tuple[float, str]:
     """Milliseconds and output of a fresh Python."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,

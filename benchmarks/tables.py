@@ -339,6 +339,35 @@ TABLES: dict[str, Callable[[Path], str]] = {
         "vs_torch_wall", "latency_us", "vs_torch_latency", "state")),
     "embedding": measured("embedding-gpu")(_listed(
         "op", "variant", "dtype", "layout", "tokens", "columns", "direction", "us", "of_copy", "vs_eager")),
+    "reductions": measured("reductions-gpu")(_listed(
+        "op", "dtype", "reduced", "us", "of_read", "vs_eager")),
+    "channel_norms": measured("channel_norms-gpu")(_listed(
+        "op", "dtype", "memory", "shape", "direction", "us", "of_copy", "vs_eager")),
+    "linear_cross_entropy": measured("linear_cross_entropy-gpu")(_listed(
+        "tokens", "width", "vocabulary", "us", "vs_eager", "peak_MB", "memory")),
+    "gemm": measured("gemm-gpu")(_listed(
+        "M", "N", "K", "case", "dtype", "us", "TFLOP/s", "of_cublas", "vs_eager", "vs_pass", "vs_epilogue",
+        "vs_compile", "chosen")),
+    "linear": measured("linear-gpu")(_listed(
+        "m", "k", "n", "activation", "way", "us", "share", "vs_eager", "vs_compile", "vs_best")),
+    "ffn": measured("ffn-gpu")(_listed(
+        "kind", "activation", "dropout", "tokens", "width", "hidden", "us", "vs_eager", "vs_compile",
+        "peak_MB", "recompute_peak_MB", "eager_peak_MB", "compile_peak_MB")),
+    "attention": measured("attention-gpu")(_listed(
+        "table", "variant", "dtype", "length", "dim", "causal", "direction", "way", "us", "TFLOP/s",
+        "vs_best", "vs_default", "vs_flex")),
+    "convolution": measured("convolution-gpu")(_listed(
+        "table", "layer", "dtype", "memory", "direction", "us", "of_copy", "vs_eager", "vs_compile")),
+    "transformer_block": measured("transformer_block-gpu")(_listed(
+        "model", "direction", "us", "vs_eager", "vs_compile", "launches", "eager_launches", "memory_MB",
+        "eager_memory_MB", "of_matmul")),
+    "models": measured("models-gpu")(_listed(
+        "model", "precision", "batch", "us", "vs_eager", "vs_compile", "vs_reduce", "of_floor", "kernels",
+        "eager_kernels", "undone")),
+    "models_startup": measured("models_startup-gpu")(_listed(
+        "model", "variant", "cache", "ms", "of_compile")),
+    "models_training": measured("models_training-gpu")(_listed(
+        "model", "batch", "us", "vs_eager", "vs_compile", "MB", "of_eager_MB")),
     "image_gpu": measured("image-gpu")(_listed(
         "case", "images", "height", "width", "us", "of_copy", "vs_torchvision", "vs_torchvision_batch",
         "vs_torch", "wall_us")),

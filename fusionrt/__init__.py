@@ -30,21 +30,26 @@ _HOME = {
     "CompileError": "fusionrt.errors", "CaptureError": "fusionrt.errors",
     "CacheWarning": "fusionrt.runtime.cache", "MissingKernelError": "fusionrt.runtime.cache",
     "warmup": "fusionrt.precompile:warmup", "doctor": "fusionrt.diagnosis:doctor",
+    "auto_convert_model": "fusionrt.convert.model", "validate_optimization": "fusionrt.convert.validate",
     # A GPU is looked for only when someone asks.
     "CUDA_AVAILABLE": "fusionrt.diagnosis:cuda_available()",
     "EXTENSION_LOADED": "fusionrt.diagnosis:compiler_available()",
 }
-_SUBMODULES = ("bench", "data", "kernels", "ops", "optim", "reference")
+_SUBMODULES = ("bench", "convert", "data", "kernels", "nn", "ops", "optim", "reference")
 
 __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
 
 if TYPE_CHECKING:
     from fusionrt import bench as bench
+    from fusionrt import convert as convert
     from fusionrt import data as data
     from fusionrt import kernels as kernels
+    from fusionrt import nn as nn
     from fusionrt import ops as ops
     from fusionrt import optim as optim
     from fusionrt import reference as reference
+    from fusionrt.convert.model import auto_convert_model as auto_convert_model
+    from fusionrt.convert.validate import validate_optimization as validate_optimization
     from fusionrt.diagnosis import doctor as doctor
     from fusionrt.fusion import fuse as fuse
     from fusionrt.fusion import kept as kept

@@ -24,22 +24,26 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 class _Commands(click.Group):
-    """`bench` has a file of its own, which builds on this one: it is imported when someone looks at it."""
+    """`bench` and `convert` have files of their own, which build on this one: they are imported when someone
+    looks at them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "bench"])
+        return sorted([*super().list_commands(ctx), "bench", "convert"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "bench":
             from fusionrt.bench.command import bench
             return bench
+        if cmd_name == "convert":
+            from fusionrt.convert.command import convert
+            return convert
         return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fusionrt.__version__, prog_name="fusionrt")
 def main() -> None:
-    """Fused GPU kernels: fill and tend the kernel cache, examine the installation, measure."""
+    """Fused GPU kernels: tend the kernel cache, convert models, examine the installation, measure."""
 
 
 def console() -> Console:

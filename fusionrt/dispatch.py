@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,36 @@ def guard(*tensors: torch.Tensor) -> Check:
     if TensorGuards is None:
         return lambda *tensors: False
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+class Sites(threading.local):
+    """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
+    made. A kind is a `key` of whatever is no tensor, and of shapes, and the guard of the tensors. (That does
+    not know a call that has one tensor twice; it is checked each time.)
+
+        run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
+        return run(*tensors)
+    """
+
+    KEPT = 1024
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[Check, Run]] = {}
+
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
+        try:
+            check, run = self.known[key]
+            known = forward_ad._current_level < 0 and check(*[t for t in tensors if t is not None])
+        except (KeyError, TypeError):
+            return None
+        return run if known else None
+
+    def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
+        if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
+            if len(self.known) >= self.KEPT:
+                self.known.clear()
+            self.known[key] = guard(*[t for t in tensors if t is not None]), run
+        return run
 
 
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:

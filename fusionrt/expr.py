@@ -176,6 +176,9 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
               lambda g, out, c, a, b: (None, where(c, g, 0), where(c, 0, g))),
     # A primitive, so that its derivative can be had from the output: 0 at 0, and NaN passes.
     "relu": ("where({0} <= acc_t(0), acc_t(0), {0})", lambda g, out, a: (where(out <= 0, 0, g),)),
+    # With dropout after it: what is dropped is 0 too, so the derivative needs no mask. `scale` is a number.
+    "relu_dropped": ("where({1}, where({0} <= acc_t(0), acc_t(0), {0}) * {2}, acc_t(0))",
+                     lambda g, out, a, kept, scale: (where(out <= 0, 0, g * scale), None, None)),
     # Ties share the gradient and NaN lets it pass, as torch.minimum does.
     "minimum": ("minimum({}, {})",
                 lambda g, out, a, b: (_picked(g, a == b, b < a), _picked(g, a == b, a < b))),
@@ -214,6 +217,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "floor": ("floor({})", lambda *_: (None,)),
     "round": ("rint({})", lambda *_: (None,)),
     "trunc": ("trunc({})", lambda *_: (None,)),
+    "round_near": ("rint_near({})", lambda *_: (None,)),  # round, for |a| < 2^21
     "kept": ("kept({}, {})", lambda *_: (None, None)),
     # Rows: a value over all elements of a row.
     "row_sum": ("row_sum({})", lambda g, out, a: (g,)),
@@ -246,7 +250,8 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
        for t in CASTS},
 }
 _TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_column", "up_to_column"})
-_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,)}
+_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,),
+                   "relu_dropped": (1,)}
 _LEAVES = frozenset({"arg", "random", "const", "row_size"})
 REDUCTIONS = ("row_sum", "row_max", "row_top", "moment_mean", "moment_squares")
 _UNIFORM = frozenset({*REDUCTIONS, "taken", "const", "row_size"})

@@ -16,7 +16,7 @@ from fusionrt import (
     dispatch,
     library,  # noqa: F401  operators need it: see autograd.Dispatched
 )
-from fusionrt.expr import Expr, TraceError, argument, node, random_bits
+from fusionrt.expr import Expr, TraceError, argument, node, random_bits, where
 from fusionrt.op import Operator, Target
 
 TraceError.__module__ = "fusionrt"
@@ -50,6 +50,13 @@ def kept(p: Any) -> Expr:
     except LookupError:
         raise TraceError("kept: only inside a fused function") from None
     return node("kept", random_bits(stream), p)
+
+
+def dropped(x: Expr, p: Any, scale: Any) -> Expr:
+    """In a fused function: dropout of x with probability p, kept values times `scale`."""
+    if x.op == "relu":  # whose derivative follows from the result
+        return node("relu_dropped", x.args[0], kept(p), scale)
+    return where(kept(p), x * scale, 0)
 
 
 @overload

@@ -110,7 +110,8 @@ def reduced_strides(target: Sequence[int], domain: Sequence[int], order: Sequenc
 
 
 class Reduction(NamedTuple):
-    """A domain seen as groups (kept) x rows (reduced) x columns (the innermost dimension)."""
+    """A domain seen as groups (kept) x rows (reduced) x columns (the innermost dimension, or as many of the
+    innermost ones as are kept)."""
 
     pattern: tuple[bool, ...]             # which dimensions are kept, innermost first
     columns: int
@@ -136,7 +137,8 @@ class Reduction(NamedTuple):
 
 def reduction(domain: Domain, kept: Sequence[bool]) -> Reduction:
     """How to sum over the dimensions that are not kept."""
-    outer = list(zip(domain.sizes, domain.flat, kept, strict=True))[1:]
-    return Reduction(tuple(kept), domain.sizes[0],
+    inner = next((d for d, keep in enumerate(kept) if not keep), len(kept)) or 1
+    outer = list(zip(domain.sizes, domain.flat, kept, strict=True))[inner:]
+    return Reduction(tuple(kept), math.prod(domain.sizes[:inner]),
                      tuple((size, stride) for size, stride, keep in outer if keep),
                      tuple((size, stride) for size, stride, keep in outer if not keep))

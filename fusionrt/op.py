@@ -8,12 +8,13 @@ derivatives need nothing more.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class Operator:
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
+        self.into: Mapping[int, int] = {}  # output -> the argument whose memory it takes: see `over`
+        self._over: dict[tuple[tuple[int, int], ...], Operator] = {}
         self._gradients: dict[tuple[bool, ...], Operator] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
         self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
@@ -65,6 +68,16 @@ class Operator:
         """Of what is computed; two operators of one name may differ."""
         text = repr((emit(self.outputs, "{} = {}"), self.targets, self.traits))
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+    def over(self, into: Mapping[int, int]) -> Operator:
+        """The same, but output k takes the memory of argument `into[k]`, where that has its shape and dtype
+        and elements apart. For `launch`, by whoever owns that argument: autograd is not told."""
+        key = tuple(into.items())
+        if key not in self._over:
+            made = copy.copy(self)
+            made.local, made.into = threading.local(), dict(into)
+            self._over[key] = made
+        return self._over[key]
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -246,12 +259,21 @@ class Operator:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         model = next((t for t in tensors if _leads(t, shape)), None)
         outputs = []
-        for dtype, size in zip(self.output_dtypes(args), self.output_shapes(args, shape), strict=True):
-            if model is None or size != tuple(shape):
+        each = zip(self.output_dtypes(args), self.output_shapes(args, shape), strict=True)
+        for k, (dtype, size) in enumerate(each):
+            taken = self.taken(k, args, dtype, size)
+            if taken is not None:
+                outputs.append(args[taken])
+            elif model is None or size != tuple(shape):
                 outputs.append(torch.empty(size, dtype=dtype, device=tensors[0].device))
             else:
                 outputs.append(torch.empty_like(model, dtype=dtype))
         return outputs
+
+    def taken(self, k: int, args: Args, dtype: torch.dtype, shape: Sequence[int]) -> int | None:
+        """The argument whose memory output k takes, if it takes one."""
+        at = self.into.get(k)
+        return at if at is not None and args[at].dtype == dtype and _leads(args[at], shape) else None
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -266,13 +288,14 @@ class Operator:
 
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
-        walk, order = memory_walk(args, shape, outputs)
+        order = memory_walk(args, shape, outputs)[1]
         made = []
-        for root, o, target in zip(self.outputs, outputs, self.targets, strict=True):
+        for k, (root, o, target) in enumerate(zip(self.outputs, outputs, self.targets, strict=True)):
             reduced = target is not None and bool(layout.missing(o.shape, shape))
             over = (layout.reduced_strides(o.shape, shape, order) if reduced else
-                    layout.expand_strides(shape, walk, shape))
-            made.append(Output(root, o.dtype, tuple(o.shape), o.stride(), over, reduced))
+                    layout.expand_strides(o.shape, o.stride(), shape))
+            made.append(Output(root, o.dtype, tuple(o.shape), o.stride(), over, reduced,
+                               self.taken(k, args, o.dtype, o.shape)))
         double = any(o.dtype == torch.float64 for o in outputs) or self.compute_dtype(args) == torch.float64
         return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
 
@@ -354,7 +377,8 @@ class Operator:
         roots = substitute(roots, {out: names[k] for k, out in free.items() if out.uniform or out in inner})
         if len(self.outputs) == 1 and 0 in free:
             found = substitute(roots, through_output(free[0], names[0]))
-            roots = found if _work(found) < _work(roots) else roots
+            # At the same cost too, as torch's activations do: the next layer keeps its input anyway.
+            roots = found if _work(found) <= _work(roots) else roots
         used = set(leaves(roots, "arg"))
         return roots, {k: name for k, name in names.items() if f"out{k}" in used}
 

@@ -56,6 +56,7 @@ class Problem(NamedTuple):
     row_dims: int = 0                 # the first dimensions of the domain are a row; 0: it has none
     across: bool = False              # rows are the dimensions in which no output has a stride
     row_size: int = 0                 # where `row_size` is among the scalars
+    taken: tuple[tuple[str, str], ...] = ()    # outputs that take an operand's memory, and that operand
 
     @property
     def domain(self) -> Domain:
@@ -96,10 +97,11 @@ def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outp
     inputs = tuple(Operand(f"a{i}", STORAGE[a.dtype], s) for (i, a), s in zip(tensors, strides, strict=False))
     made = tuple(Operand(f"out{k}", STORAGE[o.dtype], s)
                  for k, (o, s) in enumerate(zip(outputs, strides[len(inputs):], strict=True)))
+    taken = tuple((f"out{k}", f"a{o.into}") for k, o in enumerate(outputs) if f"a{o.into}" in used)
     numbers = tuple(f"a{i}" for i, a in enumerate(args)
                     if not isinstance(a, torch.Tensor) and f"a{i}" in used)
     if not row and leaves(roots, "row_size"):
         numbers = (*numbers, "row_size")
     return Problem(name, inputs, numbers, roots, made, tuple(o.reduced for o in outputs), sizes,
                    "float64" if double else "float32", tuple(dict.fromkeys(leaves(roots, "random"))),
-                   len(domain.sizes) if row else 0, row_size=row_size)
+                   len(domain.sizes) if row else 0, row_size=row_size, taken=taken)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt.op_names import OPS
+
 Tensor = torch.Tensor
 
 relu = F.relu
@@ -217,6 +219,65 @@ def attention_dropout(scores: Tensor, p: float = 0.5, training: bool = True, *, 
     return F.dropout(y, p, training)
 
 
+def attention_score(q: Tensor, k: Tensor, scale: Any = None) -> Tensor:
+    return q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def attention_score_softmax(q: Tensor, k: Tensor, scale: Any = None, mask: Any = None) -> Tensor:
+    scores = attention_score(q, k, scale)
+    if mask is None or mask.is_floating_point():
+        return torch.softmax(scores if mask is None else scores + mask, -1)
+    return _softmax_of_some(scores, mask)
+
+
+def _softmax_of_some(scores: Tensor, passed: Tensor) -> Tensor:
+    """Zeros where nothing passes."""
+    scores = scores.masked_fill(~passed, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, -1).masked_fill(~passed, 0)
+
+
+attention_apply = torch.matmul
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Any = None, scale: Any = None,
+              dropout_p: float = 0.0, training: bool = True, enable_gqa: bool = False, window: Any = None,
+              alibi_slopes: Any = None, softcap: Any = None) -> Tensor:
+    rows, columns, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) if enable_gqa else t for t in (k, v))
+    scores = attention_score(q, k, scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    offset = 0 if window is None and alibi_slopes is None else columns - rows
+    distance = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None] - offset
+    left, right = window if isinstance(window, tuple) else (None if window is None else window - 1,) * 2
+    passed = distance <= (0 if causal else columns + rows if right is None else right)
+    if left is not None:
+        passed = passed & (distance >= -left)
+    if mask is not None and mask.is_floating_point():
+        scores, passed = scores + mask, passed & (mask != -torch.inf)
+    elif mask is not None:
+        passed = passed & mask
+    if alibi_slopes is not None:
+        scores = scores - (alibi_slopes[..., None, None] * distance.abs()).to(scores.dtype)
+    return F.dropout(_softmax_of_some(scores, passed), dropout_p, training) @ v
+
+
+def multihead_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, **options: Any) -> Tensor:
+    dim = q.shape[2] // num_heads
+    heads = [t.unflatten(2, (n, -1)).transpose(1, 2) for t, n in (
+        (q, num_heads), (k, k.shape[2] // dim), (v, k.shape[2] // dim))]
+    return attention(*heads, **options).transpose(1, 2).flatten(2)
+
+
+def cpu_fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, scale: Any = None) -> Tensor:
+    return attention(q, k, v, mask=None if mask is None else mask != 0, scale=scale)
+
+
+def optimized_cpu_attention(q: Tensor, k: Tensor, v: Tensor, chunk_size: int = 64, mask: Any = None,
+                            scale: Any = None) -> Tensor:
+    return cpu_fused_attention(q, k, v, mask, scale)
+
+
 sum = torch.sum
 mean = torch.mean
 amax = torch.amax
@@ -356,6 +417,17 @@ def rotary_embedding(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None,
     return rotated(q) if k is None else (rotated(q), rotated(k))
 
 
+def qkv_heads(qkv: Tensor, num_heads: int, num_kv_heads: Any = None, bias: Any = None, cos: Any = None,
+              sin: Any = None, *, base: Any = None, **rotary: Any) -> Any:
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    dim = qkv.shape[2] // (num_heads + 2 * kv_heads)
+    parts = (qkv if bias is None else qkv + bias).split([n * dim for n in (num_heads, kv_heads, kv_heads)], 2)
+    q, k, v = (t.unflatten(2, (-1, dim)) for t in parts)
+    if cos is not None or base is not None:
+        q, k = rotary_embedding(q, k, cos, sin, base=base or 10000.0, **rotary)
+    return tuple(t.transpose(1, 2) for t in (q, k, v))
+
+
 def embedding_position(tokens: Tensor, weight: Tensor, position_weight: Any = None, *, scale: float = 1.0,
                        layer_norm: Any = None, dropout_p: float = 0.0, training: bool = True,
                        padding_idx: int | None = None, token_type: Any = None, token_type_weight: Any = None,
@@ -372,3 +444,131 @@ def embedding_position(tokens: Tensor, weight: Tensor, position_weight: Any = No
         gamma, beta, *eps = layer_norm
         x = F.layer_norm(x, x.shape[-1:], gamma, beta, *eps)
     return F.dropout(x, dropout_p, training) if dropout_p else x
+
+
+_ACTIVATIONS = {name: globals()[name] for name in OPS["activations"]}
+
+
+def _activated(y: Tensor, activation: Any) -> Tensor:
+    """By the name of one of the catalogue's, or by a function of a tensor."""
+    function = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    made: Tensor = y if function is None else function(y)
+    return made
+
+
+def linear_activation(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, *,
+                      dropout_p: float = 0.0, residual: Any = None, training: bool = True) -> Tensor:
+    y = F.dropout(_activated(F.linear(x, weight, bias), activation), dropout_p, training)
+    return y if residual is None else residual + y
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return torch.relu(F.linear(x, weight, bias))
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Any = None, *, approximate: str = "none") -> Tensor:
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+def linear_relu_dropout(x: Tensor, weight: Tensor, bias: Any = None, p: float = 0.5, training: bool = True
+                        ) -> Tensor:
+    return F.dropout(torch.relu(F.linear(x, weight, bias)), p, training)
+
+
+def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Any = None, p: float = 0.5, training: bool = True, *,
+                        approximate: str = "none") -> Tensor:
+    return F.dropout(F.gelu(F.linear(x, weight, bias), approximate=approximate), p, training)
+
+
+def ffn(x: Tensor, weight1: Tensor, bias1: Any, weight2: Tensor, bias2: Any, activation: Any = "gelu", *,
+        dropout_p: float = 0.0, training: bool = True, recompute: bool = False) -> Tensor:
+    hidden = _activated(F.linear(x, weight1, bias1), activation)
+    return F.linear(F.dropout(hidden, dropout_p, training), weight2, bias2)
+
+
+def _gate_and_up(x: Tensor, gate: Tensor, up: Any, gate_bias: Any, up_bias: Any) -> Any:
+    """Two products, or the halves of one."""
+    if up is None:
+        return F.linear(x, gate, gate_bias).chunk(2, -1)
+    return F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+
+
+def swiglu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Any, down_weight: Tensor, *, gate_bias: Any = None,
+               up_bias: Any = None, down_bias: Any = None, recompute: bool = False) -> Tensor:
+    gate, up = _gate_and_up(x, gate_weight, up_weight, gate_bias, up_bias)
+    return F.linear(F.silu(gate) * up, down_weight, down_bias)
+
+
+def geglu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Any, down_weight: Tensor, *, gate_bias: Any = None,
+              up_bias: Any = None, down_bias: Any = None, approximate: str = "none", recompute: bool = False
+              ) -> Tensor:
+    gate, up = _gate_and_up(x, gate_weight, up_weight, gate_bias, up_bias)
+    return F.linear(F.gelu(gate, approximate=approximate) * up, down_weight, down_bias)
+
+
+_CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def conv_activation(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, *, stride: Any = 1,
+                    padding: Any = 0, dilation: Any = 1, groups: int = 1, dropout_p: float = 0.0,
+                    residual: Any = None, training: bool = True) -> Tensor:
+    y = _activated(_CONVOLUTIONS[x.dim()](x, weight, bias, stride, padding, dilation, groups), activation)
+    y = F.dropout(y, dropout_p, training)
+    return y if residual is None else residual + y
+
+
+def conv_gelu_dropout(x: Tensor, weight: Tensor, bias: Any = None, p: float = 0.5, training: bool = True,
+                      **options: Any) -> Tensor:
+    return conv_activation(x, weight, bias, "gelu", dropout_p=p, training=training, **options)
+
+
+def conv_bn_act(x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any,
+                bn_weight: Any = None, bn_bias: Any = None, *, activation: Any = "relu", residual: Any = None,
+                training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **options: Any) -> Tensor:
+    y = conv_activation(x, weight, bias, **options)
+    y = F.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
+    return _activated(y if residual is None else y + residual, activation)
+
+
+conv2d_bn_act = conv_bn_act
+
+
+def conv2d_batchnorm_relu(x: Tensor, conv_weight: Tensor, conv_bias: Any, bn_weight: Any, bn_bias: Any,
+                          bn_mean: Any, bn_var: Any, eps: float = 1e-5, **options: Any) -> Tensor:
+    return conv_bn_act(x, conv_weight, conv_bias, bn_mean, bn_var, bn_weight, bn_bias, eps=eps, **options)
+
+
+def conv2d_batchnorm(x: Tensor, conv_weight: Tensor, conv_bias: Any, bn_weight: Any, bn_bias: Any,
+                     bn_mean: Any, bn_var: Any, eps: float = 1e-5, **options: Any) -> Tensor:
+    return conv_bn_act(x, conv_weight, conv_bias, bn_mean, bn_var, bn_weight, bn_bias, activation=None,
+                       eps=eps, **options)
+
+
+def conv_group_norm(x: Tensor, weight: Tensor, bias: Any, num_groups: int, gn_weight: Any = None,
+                    gn_bias: Any = None, *, activation: Any = None, residual: Any = None, eps: float = 1e-5,
+                    **options: Any) -> Tensor:
+    y = F.group_norm(conv_activation(x, weight, bias, **options), num_groups, gn_weight, gn_bias, eps)
+    return _activated(y if residual is None else y + residual, activation)
+
+
+def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **options: Any
+                     ) -> Tensor:
+    return conv_activation(x, weight, bias, activation, groups=x.shape[1], **options)
+
+
+def depthwise_separable(x: Tensor, depthwise_weight: Tensor, pointwise_weight: Tensor,
+                        depthwise_bias: Any = None, pointwise_bias: Any = None, *,
+                        depthwise_norm: Any = None, pointwise_norm: Any = None,
+                        activation: Any = "relu", pointwise_activation: Any = "relu", residual: Any = None,
+                        stride: Any = 1, padding: Any = 1, dilation: Any = 1, training: bool = False,
+                        momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+    def layer(x: Tensor, weight: Tensor, bias: Any, norm: Any, activation: Any, residual: Any, **options: Any
+              ) -> Tensor:
+        if norm is None:
+            return conv_activation(x, weight, bias, activation, residual=residual, **options)
+        return conv_bn_act(x, weight, bias, *norm, activation=activation, residual=residual,
+                           training=training, momentum=momentum, eps=eps, **options)
+
+    y = layer(x, depthwise_weight, depthwise_bias, depthwise_norm, activation, None, stride=stride,
+              padding=padding, dilation=dilation, groups=x.shape[1])
+    return layer(y, pointwise_weight, pointwise_bias, pointwise_norm, pointwise_activation, residual)

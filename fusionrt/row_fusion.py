@@ -12,6 +12,7 @@ import torch
 from fusionrt import dispatch, library
 from fusionrt.expr import Expr, argument
 from fusionrt.fusion import trace
+from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
 
 Run = Callable[..., Any]
@@ -35,17 +36,18 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     their defaults; all of the expression's unless given. One that is annotated as a float or int is a
     number, and so one value a row; `uniform` names the tensors that have one value a row. `name` is the
     expression's unless given, `like` (the argument whose dtype results have) the first argument. `targets`,
-    `row_dims` and `traits` are RowOperator's.
+    `row_dims` and `traits` are RowOperator's; without rows (`row_dims` 0) it is an Operator, whose results
+    have the promoted dtype.
 
     Equal expressions give the same object, which lives on: a graph of torch.compile's knows it by number.
-    The result's `operator` is the RowOperator.
+    The result's `operator` is the operator.
     """
     of_expression = inspect.signature(function).parameters
     params, name = tuple(params) or tuple(of_expression), name or function.__name__
     signature = inspect.Signature([inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD,
                                                      annotation=of_expression[p].annotation) for p in params])
     one_a_row = tuple(i for i, p in enumerate(signature.parameters.values())
-                      if p.name in uniform or p.annotation in (float, int, "float", "int"))
+                      if row_dims and (p.name in uniform or p.annotation in (float, int, "float", "int")))
 
     def expression(*args: Expr) -> Any:
         return function(**dict(zip(params, args, strict=True)))
@@ -55,7 +57,8 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     traits |= {"row_dims": row_dims, "like": params.index(like) if like else 0}
     key = name, params, outputs, tuple(targets or ()), one_a_row, *sorted(traits.items())
     if key not in _made:
-        operator = RowOperator(name, params, outputs, targets, one_a_row, **traits)
+        operator = (RowOperator(name, params, outputs, targets, one_a_row, **traits) if row_dims else
+                    Operator(name, params, outputs, targets))
         made: Any = dispatch.entry(operator, signature, operator)
         made.operator = operator
         _made[key] = made

@@ -31,16 +31,16 @@ _OF_ROWS = frozenset({*REDUCTIONS, *_BY_COLUMN, "row_size"})
 class RowOperator(Operator):
     """As Operator, over rows of the last `row_dims` dimensions. A uniform output has one value a row, in
     the dtype of the arithmetic; other outputs, and those that are `rounded`, have the dtype of argument
-    `like`. The first output takes the memory of that argument where it is `in_place`: rows then are runs
-    of memory, and a row's elements follow from reductions and elements in their own place. `double_on_cpu`:
-    arithmetic there is in float64, as torch's of variances is."""
+    `like`. Where one takes the memory of an argument, rows are runs of memory, and a row's elements follow
+    from reductions and elements in their own place. `double_on_cpu`: arithmetic there is in float64, as
+    torch's of variances is."""
 
     def __init__(self, *definition: Any, row_dims: int = 1, like: int = 0, rounded: Collection[int] = (),
-                 in_place: bool = False, double_on_cpu: bool = False) -> None:
+                 double_on_cpu: bool = False) -> None:
         super().__init__(*definition)
-        self.row_dims, self.like, self.rounded, self.in_place = row_dims, like, frozenset(rounded), in_place
+        self.row_dims, self.like, self.rounded = row_dims, like, frozenset(rounded)
         self.double_on_cpu = double_on_cpu
-        self.traits = (row_dims, like, in_place, double_on_cpu, *sorted(self.rounded))
+        self.traits = (row_dims, like, double_on_cpu, *sorted(self.rounded))
 
     def derived(self, *definition: Any) -> Operator:
         return RowOperator(*definition, row_dims=self.row_dims, like=self.like)
@@ -119,7 +119,7 @@ class RowOperator(Operator):
         rows = math.prod(shape[:first])
         columns = math.prod(shape[first:])
         small = [k for k in range(len(outputs)) if self.is_one_a_row(k)]
-        if self.in_place:
+        if self.into:
             return False
         if not any(map(_needs_rows, self.outputs)):
             return not small
@@ -153,8 +153,8 @@ class RowOperator(Operator):
         for k, (o, root, target) in enumerate(zip(outputs, self.outputs, self.targets, strict=True)):
             missing = layout.missing(o.shape, shape) if target is not None else set()
             over = layout.expand_strides(o.shape, o.stride(), shape)
-            into = self.like if self.in_place and k == 0 else None
-            made = Output(root, o.dtype, tuple(o.shape), tuple(o.stride()), over, False, into)
+            taken = self.taken(k, args, o.dtype, o.shape)
+            made = Output(root, o.dtype, tuple(o.shape), tuple(o.stride()), over, False, taken)
             if missing >= columns and missing and (columns or self.is_one_a_row(k)):  # a value a row
                 made = made._replace(root=root if self.is_one_a_row(k) else row_sum(root))
                 later = tuple(sorted(missing - columns))

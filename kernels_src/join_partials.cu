@@ -1,11 +1,11 @@
 // Join the rows of partial values that pointwise_reduce left, and compute from them what was asked for:
 // a mean of a sum, a norm of a sum of squares, the logarithm of a sum of exponentials.
 //
-// A few megabytes at most, so latency decides: a block takes COLUMNS neighbouring columns, its remaining
+// A few megabytes at most, so latency decides: a block takes 2^side neighbouring columns, its remaining
 // threads share the rows, and a fixed tree in shared memory keeps the order.
 //
-// The prologue defines BLOCK, COLUMNS, VALUES, GROUPS, start and join as for pointwise_reduce,
-// store(p, n, values), and Params: partials[k][chunk][n], chunks, kept, the outputs and numbers.
+// The prologue defines BLOCK, VALUES, GROUPS, start and join as for pointwise_reduce,
+// store(p, n, values), and Params: partials[k][chunk][n], chunks, kept, side, the outputs and numbers.
 
 template <int G = 0>
 __device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&other)[VALUES]) {
@@ -14,9 +14,8 @@ __device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&ot
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) join_partials(const __grid_constant__ Params p) {
-    constexpr int DEPTH = BLOCK / COLUMNS;
-    const int lane = threadIdx.x % COLUMNS, depth = threadIdx.x / COLUMNS;
-    const index_t n = static_cast<index_t>(blockIdx.x) * COLUMNS + lane;
+    const int columns = 1 << p.side, depth = threadIdx.x >> p.side;
+    const index_t n = (static_cast<index_t>(blockIdx.x) << p.side) + (threadIdx.x & (columns - 1));
 
     acc_t none[VALUES][1], values[VALUES];
     start<1>(none);
@@ -24,23 +23,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK) join_partials(const __grid_c
     for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
     const index_t chunks = n < p.kept ? p.chunks : 0;
 #pragma unroll 4
-    for (index_t c = depth; c < chunks; c += DEPTH) {
+    for (index_t c = depth; c < chunks; c += BLOCK >> p.side) {
         acc_t other[VALUES];
 #pragma unroll
         for (int k = 0; k < VALUES; ++k) other[k] = p.partials[(k * p.chunks + c) * p.kept + n];
         join_all(values, other);
     }
 
-    __shared__ acc_t shared[DEPTH][COLUMNS][VALUES];
+    __shared__ acc_t shared[BLOCK][VALUES];
 #pragma unroll
-    for (int k = 0; k < VALUES; ++k) shared[depth][lane][k] = values[k];
-#pragma unroll
-    for (int half = DEPTH / 2; half > 0; half /= 2) {
+    for (int k = 0; k < VALUES; ++k) shared[threadIdx.x][k] = values[k];
+    for (int half = BLOCK / 2; half >= columns; half /= 2) {
         __syncthreads();
-        if (depth < half) {
-            join_all(values, shared[depth + half][lane]);
+        if (threadIdx.x < half) {
+            join_all(values, shared[threadIdx.x + half]);
 #pragma unroll
-            for (int k = 0; k < VALUES; ++k) shared[depth][lane][k] = values[k];
+            for (int k = 0; k < VALUES; ++k) shared[threadIdx.x][k] = values[k];
         }
     }
     if (depth == 0 && n < p.kept) store(p, n, values);

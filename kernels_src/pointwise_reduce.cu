@@ -18,7 +18,7 @@
 //   load_fixed<W>(p, i)           the operands that do not change along a thread's walk; load<W>(p, i,
 //                                 fixed) reads the others
 //   group_base(p, g), row_base(p, r)      first element of a group, of a row within it
-//   finish<W>(p, i, tile, draws, values, nth)    as before, and take elements into values[k][v]
+//   finish<W>(p, i, tile, draws, values, order)  as before, and take elements into values[k][v]
 //   p.columns, p.rows, p.groups, p.chunks, p.partials      partials[k][chunk][group][column]
 
 constexpr int DEPTH = BLOCK / LANES;
@@ -30,7 +30,8 @@ template <int W> struct Walk {
     unsigned seen = 0;
     __device__ __forceinline__ Walk() { start<W>(values); }
     __device__ __forceinline__ void take(const Params& p, index_t i, const Tile<W>& tile) {
-        finish<W>(p, i, tile, draws<W>(p, i), values, ++seen);
+        const acc_t nth = static_cast<acc_t>(++seen);
+        finish<W>(p, i, tile, draws<W>(p, i), values, Order{nth, near_reciprocal(nth)});
     }
 };
 

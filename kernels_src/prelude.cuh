@@ -286,6 +286,12 @@ __device__ __forceinline__ acc_t erf(acc_t a) { return ::erf(a); }
 __device__ __forceinline__ acc_t pow_(acc_t a, acc_t b) { return ::pow(a, b); }
 __device__ __forceinline__ acc_t floor(acc_t a) { return ::floor(a); }
 __device__ __forceinline__ acc_t rint(acc_t a) { return ::rint(a); }
+// 1.5 * 2^23 (2^52) and a have no bits below 1: two additions, where `rint` is one of the few operations a
+// clock of the special functions' pipe.
+__device__ __forceinline__ acc_t rint_near(acc_t a) {
+    const acc_t big = sizeof(acc_t) == 8 ? acc_t(6755399441055744.0) : acc_t(12582912.0f);
+    return (a + big) - big;
+}
 __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
 
 // exp(x - most) scale. The exponential by itself would lose what is below 2^-126, where bfloat16 goes on.

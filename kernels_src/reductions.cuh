@@ -113,10 +113,11 @@ __device__ __forceinline__ void collect_moments(acc_t& count, acc_t&, acc_t& mea
     count = both;
 }
 
-// Element after element, this being the `nth`. Moments: Welford 1962.
-__device__ __forceinline__ void take_sum(acc_t& sum, acc_t x, unsigned) { sum += x; }
-__device__ __forceinline__ void take_max(acc_t& top, acc_t x, unsigned) { top = maximum(top, x); }
-__device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, unsigned) {
+// Element after element, this being the `nth`. Moments: Welford 1962; the reciprocal serves all columns of a thread.
+struct Order { acc_t nth, inverse; };
+__device__ __forceinline__ void take_sum(acc_t& sum, acc_t x, const Order&) { sum += x; }
+__device__ __forceinline__ void take_max(acc_t& top, acc_t x, const Order&) { top = maximum(top, x); }
+__device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, const Order&) {
     if (!(x <= top)) {  // rarely
         const acc_t next = maximum(top, x);
         sum *= term(top - reference(next));
@@ -124,11 +125,12 @@ __device__ __forceinline__ void take_softmax(acc_t& top, acc_t& sum, acc_t x, un
     }
     sum += term(x - reference(top));
 }
-__device__ __forceinline__ void take_moments(acc_t& count, acc_t&, acc_t& mean, acc_t& squares, acc_t x, unsigned nth) {
-    const acc_t n = static_cast<acc_t>(nth), distance = x - mean;
-    mean = nth > 1 ? mean + distance * near_reciprocal(n) : x;
-    squares += nth > 1 ? distance * (x - mean) : acc_t(0);
-    count = n;
+__device__ __forceinline__ void take_moments(acc_t& count, acc_t&, acc_t& mean, acc_t& squares, acc_t x,
+                                             const Order& order) {
+    const acc_t distance = x - mean;
+    mean += distance * order.inverse;  // of the first: x
+    squares += distance * (x - mean);
+    count = order.nth;
 }
 
 }  // namespace fusionrt

@@ -191,7 +191,8 @@ __device__ __forceinline__ Tile tile_of(const Params& p) {
 }
 
 // row[first .. first + ITEMS), at any alignment, by aligned words of 16 bytes; those outside of [0, n) are undefined.
-__device__ __forceinline__ void load_run(const scalar_t* row, int64_t first, int64_t n, scalar_t (&to)[ITEMS]) {
+// FULL: none is.
+template <bool FULL> __device__ __forceinline__ void load_run(const scalar_t* row, int64_t first, int64_t n, scalar_t (&to)[ITEMS]) {
     constexpr int WORDS = ITEMS * static_cast<int>(sizeof(scalar_t)) / 4;
     static_assert(WORDS % 4 == 0, "neighbours in the same place of a word");
     using address_t = unsigned long long;
@@ -202,7 +203,7 @@ __device__ __forceinline__ void load_run(const scalar_t* row, int64_t first, int
     for (int k = 0; k < WORDS + 4; k += 4) {
         const address_t at = from - shift + 4 * k;
         run.words[k] = run.words[k + 1] = run.words[k + 2] = run.words[k + 3] = 0;
-        if (at + 16 > begin && at < end && (k < WORDS || shift != 0))
+        if ((FULL || (at + 16 > begin && at < end)) && (k < WORDS || shift != 0))
             load_bytes<16>(reinterpret_cast<const void*>(at), run.words + k);
     }
     if (shift & 8)
@@ -219,8 +220,8 @@ __device__ __forceinline__ void load_run(const scalar_t* row, int64_t first, int
     for (int v = 0; v < ITEMS; ++v) to[v] = run.values[v];
 }
 
-// ITEMS elements from position `first` of the row; `low` <= v < `high` are in it.
-struct Items {
+// ITEMS elements from position `first` of the row; `low` <= v < `high` are in it, all if it is FULL.
+template <bool FULL> struct Items {
     scalar_t data[ITEMS];
     int low, high;
     int64_t first;
@@ -229,16 +230,16 @@ struct Items {
         high = static_cast<int>(max(min(p.n - first, static_cast<int64_t>(ITEMS)), 0ll));
         const scalar_t* row = p.x + tile.outer * p.outer_step;
         if constexpr (LANES == 1) {
-            load_run(row, first, p.n, data);
+            load_run<FULL>(row, first, p.n, data);
         } else {
             row += tile.column + first * p.step;
 #pragma unroll
             for (int v = 0; v < ITEMS; ++v)
-                if (v >= low && v < high) load_bytes<sizeof(scalar_t)>(row + v * p.step, &data[v]);
+                if (FULL || (v >= low && v < high)) load_bytes<sizeof(scalar_t)>(row + v * p.step, &data[v]);
         }
     }
     template <bool AFTER> __device__ __forceinline__ Value join(Value a, int v) const {
-        return v >= low && v < high ? with<AFTER>(a, to_acc(data[v]), first + v) : a;
+        return FULL || (v >= low && v < high) ? with<AFTER>(a, to_acc(data[v]), first + v) : a;
     }
 };
 
@@ -275,34 +276,39 @@ __device__ __forceinline__ void store_results(const Params& p, const Tile& tile,
 
 // From index TILE - L on to the tile's last segment, which is shorter than L: part of all windows that begin
 // in that segment, between their ends.
-__device__ __forceinline__ Value gap_of(const Items& b, int first, int low, int high, Ends& ends) {
+template <bool FULL>
+__device__ __forceinline__ Value gap_of(const Items<FULL>& b, int first, int low, int high, Ends& ends) {
     Value mine = Value::none();
 #pragma unroll
     for (int v = 0; v < ITEMS; ++v)
-        if (first + v >= low && first + v < high) mine = b.join<true>(mine, v);
+        if (first + v >= low && first + v < high) mine = b.template join<true>(mine, v);
     return of_block(mine, ends);
 }
 
-__device__ __forceinline__ void windows(const Params& p) {
+// FULL: all windows of the tile lie within the row.
+template <bool FULL> __device__ __forceinline__ void windows(const Params& p, const Tile& tile) {
     __shared__ Ends ends[3];
-    const Tile tile = tile_of(p);
     const int first = threadIdx.x / LANES * ITEMS, segment = p.segment;
     const int64_t from = tile.first - p.left + first;
     // A segment begins before elements first_cut, ..., last_cut of this thread, not counting element 0.
     const int phase = first % segment;
     const int first_cut = min(segment - phase, ITEMS);
-    const int last_cut = first_cut == ITEMS ? 0 : (first + ITEMS - 1) / segment * segment - first;
-    const bool ends_here = (first + ITEMS) % segment == 0;
+    int last_cut = first_cut == ITEMS ? 0 : first_cut;
+    bool ends_here = phase + ITEMS == segment;
+    if (segment < ITEMS) {
+        last_cut = first_cut == ITEMS ? 0 : (phase + ITEMS - 1) / segment * segment - phase;
+        ends_here = (phase + ITEMS) % segment == 0;
+    }
 
     Value tail[ITEMS], head[ITEMS];
-    const Items a(p, tile, from), b(p, tile, from + p.window - 1);
+    const Items<FULL> a(p, tile, from), b(p, tile, from + p.window - 1);
     {
         Value s = Value::none();
         int left_of_segment = ITEMS - 1 - last_cut;
 #pragma unroll
         for (int v = ITEMS - 1; v >= 0; --v) {
             if (left_of_segment < 0) s = Value::none(), left_of_segment = segment - 1;
-            tail[v] = s = a.join<false>(s, v);
+            tail[v] = s = a.template join<false>(s, v);
             --left_of_segment;
         }
     }
@@ -313,7 +319,7 @@ __device__ __forceinline__ void windows(const Params& p) {
 #pragma unroll
         for (int v = 0; v < ITEMS; ++v) {
             if (left_of_segment == 0) s = Value::none(), left_of_segment = segment;
-            head[v] = s = b.join<true>(s, v);
+            head[v] = s = b.template join<true>(s, v);
             --left_of_segment;
         }
     }
@@ -340,7 +346,7 @@ __device__ __forceinline__ void windows(const Params& p) {
         const Value between = v < first_cut ? front : v >= last_cut ? back : Value::none();
         const Value all = merge(tail[v], between, head[v]);
         const int64_t begin = from + v, end = begin + p.window;
-        const int64_t count = min(end, p.n) - max(begin, 0ll);
+        const int64_t count = FULL ? p.window : min(end, p.n) - max(begin, 0ll);
         const acc_t result = finished(p, all, static_cast<acc_t>(static_cast<int>(count)));
         values[v] = count < p.min_periods ? acc_t(nan) : result;
         indices[v] = count < p.min_periods ? -1 : place_of(all);
@@ -353,7 +359,7 @@ __device__ __forceinline__ void chunks(const Params& p) {
     __shared__ Ends ends;
     const Tile tile = tile_of(p);
     const int first = threadIdx.x / LANES * ITEMS;
-    const Items a(p, tile, tile.first - p.left + first);
+    const Items<false> a(p, tile, tile.first - p.left + first);
     Value whole = Value::none(), head = Value::none();
 #pragma unroll
     for (int v = 0; v < ITEMS; ++v) {
@@ -402,7 +408,12 @@ __device__ __forceinline__ void middles(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) window(const __grid_constant__ Params p) {
-    if constexpr (STAGE == WINDOWS) windows(p);
+    if constexpr (STAGE == WINDOWS) {
+        const Tile tile = tile_of(p);
+        const int64_t from = tile.first - p.left;
+        if (from >= 0 && from + TILE + p.window - 1 <= p.n) windows<true>(p, tile);
+        else windows<false>(p, tile);
+    }
     else if constexpr (STAGE == CHUNKS) chunks(p);
     else if constexpr (STAGE == FOLDS) folds(p);
     else middles(p);

@@ -214,6 +214,32 @@ def check(function, args, kwargs=None, *, reference=None, exact=None, magnitudes
     return out, grads
 
 
+def check_in_norm(function, args, kwargs=None, reference=None, grad_output=None):
+    """For sums of many products, whose single elements may have any relative error: as vectors, and at their
+    worst, errors of the result and of every gradient are at most twice torch's. In float64 torch's own
+    result is the truth. Returns ours."""
+    kwargs, reference = kwargs or {}, reference or function.reference
+    wide_args, wide_kwargs = [wide(a) for a in args], {k: wide(v) for k, v in kwargs.items()}
+    if grad_output is None:
+        shape = reference(*wide_args, **wide_kwargs).shape
+        grad_output = torch.randn(shape, dtype=F64, device=args[0].device)
+    (out, grads), (their_out, their_grads), (true_out, true_grads) = (
+        evaluate(f, a, k, grad_output.to(args[0].dtype)) for f, a, k in (
+            (function, args, kwargs), (reference, args, kwargs), (reference, wide_args, wide_kwargs)))
+    named = zip((out, *grads), (their_out, *their_grads), (true_out, *true_grads), strict=True)
+    for ours, theirs, true in named:
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape == true.shape
+        if not true.numel():
+            continue
+        eps = torch.finfo(ours.dtype).eps
+        for size, slack in ((torch.linalg.norm, eps / 8), (lambda t: t.abs().max(), eps)):
+            least = 64 * eps if ours.dtype == F64 else slack
+            allowed = 2 * size((theirs.double() - true).flatten()) + least * size(true.flatten())
+            assert size((ours.double() - true).flatten()) <= allowed
+    return out, grads
+
+
 FEW = 4096  # elements
 
 

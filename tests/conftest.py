@@ -12,7 +12,7 @@ import torch
 from fusionrt.runtime import cache
 
 ROOT = Path(__file__).parents[1]
-pytest.register_assert_rewrite("checking", "pointwise_ops", "cache_faults")
+pytest.register_assert_rewrite("checking", "module_checks", "pointwise_ops", "cache_faults")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,8 +64,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "cache"
 
 
-BY_OTHER_DTYPES = ("test_batch_norm", "test_cross_entropy", "test_embedding", "test_image", "test_loss",
-                   "test_norm", "test_reduction", "test_softmax", "test_window")
+BY_OTHER_DTYPES = ("test_batch_norm", "test_cross_entropy", "test_embedding", "test_ffn", "test_image",
+                   "test_linear", "test_loss", "test_norm", "test_reduction", "test_softmax", "test_window")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -86,3 +86,17 @@ def test_works_without_a_compiler(environment: Path, tmp_path: Path) -> None:
     # -I keeps the checkout out: neither the working directory nor PYTHONPATH is searched.
     run(environment / "bin" / "python", "-I", "-c", ADD_RELU, cwd=tmp_path, env=env)
     assert "warmup" in run(environment / "bin" / "fusionrt", "--help", cwd=tmp_path, env=env)
+
+
+COMPILED = """
+import torch
+
+x = torch.linspace(-2, 2, 64).reshape(8, 8)
+found = torch.compile(lambda x: torch.relu(x * 2 + 1) * x, backend="fusionrt")(x)
+torch.testing.assert_close(found, torch.relu(x * 2 + 1) * x)
+"""
+
+
+def test_torch_finds_the_backend(environment: Path, tmp_path: Path) -> None:
+    env = {"PATH": "", "HOME": str(tmp_path), "FUSIONRT_CACHE_DIR": str(tmp_path / "cache")}
+    run(environment / "bin" / "python", "-I", "-c", COMPILED, cwd=tmp_path, env=env)

@@ -40,14 +40,20 @@ def write(content: Mapping[str, Any], path: str | Path) -> None:
              ("Against the rivals", _ratios(good)), ("Where we lose", _losing(good)),
              ("Not measured", _not_measured(content)), ("All rows", _all_rows(rows)),
              ("Method", _method(content)), ("Machine and versions", _machine(content))]
-    sections = {name.lower().replace(" ", "-"): (name, body) for name, body in parts if body}
-    filled = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(_title(content)), heading=_heading(content), notices=_notices(content),
-        summary=" ".join(_summary(rows, good)),
-        contents="".join(f'<li><a href="#{key}">{name}</a></li>' for key, (name, _) in sections.items()),
-        sections="".join(f'<section id="{key}"><h2>{name}</h2>{body}</section>'
-                         for key, (name, body) in sections.items()))
+    filled = page(escape(_title(content)), _heading(content), " ".join(_summary(rows, good)),
+                  {name: body for name, body in parts if body}, _notices(content))
     Path(path).write_text(filled, encoding="utf-8")
+
+
+def page(title: str, heading: str, summary: str, sections: Mapping[str, str], notices: str = "",
+         footer: str = "Written by fusionrt.bench. Every figure comes from one result file.") -> str:
+    """A page in this style, of HTML that is escaped already. `sections`: name -> body."""
+    keys = {name: name.lower().replace(" ", "-") for name in sections}
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=title, heading=heading, notices=notices, summary=summary, footer=footer,
+        contents="".join(f'<li><a href="#{key}">{name}</a></li>' for name, key in keys.items()),
+        sections="".join(f'<section id="{keys[name]}"><h2>{name}</h2>{body}</section>'
+                         for name, body in sections.items()))
 
 
 # -- the head --------------------------------------------------------------------------------------
@@ -338,9 +344,13 @@ def _method(content: Mapping[str, Any]) -> str:
 
 
 def _machine(content: Mapping[str, Any]) -> str:
-    return "".join(
-        f'<dl>{"".join(_entry(str(key), value) for key, value in (content.get(part) or {}).items())}</dl>'
-        for part in ("machine", "versions") if content.get(part))
+    return definitions(*(content.get(part) or {} for part in ("machine", "versions")))
+
+
+def definitions(*lists: Mapping[str, Any]) -> str:
+    """Names with their values, a list for each mapping that has some."""
+    return "".join(f'<dl>{"".join(_entry(str(key), value) for key, value in entries.items())}</dl>'
+                   for entries in lists if entries)
 
 
 def _entry(key: str, value: Any) -> str:

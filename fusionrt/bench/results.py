@@ -20,7 +20,8 @@ from typing import Any
 
 Row = dict[str, Any]
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba", "llvmlite", "triton", "nvidia-cuda-nvrtc",
-            "nvidia-cuda-nvrtc-cu12", "liger-kernel", "apex", "transformer-engine")
+            "nvidia-cuda-nvrtc-cu12", "liger-kernel", "apex", "transformer-engine", "torchvision", "timm",
+            "transformers")
 
 
 class Results:

@@ -190,15 +190,20 @@ def issued(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str
                 call()
         return run
 
-    return _on_device({n: (each(calls), len(calls)) for n, calls in variants.items()}, rounds)
+    return _on_device({n: (each(calls), len(calls)) for n, calls in variants.items()}, rounds, AHEAD_ISSUED)
 
 
-def _on_device(variants: Mapping[str, tuple[Call, int]], rounds: int) -> dict[str, Time]:
+# Cycles in which the host gets ahead of the device: 0.1 ms for graphs; for backward passes, whose first one
+# wakes autograd's thread, 2 ms. With less, whichever variant comes first in a round is charged for it.
+AHEAD, AHEAD_ISSUED = 200_000, 4_000_000
+
+
+def _on_device(variants: Mapping[str, tuple[Call, int]], rounds: int, ahead: int = AHEAD) -> dict[str, Time]:
     names, events = list(variants), []
     for k, name in enumerate(in_turns(names, rounds + 2)):
         if k % len(names) == 0:
             torch.cuda.synchronize()
-            torch.cuda._sleep(200_000)  # 0.1 ms in which the host gets ahead of the device
+            torch.cuda._sleep(ahead)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         variants[name][0]()
@@ -258,6 +263,29 @@ def _copy_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
     best = min(times, key=lambda name: times[name])
     rate = round(nbytes / times[best] / 1e6, 3)
     return {"bytes": nbytes, "us": times[best], "TB/s": rate, "by": best}
+
+
+def read_ceiling(nbytes: int) -> dict[str, float | str | int]:
+    """The rate in TB/s of a kernel that reads `nbytes` and writes nothing, kernels_src/read.cu."""
+    drop = max(0, nbytes.bit_length() - 4)
+    return _read_ceiling(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
+
+
+@functools.cache
+def _read_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
+    from fusionrt.runtime.kernel import Kernel
+    from fusionrt.runtime.source import Field, pointer
+
+    blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    read = Kernel("read", "read", [pointer("unsigned", "x"), pointer("unsigned", "out", const=False),
+                                   Field("long long vectors", "q"), Field("unsigned never", "I")])
+    sets = [torch.randn(nbytes // 4, device="cuda") for _ in range(n_sets(nbytes))]
+    out = torch.zeros(1, device="cuda")
+    never = (1 << 32) - 1
+    calls = [functools.partial(read, out.device, blocks, sets[i % len(sets)].data_ptr(), out.data_ptr(),
+                               nbytes // 16, never) for i in range(n_calls(nbytes))]
+    us = replayed({"": calls})[""].us
+    return {"bytes": nbytes, "us": us, "TB/s": round(nbytes / us / 1e6, 3), "by": "read.cu"}
 
 
 def cpu_copy_ceiling(nbytes: int) -> dict[str, float | str | int]:

@@ -96,7 +96,7 @@ def build(text: str, accuracy: str, name: str) -> cache.Entry:
     signature = types.void(types.CPointer(types.int64), types.CPointer(types.int64),
                            types.CPointer(types.float64), types.int64, types.int64)
     compiling = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
-                     no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # nothing to count references of
+                     no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # no objects, so no counting
     with _collector_paused():
         result = next(iter(compiling(scope["kernel"]).overloads.values()))
     return cache.Entry({"kernel": name, "arch": "cpu", "target": target().split()[0],

@@ -33,6 +33,7 @@ ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs (a task's sums for reduced ones), scratch."""
     inputs, outputs, sizes = problem.inputs, problem.outputs, problem.sizes
+    apart = _apart(problem)
     summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
     # Summed over the inner dimension: collected in a buffer, then added pairwise.
     tops = {o for o, root in zip(outputs, problem.roots, strict=True) if _is_top(root)}
@@ -50,7 +51,7 @@ def generate(problem: Problem) -> str:
     if problem.streams:
         lines += ["drawn = 0", "drawn_end = start"]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
-    operands = [*inputs, *summed]
+    operands = [*inputs, *summed, *apart]
     lines += [f"n{d} = integers[{d}]" for d in range(len(sizes))]
     lines += [f"{o.name}_s{d} = integers[{len(sizes) * (1 + k) + d}]"
               for k, o in enumerate(operands) for d in range(len(sizes)) if o.strides[d] not in (0, 1)]
@@ -70,7 +71,7 @@ def generate(problem: Problem) -> str:
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
              for o in inputs if not o.strides[0]]
     body += [line for o in inner_tops for line in (f"top_{o.name} = -acc_t(INF)", f"met_{o.name} = False")]
-    inner = _inner(problem, summed, buffered, tops, means)
+    inner = _inner(problem, summed, buffered, tops, means, apart)
     body += ["for j in range(length):", *("    " + line for line in inner)]
     body += [f"{o.name}_data[{o.name}_base] += float64_of(pairwise_sum(buffer_{o.name}, length))"
              for o in buffered]
@@ -96,8 +97,15 @@ def _is_top(root: Expr) -> bool:
     return root.op in ("row_max", "row_top")
 
 
+def _apart(problem: Problem) -> list[Operand]:
+    """Full outputs that do not lie as the domain is walked: parts of something wider."""
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
+            if not reduced and any(s != flat and n != 1 for s, flat, n in zip(
+                o.strides, problem.domain.flat, problem.sizes, strict=True))]
+
+
 def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand], tops: Container[Operand],
-           means: Container[Operand]) -> list[str]:
+           means: Container[Operand], apart: Container[Operand]) -> list[str]:
     lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
              for o in problem.inputs if o.strides[0]]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
@@ -105,6 +113,7 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
              if isinstance(a, Expr)]
     statements, results = emit(roots, "{} = {}")
     lines += statements
+    taken = dict(problem.taken)
     for o, value in zip(problem.outputs, results, strict=True):
         if o in tops and not o.strides[0]:
             lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
@@ -116,7 +125,10 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
         elif o in summed:
             lines.append(f"{o.name}_data[{o.name}_base + {_step(o)}] += float64_of({value})")
         else:
-            lines.append(f"{o.name}_data[i + j] = store_{o.dtype}(acc_t({value}))")
+            # By the name of the operand whose memory it takes: LLVM sees one memory, and vectorises.
+            name = taken.get(o.name, o.name)
+            place = f"{name}_base + {_step(o)}" if o in apart or o.name in taken else "i + j"
+            lines.append(f"{name}_data[{place}] = store_{o.dtype}(acc_t({value}))")
     return lines
 
 
@@ -129,7 +141,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
-    operands = [*problem.inputs, *(problem.outputs[k] for k in summed)]
+    operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     positions = [int(o.name[1:]) for o in problem.inputs]
     scalars = [int(name[1:]) for name in problem.scalars if name != "row_size"]
@@ -140,7 +152,8 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
 
     def call(*args: Any) -> Any:
         inputs = [args[k].data_ptr() for k in positions]
-        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) for r in results]
+        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) if r.into is None else args[r.into]
+                   for r in results]
         rng = args[n_args] if problem.streams else (0, 0, None)
         seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
         constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)

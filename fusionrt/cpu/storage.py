@@ -43,7 +43,7 @@ def _float_intrinsic(name):
 abs_ = _float_intrinsic("fabs")
 sqrt = _float_intrinsic("sqrt")
 floor = _float_intrinsic("floor")
-rint = _float_intrinsic("rint")
+rint = rint_near = _float_intrinsic("rint")
 trunc = _float_intrinsic("trunc")
 exp2 = _float_intrinsic("exp2")  # a call of libm
 

@@ -7,10 +7,12 @@ from fusionrt import ops
 
 # Modules of `fusionrt.ops`.
 _FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
-             "fusion": ("pointwise", "dropout", "norm", "batch_norm", "embedding"),
+             "fusion": ("pointwise", "dropout", "norm", "batch_norm", "embedding", "linear", "ffn",
+                        "convolution"),
              "activation": ("activations",),
              "quantization": ("quantize",), "normalization": ("norm", "batch_norm"),
-             "reduction": ("reduction",), "attention": ("softmax", "rotary"),
+             "reduction": ("reduction",), "attention": ("attention", "qkv", "softmax", "rotary"),
+             "convolution": ("convolution",),
              "loss": ("loss", "cross_entropy", "linear_cross_entropy")}
 
 
@@ -22,7 +24,7 @@ def _family(name: str, modules: tuple[str, ...]) -> ModuleType:
     return family
 
 
-elementwise, fusion, activation, quantization, normalization, reduction, attention, loss = (
+elementwise, fusion, activation, quantization, normalization, reduction, attention, convolution, loss = (
     _family(name, modules) for name, modules in _FAMILIES.items())
 
 

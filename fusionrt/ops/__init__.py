@@ -21,10 +21,38 @@ from fusionrt.ops.activations import (
     softplus,
     tanh,
 )
+from fusionrt.ops.attention import (
+    attention,
+    attention_apply,
+    attention_score,
+    attention_score_softmax,
+    cpu_fused_attention,
+    multihead_attention,
+    optimized_cpu_attention,
+)
 from fusionrt.ops.batch_norm import batch_norm, batch_norm_relu, group_norm, instance_norm
+from fusionrt.ops.convolution import (
+    conv2d_batchnorm,
+    conv2d_batchnorm_relu,
+    conv2d_bn_act,
+    conv_activation,
+    conv_bn_act,
+    conv_gelu_dropout,
+    conv_group_norm,
+    depthwise_conv2d,
+    depthwise_separable,
+)
 from fusionrt.ops.cross_entropy import cross_entropy
 from fusionrt.ops.dropout import bias_dropout_add, dropout_add, gelu_dropout, relu_dropout
 from fusionrt.ops.embedding import embedding_position
+from fusionrt.ops.ffn import ffn, geglu_mlp, swiglu_mlp
+from fusionrt.ops.linear import (
+    linear_activation,
+    linear_gelu,
+    linear_gelu_dropout,
+    linear_relu,
+    linear_relu_dropout,
+)
 from fusionrt.ops.linear_cross_entropy import linear_cross_entropy
 from fusionrt.ops.loss import bce_with_logits, huber_loss, kl_div, l1_loss, mse_loss, smooth_l1_loss
 from fusionrt.ops.norm import (
@@ -54,6 +82,7 @@ from fusionrt.ops.pointwise import (
     scale_bias_sigmoid,
     swish_multiply,
 )
+from fusionrt.ops.qkv import qkv_heads
 from fusionrt.ops.quantize import dequantize_int8, quantize_int8
 from fusionrt.ops.reduction import (
     amax,
@@ -91,11 +120,19 @@ ALIASES = {
     "batchnorm": "batch_norm", "groupnorm": "group_norm", "instancenorm": "instance_norm",
     "fused_batch_norm": "batch_norm", "fused_batch_norm_relu": "batch_norm_relu",
     "fused_group_norm": "group_norm",
+    "fused_conv2d_batchnorm_relu": "conv2d_batchnorm_relu", "fused_conv2d_batchnorm": "conv2d_batchnorm",
+    "fused_conv_gelu_dropout": "conv_gelu_dropout",
     "layernorm": "layer_norm", "rmsnorm": "rms_norm", "fused_layer_norm": "layer_norm",
     "fused_rms_norm": "rms_norm", "fused_layer_norm_relu": "layer_norm_relu",
     "fused_layer_norm_gelu": "layer_norm_gelu", "fused_rms_norm_gelu": "rms_norm_gelu",
     "fused_add_norm": "add_norm", "fused_layer_norm_add": "add_norm", "fused_add_rms_norm": "add_rms_norm",
     "fused_dropout_add_layernorm": "dropout_add_layer_norm",
+    "fused_attention_score": "attention_score", "fused_attention_score_softmax": "attention_score_softmax",
+    "fused_attention_apply": "attention_apply", "fused_multihead_attention": "multihead_attention",
+    "flash_attention": "attention",
+    "fused_linear_activation": "linear_activation", "fused_linear_relu": "linear_relu",
+    "fused_linear_gelu": "linear_gelu", "fused_linear_relu_dropout": "linear_relu_dropout",
+    "fused_linear_gelu_dropout": "linear_gelu_dropout", "fused_swiglu": "swiglu_mlp",
 }
 
 if not TYPE_CHECKING:  # a type checker cannot evaluate it, and takes all that is imported here

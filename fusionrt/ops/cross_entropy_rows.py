@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, where
 from fusionrt.fusion import fuse_named
-from fusionrt.op import SCALAR
+from fusionrt.op import SCALAR, Operator
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
 from fusionrt.rowwise import softmax_terms, taken
@@ -87,7 +87,7 @@ def losses_of(params: tuple[str, ...], with_gradient: bool, is_result: bool) -> 
 class Gradient(NamedTuple):
     """The kernel of the gradient of the logits, and which results of the kernel over the logits it reads."""
 
-    operator: RowOperator
+    operator: Operator
     saved: tuple[int, ...]
 
 
@@ -102,7 +102,8 @@ def gradient_of(params: tuple[str, ...], is_result: bool, mean: bool, in_place: 
     incoming, count = argument(f"a{n - 1}", True), argument(f"a{n}", True)
     roots = substitute(gradient.outputs, {incoming: incoming / count}) if mean else gradient.outputs
     definition = gradient.name, [*gradient.params, "count"][:n + mean], roots, gradient.targets
-    return Gradient(RowOperator(*definition, {*gradient.uniform, n}, in_place=in_place), gradient.saved)
+    operator = RowOperator(*definition, {*gradient.uniform, n})
+    return Gradient(operator.over({0: 0}) if in_place else operator, gradient.saved)
 
 
 @per_call

@@ -11,34 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.expr import Expr, where
-from fusionrt.fusion import fuse, kept
+from fusionrt.expr import Expr
+from fusionrt.fusion import dropped, fuse
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.pointwise import is_tanh
 
 
-def _dropped(x: Expr, p: float, scale: float) -> Expr:
-    return where(kept(p), x * scale, 0)
-
-
 @fuse(name="gelu_dropout")
 def _gelu_dropout(x: Expr, p: float, scale: float) -> Expr:
-    return _dropped(gelu(x), p, scale)
+    return dropped(gelu(x), p, scale)
 
 
 @fuse(name="gelu_tanh_dropout")
 def _gelu_tanh_dropout(x: Expr, p: float, scale: float) -> Expr:
-    return _dropped(gelu_tanh(x), p, scale)
+    return dropped(gelu_tanh(x), p, scale)
 
 
 @fuse(name="relu_dropout")
 def _relu_dropout(x: Expr, p: float, scale: float) -> Expr:
-    return _dropped(relu(x), p, scale)
+    return dropped(relu(x), p, scale)
 
 
 @fuse(name="dropout_add")
 def _dropout_add(x: Expr, residual: Expr, p: float, scale: float) -> Expr:
-    return _dropped(x, p, scale) + residual
+    return dropped(x, p, scale) + residual
 
 
 @fuse(name="add")
@@ -48,7 +44,7 @@ def _add(x: Expr, residual: Expr) -> Expr:
 
 @fuse(name="bias_dropout_add")
 def _bias_dropout_add(x: Expr, bias: Expr, residual: Expr, p: float, scale: float) -> Expr:
-    return _dropped(x + bias, p, scale) + residual
+    return dropped(x + bias, p, scale) + residual
 
 
 @fuse(name="bias_add_add")

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.expr import Expr, cast, clamp, node, round_
+from fusionrt.expr import Expr, cast, clamp, node
 from fusionrt.fusion import Fused, fuse
 from fusionrt.rehearsal import device_type
 
 
 def _to_int8(x: Expr) -> Expr:
-    return cast(clamp(round_(x), -128, 127), "int8")
+    return cast(node("round_near", clamp(x, -128, 127)), "int8")
 
 
 @fuse(name="quantize_int8")

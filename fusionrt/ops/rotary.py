@@ -160,15 +160,14 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
     if layout not in _LAYOUTS:
         raise ValueError(f"{op}: layout must be 'bshd' or 'bhsd', got {layout!r}")
     _check_tensors(op, q, k, layout)
-    rotary_dim = _checked_dim(op, rotary_dim, q.shape[-1])
-    if not (base > 0 and math.isfinite(base) and scaling > 0 and math.isfinite(scaling)):
-        raise ValueError(f"{op}: base and scaling must be positive numbers, got {base!r} and {scaling!r}")
+    rotary_dim = checked_dim(op, rotary_dim, q.shape[-1])
+    check_angles(op, base, scaling)
     length = q.shape[-2 if layout == "bhsd" else -3]
     batch = q.shape[0] if q.dim() == 4 else 1
-    position_ids = _checked_positions(op, position_ids, offset, batch, length, q.device)
+    position_ids = checked_positions(op, position_ids, offset, batch, length, q.device)
     if cos is not None or sin is not None:
         rows = 0 if position_ids is not None else offset + length
-        cos, sin = _checked_tables(op, cos, sin, q.device, rotary_dim, interleaved, batch, rows)
+        cos, sin = checked_tables(op, cos, sin, q.device, rotary_dim, interleaved, batch, rows)
     more = cos, sin, position_ids, *Options(offset, bool(interleaved), rotary_dim, layout == "bhsd",
                                             float(base), float(scaling), False)
     tensors = [t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k) if t is not None]
@@ -207,7 +206,13 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
                          f"{layout}), got {tuple(k.shape)}")
 
 
-def _checked_dim(op: str, rotary_dim: int | None, head_dim: int) -> int:
+def check_angles(op: str, base: float | None, scaling: float) -> None:
+    """`base`: None where angles are not computed."""
+    if not all(n is None or (n > 0 and math.isfinite(n)) for n in (base, scaling)):
+        raise ValueError(f"{op}: base and scaling must be positive numbers, got {base!r} and {scaling!r}")
+
+
+def checked_dim(op: str, rotary_dim: int | None, head_dim: int) -> int:
     found = head_dim if rotary_dim is None else rotary_dim
     if found % 2 or not 0 < found <= head_dim:
         raise ValueError(f"{op}: rotary_dim must be even and in [2, {head_dim}], the columns of a head, got "
@@ -215,8 +220,8 @@ def _checked_dim(op: str, rotary_dim: int | None, head_dim: int) -> int:
     return found
 
 
-def _checked_positions(op: str, positions: Any, offset: int, batch: int, length: int, device: torch.device
-                       ) -> Tensor | None:
+def checked_positions(op: str, positions: Any, offset: int, batch: int, length: int, device: torch.device
+                      ) -> Tensor | None:
     """Of shape (B or 1, S)."""
     if positions is None:
         return None
@@ -234,8 +239,8 @@ def _checked_positions(op: str, positions: Any, offset: int, batch: int, length:
     return positions if positions.dim() == 2 else positions.unsqueeze(0)
 
 
-def _checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim: int, interleaved: bool,
-                    batch: int, rows: int) -> tuple[Tensor, Tensor]:
+def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim: int, interleaved: bool,
+                   batch: int, rows: int) -> tuple[Tensor, Tensor]:
     """Of shape (B or 1, positions, rotary_dim / 2). `rows`: that are needed; 0 with position ids."""
     for name, t in {"cos": cos, "sin": sin}.items():
         if not isinstance(t, Tensor):

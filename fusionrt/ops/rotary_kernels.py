@@ -89,7 +89,7 @@ def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
     pairs = max(1, vec // 2 if options.interleaved else vec)
     half = options.rotary_dim // 2
     table = None if cos is None or sin is None else (cos, sin)
-    packs = table is not None and vec > 1 and all(_is_packed(t, pairs) for t in table)
+    packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
     copied = 0 if in_place else head_dim - 2 * half
     units = half // pairs + -(-copied // (vec if pairs < vec else 2 * vec))
     heads, places = sum(t.shape[2] for t in tensors), batch * length * units
@@ -138,7 +138,7 @@ def _vector(tensors: Sequence[Tensor], options: Options, in_place: bool) -> int:
     return math.gcd(16 // itemsize, *sizes)
 
 
-def _is_packed(table: Tensor, pairs: int) -> bool:
+def is_packed(table: Tensor, pairs: int) -> bool:
     size = min(16, pairs * table.itemsize)
     rows = [stride for n, stride in zip(table.shape[:2], table.stride(), strict=False) if n > 1]
     return table.stride(2) == 1 and all(n * table.itemsize % size == 0 for n in rows) and (
@@ -211,7 +211,7 @@ def _memory(dtype: str) -> str:
 
 def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
             positions: Tensor | None, options: Options) -> None:
-    cos, sin = _cpu_tables(tensors[0], cos, sin, positions, options)
+    cos, sin = cpu_tables("rotary_embedding", tensors[0], cos, sin, positions, options)
     for x, out in zip(tensors, outs, strict=True):
         if not x.numel():
             continue
@@ -232,15 +232,15 @@ def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
             out.copy_(result)
 
 
-def _cpu_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, options: Options
-                ) -> tuple[Tensor, Tensor]:
-    """Of shape (B or 1, S, rotary_dim / 2), with neighbouring columns."""
+def cpu_tables(op: str, q: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+               options: Options) -> tuple[Tensor, Tensor]:
+    """Of shape (B or 1, S, rotary_dim / 2), with neighbouring columns, for a q of shape (B, S, ...)."""
     length, offset = q.shape[1], options.offset
     if cos is not None and sin is not None:
         if positions is None:
             found = cos[:, offset:offset + length], sin[:, offset:offset + length]
         else:
-            indices.check("rotary_embedding", [Indices("position_ids", positions, cos.shape[1])])
+            indices.check(op, [Indices("position_ids", positions, cos.shape[1])])
             found = cos[0][positions], sin[0][positions]
         return found if found[0].stride(2) == 1 == found[1].stride(2) and (
             found[0].stride() == found[1].stride()) else (found[0].contiguous(), found[1].contiguous())

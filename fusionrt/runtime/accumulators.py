@@ -18,7 +18,7 @@ from fusionrt.runtime.source import U64, Field, Params, pointer
 
 COUNT = {"sum": 1, "max": 1, "softmax": 2, "moments": 4}
 START = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"), "moments": ("0",) * 4}
-BLOCK, COLUMNS = 512, 16  # of a kernel that joins partial values
+BLOCK, COLUMNS = 512, 16  # of a kernel that joins partial values: threads, columns at most
 
 
 class Group(NamedTuple):
@@ -86,7 +86,18 @@ def _start(body: Sequence[str]) -> list[str]:
 
 def take(group: Group, x: str) -> str:
     """The statement that takes an element in."""
-    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, nth);"
+    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, order);"
+
+
+def side(kept: int, chunks: int) -> int:
+    """Columns that a block joins, as a power of two: few, that there are blocks enough for a large GPU; but
+    not so few that threads have no row, where there are few rows."""
+    columns = min(COLUMNS, max(1, kept // 132))
+    return max(columns.bit_length() - 1, (BLOCK // chunks).bit_length() - 1 if chunks < BLOCK else 0)
+
+
+def blocks(kept: int, chunks: int) -> int:
+    return -(-kept >> side(kept, chunks))
 
 
 def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:
@@ -104,6 +115,7 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
         (Field("unsigned long long chunks", U64), ("chunks",)),
         (Field("unsigned long long kept", U64), ("kept",)),
         *((Field(f"{acc} {name}", number), (name,)) for name in problem.scalars),
+        (Field("int side", "i"), ("side",)),
     ]
     params = Params([field for field, _ in fields])
     store = [
@@ -119,7 +131,7 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
     text = [
         "using index_t = unsigned long long;",
         params.declaration,
-        f"constexpr int BLOCK = {BLOCK}, COLUMNS = {COLUMNS};",
+        f"constexpr int BLOCK = {BLOCK};",
         *declarations(found),
         *store,
     ]

@@ -17,6 +17,8 @@ from fusionrt.runtime import cache
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: unused names
+# Templates of instructions that one generation alone has, which no later one runs.
+_ONLY = {"gemm_sm90": "sm_90a"}
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13")
 
 
@@ -29,6 +31,11 @@ def toolchain() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "nvrtc of the system"
+
+
+def target(entry: str, arch: str) -> str:
+    """What to compile a template for, so that it runs on `arch`."""
+    return _ONLY.get(entry, arch)
 
 
 def key(text: str, entry: str, arch: str) -> str:

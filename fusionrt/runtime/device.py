@@ -56,7 +56,7 @@ def device_count() -> int:
 
 def function(text: str, entry: str, device: int, name: str) -> int:
     """Handle of a compiled and loaded kernel. The device must be the current one."""
-    arch = architecture(device)
+    arch = compiler.target(entry, architecture(device))
     key = (compiler.key(text, entry, arch), device)
     found = _functions.get(key)
     if found is not None:

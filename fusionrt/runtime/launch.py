@@ -19,7 +19,6 @@ from fusionrt.problem import Operand, Output, Problem
 from fusionrt.runtime import accumulators, pointwise, row_layout
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
-from fusionrt.runtime.source import ITEMSIZE
 
 Run = Callable[..., Any]
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
@@ -113,7 +112,9 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in problem.inputs]
     if alignment == 16 and problem.inputs:
         text.scope["misaligned"] = misaligned
-        pointers = " | ".join(values[o.name] for o in problem.inputs)
+        written = [f"a{o.into}" for o in call.results if o.into is not None]
+        pointers = " | ".join([*(values[o.name] for o in problem.inputs),
+                               *(f"{name}.data_ptr()" for name in written if name not in values)])
         text.lines.append(f"if ({pointers}) & 15: return misaligned({arguments})")
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
@@ -128,7 +129,8 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     if problem.row_dims:
         _write_rows(text, problem, alignment, values)
     else:
-        for launch in pointwise.split(problem):
+        # The one that writes full outputs last: they may take the memory of operands.
+        for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
     text.lines.append("return " + ", ".join(o.name for o in problem.outputs))
     return text.compile(arguments)
@@ -136,13 +138,11 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
 
 def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:
     part, rows = launch.problem, launch.rows
-    elements = _elements(part, alignment)
-    source, width = pointwise.generate(part, elements, rows), pointwise.vector_width(part, elements)
+    source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
     if rows is None:
-        grid = -(-part.domain.numel // pointwise.tile(part, width))
-        text.launch(source, grid, pointwise.BLOCK, values)
+        text.launch(source, pointwise.grid(part, width), pointwise.BLOCK, values)
         return
-    grid, chunks = pointwise.reduction_grid(rows, width)
+    grid, chunks = pointwise.reduction_grid(rows, width, part.across)
     if part.across:
         _write_across(text, launch, source, grid, chunks, values)
         return
@@ -154,7 +154,11 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     for position, (k, dtype) in enumerate(zip(reduced, _sum_dtypes(launch), strict=True)):
         offset = position * chunks * rows.kept * acc.itemsize
         _write_sum(text, part, rows, k, dtype, {
-            "partials": f"p_partials + {offset}", "chunks": str(chunks), "kept": str(rows.kept)})
+            "partials": f"p_partials + {offset}", **_joined(rows.kept, chunks)})
+
+
+def _joined(kept: int, chunks: int) -> dict[str, str]:
+    return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks))}
 
 
 def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int, chunks: int,
@@ -164,12 +168,12 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     assert rows is not None
     n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
     text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
-    values = values | {"partials": "partials.data_ptr()", "chunks": str(chunks), "kept": str(rows.kept)}
+    values = values | {"partials": "partials.data_ptr()", **_joined(rows.kept, chunks)}
     text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
     for operand, result in zip(part.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
         values[operand.name] = f"{operand.name}.data_ptr()"
-    blocks = -(-rows.kept // accumulators.COLUMNS)
+    blocks = accumulators.blocks(rows.kept, chunks)
     text.launch(pointwise.generate_join(part), blocks, accumulators.BLOCK, values)
     text.lines += [f"{operand.name} = {operand.name}.contiguous()"
                    for operand, result in zip(part.outputs, text.call.results, strict=True)
@@ -193,10 +197,10 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
     for position, k in enumerate(summed):
         operand, result = problem.outputs[k], text.call.results[k]
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
-        text.launch(pointwise.generate_sum(problem, operand.dtype), -(-kept // pointwise.SUM_COLUMNS),
-                    pointwise.SUM_BLOCK, {
+        text.launch(pointwise.generate_sum(problem, operand.dtype), accumulators.blocks(kept, blocks),
+                    accumulators.BLOCK, {
                         "partials": f"p_partials + {position * blocks * kept * acc.itemsize}",
-                        "chunks": str(blocks), "kept": str(kept), "out": f"{operand.name}.data_ptr()"})
+                        **_joined(kept, blocks), "out": f"{operand.name}.data_ptr()"})
         if tuple(result.walk_strides) != tuple(result.strides):
             text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
 
@@ -210,8 +214,8 @@ def _write_sum(text: Text, part: Problem, rows: Reduction, k: int, dtype: str, v
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
     else:
         text.allocate(operand.name, (rows.kept,), (1,), getattr(torch, part.acc))
-    grid = -(-rows.kept // pointwise.SUM_COLUMNS)
-    text.launch(pointwise.generate_sum(part, dtype), grid, pointwise.SUM_BLOCK,
+    grid = accumulators.blocks(rows.kept, int(values["chunks"]))
+    text.launch(pointwise.generate_sum(part, dtype), grid, accumulators.BLOCK,
                 values | {"out": f"{operand.name}.data_ptr()"})
     if not exact:
         text.scope |= {f"rows{k}": rows, f"strides{k}": operand.strides, f"sizes{k}": part.sizes,
@@ -220,11 +224,6 @@ def _write_sum(text: Text, part: Problem, rows: Reduction, k: int, dtype: str, v
                           f"result{k})")
     if tuple(result.walk_strides) != tuple(result.strides):
         text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
-
-
-def _elements(problem: Problem, alignment: int) -> int:
-    """Alignment in bytes -> what vector_width wants: elements of the widest operand."""
-    return alignment // max(ITEMSIZE[o.dtype] for o in (*problem.inputs, *problem.outputs)) or 1
 
 
 def sources(problem: Problem) -> list[pointwise.Source]:
@@ -236,7 +235,7 @@ def sources(problem: Problem) -> list[pointwise.Source]:
     made = []
     for launch in pointwise.split(problem):
         part = launch.problem
-        made.append(pointwise.generate(part, _elements(part, 16), launch.rows))
+        made.append(pointwise.generate(part, 16, launch.rows))
         if part.across:
             made.append(pointwise.generate_join(part))
         elif launch.rows is not None:

@@ -22,6 +22,9 @@ from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, as
 BLOCK = 128
 REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
+REDUCE_BLOCKS, ACROSS_BLOCKS = 132 * 16, 132 * 4
+ACROSS_REGISTERS = 120  # of 128
+WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
 
 
@@ -94,14 +97,16 @@ def is_flat(operand: Operand, sizes: Sequence[int]) -> bool:
 
 
 def vector_width(problem: Problem, alignment: int) -> int:
-    """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned.
+    """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned, to
+    `alignment` bytes.
 
     A reduction over several rows needs rows of whole vectors as well.
     """
-    flat = [ITEMSIZE[o.dtype] for o in (*problem.inputs, *problem.outputs)
-            if is_flat(o, problem.sizes)]
+    operands = (*problem.inputs, *problem.outputs)
+    flat = [ITEMSIZE[o.dtype] for o in operands if is_flat(o, problem.sizes)]
     flat = flat or [ITEMSIZE[o.dtype] for o in problem.inputs] or [4]
-    width = max(1, min(16, alignment * max(flat)) // max(flat))
+    # A vector of an operand that is wider still (a norm's weights) is several of 16 bytes.
+    width = max(1, alignment // max(flat if alignment >= 16 else [ITEMSIZE[o.dtype] for o in operands]))
     if any(problem.reduced) and len(problem.sizes) > 1:
         while problem.sizes[0] % width:
             width //= 2
@@ -112,7 +117,8 @@ def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight."""
     operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
-    if width < 4 or ((operands > 1 or _words(problem, width) > 12) and not problem.streams):
+    crowded = operands > 1 or len(problem.inputs) > 3 or _words(problem, width) > 12
+    if width < 4 or (crowded and not problem.streams):
         return 1
     return 4 if problem.streams and operands == 1 else 2
 
@@ -124,18 +130,57 @@ def _words(problem: Problem, width: int) -> int:
 
 def min_blocks(problem: Problem, width: int) -> int:
     """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors, else 40; more
-    for many operands.
+    for many operands, and for the addresses of outputs that lie apart.
 
     With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
     """
-    blocks = 8 if problem.acc == "float64" else 10 if unroll(problem, width) == 4 else 12
+    apart = sum(not is_flat(o, problem.sizes) for o in problem.inputs)
+    blocks = 8 if problem.acc == "float64" else 10 - bool(apart) if unroll(problem, width) == 4 else 12
     words = unroll(problem, width) * _words(problem, width)
-    return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8)))
+    addresses = 0 if all(is_flat(o, problem.sizes) for o in full_outputs(problem)) else 24
+    addresses += 6 * apart if apart > 2 and width > 4 else 0
+    return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8 + addresses)))
 
 
 def tile(problem: Problem, width: int) -> int:
     """Elements a block."""
     return BLOCK * unroll(problem, width) * width
+
+
+def walked(problem: Problem, width: int) -> Reduction | None:
+    """Columns and rows, where operands that repeat from row to row are more bytes than those that do not:
+    then threads walk down rows (pointwise_walk.cu)."""
+    if any(problem.reduced) or len(problem.sizes) != 2 or problem.sizes[0] % width or width == 1:
+        return None
+    read = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
+    if not set(read.values()) <= {"flat", "vector", "scalar"} or not all(
+            is_flat(o, problem.sizes) for o in problem.outputs):
+        return None
+    flat, repeated = (sum(ITEMSIZE[o.dtype] for o, mode in read.items() if mode == wanted)
+                      for wanted in ("flat", "vector"))
+    return reduction(problem.domain, (True, False)) if repeated > 2 * flat > 0 else None
+
+
+def walk_unroll(problem: Problem, width: int) -> int:
+    """Rows that a thread reads at a time: four vectors in flight."""
+    operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
+    return 1 if problem.acc == "float64" else max(1, 4 // operands)
+
+
+def walk_rows(problem: Problem, rows: Reduction, width: int) -> int:
+    """Rows of a thread: whole turns, at most WALK, while threads enough for a large GPU remain."""
+    at_once = walk_unroll(problem, width)
+    threads = rows.columns // width * rows.n_rows
+    return max(1, min(WALK, threads // WALK_THREADS) // at_once) * at_once
+
+
+def grid(problem: Problem, width: int) -> int:
+    """Blocks of a problem that reduces nothing."""
+    rows = walked(problem, width)
+    if rows is None:
+        return -(-problem.domain.numel // tile(problem, width))
+    teams = -(-rows.n_rows // walk_rows(problem, rows, width))
+    return -(-rows.columns // width * teams // BLOCK)
 
 
 def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
@@ -153,32 +198,41 @@ def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
 
 
 def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Source:
-    """The whole translation unit. `alignment`: elements to which every pointer is aligned."""
+    """The whole translation unit. `alignment`: bytes, to which every pointer is aligned."""
     wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
     width = vector_width(problem, alignment)
+    walk = walked(problem, width)
     geometry = Geometry(problem.sizes, wide)
     modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
-    geometry.declare([o for o, mode in modes.items() if mode not in ("flat", "scalar")])
-    if rows is None:
+    written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
+    geometry.declare([o for o, mode in (modes | written).items() if mode not in ("flat", "scalar")])
+    extra: list[str] = []
+    if rows is not None:
+        constants, extra = _reduction_text(problem, rows, geometry, width)
+    elif walk is not None:
+        constants = _walk_text(problem, walk, geometry, width)
+    else:
         geometry.index("count", problem.domain.numel)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
                      f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
-        extra: list[str] = []
-    else:
-        constants, extra = _reduction_text(problem, rows, geometry, width)
     fields = _fields(problem, geometry, rows is not None)
     params = Params([field for field, _ in fields])
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-                 *_load_text(geometry, modes, rows), *draws_text(problem), *_finish_text(problem)]
-    stem = "pointwise" if rows is None else "pointwise_reduce"
+                 *_load_text(geometry, modes, rows or walk), *draws_text(problem),
+                 *_finish_text(problem, _writes(geometry, written))]
+    stem = "pointwise_reduce" if rows is not None else "pointwise" if walk is None else "pointwise_walk"
     text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), functions)
     return Source(stem, text, params, tuple(values for _, values in fields))
 
 
+def full_outputs(problem: Problem) -> list[Operand]:
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
+
+
 def _reach(problem: Problem) -> int:
-    """The largest offset that an operand is read at."""
+    """The largest offset that an operand is read or written at."""
     return max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
-                for o in problem.inputs), default=0)
+                for o in (*problem.inputs, *full_outputs(problem))), default=0)
 
 
 def _fields(problem: Problem, geometry: Geometry, reduces: bool
@@ -186,8 +240,7 @@ def _fields(problem: Problem, geometry: Geometry, reduces: bool
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields: list[tuple[Field, tuple[str | int, ...]]] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
-    fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
-               for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
+    fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in full_outputs(problem)]
     if reduces:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
     fields += random_fields(problem)
@@ -223,7 +276,9 @@ def _load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | 
 
 def is_fixed(operand: Operand, rows: Reduction) -> bool:
     """The same for all that one thread of a reduction sees."""
-    return not any(operand.strides[1:] if rows.keeps_columns and rows.n_groups == 1 else operand.strides)
+    owns_columns = rows.keeps_columns and rows.n_groups == 1
+    return not any(stride for stride, kept in zip(operand.strides, rows.pattern, strict=True)
+                   if not (owns_columns and kept))
 
 
 def _lanes(mode: str) -> str:
@@ -249,6 +304,21 @@ def _reads(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
     return ["    " + line for line in body]
 
 
+def _writes(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
+    """Statements that store what `finish` has computed, one output after the other."""
+    body = geometry.coordinates("i") if "vector" in modes.values() else []
+    body += [f"store_pack(p.{o.name} + {'i' if mode == 'flat' else f'({geometry.offset(o)})'}, {o.name});"
+             for o, mode in modes.items() if mode != "gather"]
+    scattered = [o for o, mode in modes.items() if mode == "gather"]
+    if scattered:
+        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                 *("    " + line for line in geometry.coordinates("(i + v)"))]
+        body += [f"    {{ const acc_t one[1] = {{{o.name}[v]}}; "
+                 f"store_pack(p.{o.name} + ({geometry.offset(o)}), one); }}" for o in scattered]
+        body.append("}")
+    return body
+
+
 def draws_text(problem: Problem) -> list[str]:
     """Random bits: a member of `Draws` per stream; stream k takes the k-th counter from the offset."""
     state, single, both = [], [], []
@@ -266,7 +336,7 @@ def draws_text(problem: Problem) -> list[str]:
             "Draws<W>& a, Draws<W>& b) {", *state, *both, "}"]
 
 
-def _finish_text(problem: Problem) -> list[str]:
+def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
     values = accumulators.groups(problem) if any(problem.reduced) else []
     roots = [g.operand for g in values] if problem.across else problem.roots
     lines, results = emit(roots, "const auto {} = {};")
@@ -283,13 +353,31 @@ def _finish_text(problem: Problem) -> list[str]:
         result for result, reduced in zip(results, problem.reduced, strict=True) if reduced]
     body += [accumulators.take(g, result) for g, result in zip(values, summed, strict=True)]
     body += [f"{name}[v] = {result};" for name, result in full.items()]
-    running = ", acc_t (&values)[VALUES][W], unsigned nth" if values else ""
+    running = ", acc_t (&values)[VALUES][W], const Order& order" if values else ""
     return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
             "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
             f"const Tile<W>& tile, const Draws<W>& draws{running}) {{",
             *("    " + line for line in head), "#pragma unroll", "    for (int v = 0; v < W; ++v) {",
             *("        " + line for line in body), "    }",
-            *(f"    store_pack(p.{name} + i, {name});" for name in full), "}"]
+            *("    " + line for line in writes), "}"]
+
+
+def _walk_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int) -> list[str]:
+    geometry.divisor("vectors", rows.columns // width)
+    geometry.index("columns", rows.columns)
+    geometry.index("rows", rows.n_rows)
+    geometry.index("each", walk_rows(problem, rows, width))
+    at_once = walk_unroll(problem, width)
+    blocks = 65536 // (BLOCK * registers(problem, rows, width, at_once)) if problem.acc == "float32" else 3
+    return [f"constexpr int BLOCK = {BLOCK}, UNROLL = {at_once}, VEC = {width}, MIN_BLOCKS = {blocks};"]
+
+
+def registers(problem: Problem, rows: Reduction, width: int, at_once: int, values: int = 0) -> int:
+    """Estimate of what a thread takes that owns `values` a column and reads `at_once` rows at a time."""
+    fixed = _words(problem._replace(inputs=tuple(o for o in problem.inputs if is_fixed(o, rows))), width)
+    kept = values * width * (2 if problem.acc == "float64" else 1)
+    moving = at_once * (_words(problem, width) - fixed)
+    return 40 + -(-(fixed + kept + moving + 2 * max(0, len(problem.inputs) - 4)) // 8) * 8
 
 
 def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
@@ -300,7 +388,11 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     # packs at a time; both would spill. Two packs of doubles spill as well.
     wide = width > 4
     unroll = 1 if double or wide else REDUCE_UNROLL
-    min_blocks = 1 if double else 4 if wide and not problem.across else 2
+    apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
+    min_blocks = 1 if double else 4 - apart if wide and not problem.across else 2
+    if problem.across and not double:  # nothing is written: what is on its way to a thread decides
+        n = accumulators.n_values(values)
+        unroll = next((u for u in (4, 2) if registers(problem, rows, width, u, n) <= ACROSS_REGISTERS), 1)
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
@@ -309,7 +401,7 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
     geometry.index("groups", rows.n_groups)
-    geometry.index("chunks", n_chunks(rows, width, lanes))
+    geometry.index("chunks", n_chunks(rows, width, lanes, problem.across))
     return constants, [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
 
 
@@ -321,18 +413,19 @@ def n_lanes(rows: Reduction, width: int) -> int:
     return min(32, 1 << (vectors - 1).bit_length())
 
 
-def reduction_grid(rows: Reduction, width: int) -> tuple[int, int]:
+def reduction_grid(rows: Reduction, width: int, across: bool) -> tuple[int, int]:
     """Blocks in all, and blocks that share a sum."""
     lanes = n_lanes(rows, width)
-    chunks = n_chunks(rows, width, lanes)
+    chunks = n_chunks(rows, width, lanes, across)
     if rows.keeps_columns:
         return -(-rows.columns // (lanes * width)) * chunks * rows.n_groups, chunks
     return -(-rows.n_groups * lanes // REDUCE_BLOCK) * chunks, chunks
 
 
-def n_chunks(rows: Reduction, width: int, lanes: int, blocks: int = 132 * 16) -> int:
+def n_chunks(rows: Reduction, width: int, lanes: int, across: bool) -> int:
     """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with
     work for several iterations each. A constant of the shape, so that results are too."""
+    blocks = ACROSS_BLOCKS if across else REDUCE_BLOCKS
     vectors = max(1, rows.columns // width)
     if rows.keeps_columns:
         tiles, steps = -(-vectors // lanes) * rows.n_groups, rows.n_rows * lanes // REDUCE_BLOCK
@@ -363,11 +456,11 @@ def generate_sum(problem: Problem, out_dtype: str) -> Source:
     fields = [(pointer(f"{acc}_t", "partials"), ("partials",)),
               (pointer(f"{out_dtype}_t", "out", const=False), ("out",)),
               (Field("unsigned long long chunks", U64), ("chunks",)),
-              (Field("unsigned long long kept", U64), ("kept",))]
+              (Field("unsigned long long kept", U64), ("kept",)), (Field("int side", "i"), ("side",))]
     params = Params([field for field, _ in fields])
     text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
-        f"constexpr int BLOCK = {SUM_BLOCK}, COLUMNS = {SUM_COLUMNS};"])
+        f"constexpr int BLOCK = {accumulators.BLOCK};"])
     return Source("sum_partials", text, params, tuple(values for _, values in fields))
 
 
@@ -376,9 +469,6 @@ def generate_join(problem: Problem) -> Source:
     params, values, text = accumulators.joining(problem)
     constants = arithmetic(problem.acc, problem.significant_bits)
     return Source("join_partials", assemble("join_partials", constants, text), params, values)
-
-
-SUM_BLOCK, SUM_COLUMNS = 512, 16
 
 
 class Launch(NamedTuple):

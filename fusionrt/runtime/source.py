@@ -6,7 +6,6 @@ The text is what gets hashed, so nothing it depends on can change unseen: there 
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,11 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
             "int16": 2, "int32": 4, "int64": 8, "bool": 1}
 # Template -> headers beside the prelude.
 HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh",),
-           "join_partials": ("reductions.cuh",), "rotary": ("indices.cuh",), "embedding": ("indices.cuh",),
-           "tokens": ("indices.cuh",)}
+           "join_partials": ("reductions.cuh",), "rotary": ("indices.cuh", "rotary.cuh"),
+           "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
+           "tokens": ("indices.cuh",), "gemm_sm90": ("hopper.cuh", "sm90.cuh"),
+           "depthwise": ("depthwise.cuh",),
+           "depthwise_backward": ("depthwise.cuh",)}
 
 
 def directory() -> Path:
@@ -46,13 +48,14 @@ def arithmetic(acc: str, significant_bits: int) -> list[str]:
 
 
 class Field(NamedTuple):
-    """One member of a kernel's parameter struct; `format` is its `struct` code."""
+    """One member of a kernel's parameter struct; `format` is its `struct` code, of bytes for a tensor map."""
 
     declaration: str
     format: str
 
 
-POINTER, U32, U64 = "Q", "I", "Q"
+POINTER, U32, U64, TENSOR_MAP = "Q", "I", "Q", "128s"
+TENSOR_MAP_ALIGNMENT = 64
 
 
 def pointer(dtype: str, name: str, const: bool = True) -> Field:
@@ -62,15 +65,22 @@ def pointer(dtype: str, name: str, const: bool = True) -> Field:
 class Params:
     """A parameter struct, declared in C++ and packed in Python from one list of fields.
 
-    8-byte members stand before 4-byte ones, so neither language inserts padding between them.
+    Tensor maps stand before 8-byte members and those before 4-byte ones, so neither language inserts padding
+    between them. What C++ appends, the driver reads as well.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        assert all(struct.calcsize("=" + a.format[0]) >= struct.calcsize("=" + b.format[0])
-                   for a, b in itertools.pairwise(fields)), "fields must not grow in size"
+        alignments = [_alignment(f.format) for f in fields]
+        assert alignments == sorted(alignments, reverse=True), "fields must not grow in size"
         self.declaration = "struct Params {\n" + "".join(
             f"    {f.declaration};\n" for f in fields) + "};"
-        self.packer = struct.Struct("=" + "".join(f.format for f in fields))
+        format = "=" + "".join(f.format for f in fields)
+        self.packer = struct.Struct(f"{format}{-struct.calcsize(format) % max(alignments, default=1)}x")
+
+
+def _alignment(format: str) -> int:
+    code = format.lstrip("0123456789")[0]
+    return TENSOR_MAP_ALIGNMENT if code == "s" else struct.calcsize("=" + code)
 
 
 def magic(divisor: int) -> tuple[int, int, int]:

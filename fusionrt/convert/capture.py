@@ -1,0 +1,123 @@
+"""The backend of torch.compile: a captured graph in, a function with fewer kernels out.
+
+Dynamo hands over the torch functions that a model called, with parameters and buffers as inputs. Passes
+rewrite that graph into fusionrt's ops, which are differentiable by themselves: what is left is ordinary
+Python, run as it is, in training as well. Inference replays CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusionrt.convert.aliases import guarded
+from fusionrt.convert.effects import Facts
+from fusionrt.convert.graph import Edits, value
+from fusionrt.convert.passes import PASSES
+from fusionrt.convert.replay import replayed
+from fusionrt.op import PLAIN
+
+Run = Callable[..., Any]
+
+
+class Found(NamedTuple):
+    """What was done to one graph. `counts` by statistic ("norm", "pointwise_cluster", ...); `replacements`
+    are keys for `Options.excluded`; `graph_before` and `graph_after`: how many calls the graph makes."""
+
+    counts: dict[str, int]
+    replacements: list[str]
+    graph_before: int
+    graph_after: int
+
+
+class Options(NamedTuple):
+    """`passes`: names, in the order in which they run. `excluded`: keys of replacements to leave out, as
+    Found gives them. `on_graph` hears of every graph that was rewritten. `fresh_outputs`: without it what a
+    replayed CUDA graph returns is overwritten by its next replay. `graphs_kept`: CUDA graphs alive of one
+    captured graph, one for each kind of inputs."""
+
+    passes: tuple[str, ...] = tuple(PASSES)
+    excluded: frozenset[str] = frozenset()
+    cuda_graphs: bool = True
+    on_graph: Callable[[Found], None] | None = None
+    fresh_outputs: bool = True
+    graphs_kept: int = 8
+
+
+DEFAULT = Options()
+_MODES = {
+    None: True,
+    "default": True,
+    "reduce-overhead": True,
+    "max-autotune": True,
+    "max-autotune-no-cudagraphs": False,
+}
+
+
+def rewrite(gm: GraphModule, options: Options = DEFAULT) -> Found:
+    """Run the passes on a graph that Dynamo captured, in place. Of the graph only what depends on sizes alone
+    is computed, and only small tensors."""
+    edits = Edits(gm, options.excluded)
+    before = edits.calls
+    for name in options.passes:
+        if name not in PASSES:
+            raise ValueError(f"rewrite: no pass is called {name!r}; known are {', '.join(PASSES)}")
+        edits.run(name, PASSES[name])
+    gm.recompile()
+    return Found(dict(edits.counts), edits.replacements, before, edits.calls)
+
+
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options | Mapping[str, Any] = DEFAULT,
+    mode: str | None = None,
+) -> Run:
+    """What Dynamo calls with each graph: `torch.compile(model, backend="fusionrt")`.
+
+    `options`: Options, or a dict of some of its fields, as torch.compile(options=...) passes it. `mode`: one
+    of torch's; "max-autotune-no-cudagraphs" is cuda_graphs=False. Raises ValueError or TypeError for others.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"fusionrt: mode must be one of {', '.join(m for m in _MODES if m)}, got {mode!r}")
+    chosen = options if isinstance(options, Options) else Options(**options)
+    chosen = chosen._replace(cuda_graphs=chosen.cuda_graphs and _MODES[mode])
+    if not _is_plain(gm, example_inputs):
+        return gm.forward
+    mutated = _mutated_inputs(gm)
+    original = _copy(gm) if mutated else None
+    found = rewrite(gm, chosen)
+    if chosen.on_graph is not None:
+        chosen.on_graph(found)
+    run: Run = gm.forward
+    if chosen.cuda_graphs:
+        run = replayed(gm, run, mutated, chosen.fresh_outputs, chosen.graphs_kept)
+    return run if original is None else guarded(run, original.forward, mutated)
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether all inputs are ordinary tensors and numbers. Other tensors keep torch's own calls: what they
+    make of ours nobody knows."""
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return len(inputs) == len(example_inputs) and all(
+        not isinstance(given, torch.Tensor)
+        or (type(given) in PLAIN and given.layout == torch.strided and isinstance(value(n), torch.Tensor))
+        for n, given in zip(inputs, example_inputs, strict=True)
+    )
+
+
+def _mutated_inputs(gm: GraphModule) -> list[int]:
+    """Places of the inputs that the graph writes to, or may."""
+    facts = Facts(gm.graph)
+    inputs: list[Node] = [n for n in facts.nodes if n.op == "placeholder"]
+    return [k for k, n in enumerate(inputs) if facts.is_written(n)]

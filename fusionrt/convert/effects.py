@@ -1,0 +1,323 @@
+"""What a call in a captured graph does besides computing its result: writes, order, aliases.
+
+A pass moves and merges calls by these facts, so what is not known to be harmless is a barrier: nothing
+moves across it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+# Modules whose functions have no effect but those that their names and arguments show.
+_KNOWN = frozenset(
+    {
+        "torch",
+        "torch.nn.functional",
+        "torch.functional",
+        "torch._C._nn",
+        "torch._C._special",
+        "torch._C._linalg",
+        "torch._C._fft",
+        "_operator",
+        "math",
+        "builtins",
+        "fusionrt.library",
+    }
+)
+_BARRIERS = ("set_", "manual_seed", "seed", "use_deterministic", "_")
+_HARMLESS = ("_log_api_usage_once",)
+_BARRIER_METHODS = frozenset(
+    {
+        "backward",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "reinforce",
+        "resize",
+        "resize_as",
+        "module_load",
+        "record_stream",
+        "numpy",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "share_memory_",
+        "requires_grad_",
+        "detach_",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "rename_",
+        "__setstate__",
+        "swap_",
+        "is_set_to",
+    }
+)
+# May return their operand itself, whatever fake tensors make of them.
+_MAY_ALIAS = frozenset(
+    {
+        "dropout",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "contiguous",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "ravel",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "squeeze",
+        "expand_as",
+        "resolve_conj",
+        "resolve_neg",
+        "pin_memory",
+        "getattr",
+    }
+)
+IN_PLACE = {
+    getattr(operator, f"i{name}"): getattr(operator, plain)
+    for name, plain in {
+        "add": "add",
+        "sub": "sub",
+        "mul": "mul",
+        "truediv": "truediv",
+        "floordiv": "floordiv",
+        "mod": "mod",
+        "pow": "pow",
+        "and": "and_",
+        "or": "or_",
+        "xor": "xor",
+        "lshift": "lshift",
+        "rshift": "rshift",
+        "matmul": "matmul",
+    }.items()
+    if hasattr(operator, f"i{name}")
+}
+
+
+class Effect(NamedTuple):
+    writes: tuple[Node, ...] = ()
+    barrier: bool = False
+
+
+NONE, BARRIER = Effect(), Effect(barrier=True)
+
+
+def value(node: Any) -> Any:
+    """What Dynamo found that a node gives, with fake tensors."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def effect(node: Node) -> Effect:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return NONE
+    if "fusionrt_effect" in node.meta:  # a call of ours
+        known: Effect = node.meta["fusionrt_effect"]
+        return known
+    if node.op == "call_method":
+        return _of_method(node)
+    if node.op == "call_function":
+        return _of_function(node)
+    return BARRIER
+
+
+def _of_method(node: Node) -> Effect:
+    name = str(node.target)
+    if name in _BARRIER_METHODS:
+        return BARRIER
+    if name.startswith("__"):
+        in_place = name[2:-2]
+        return (
+            _writes(node, node.args[:1])
+            if in_place == "setitem"
+            or (in_place.startswith("i") and f"__{in_place[1:]}__" in vars(torch._C.TensorBase))
+            else NONE
+        )
+    return _writes(node, node.args[:1]) if name.endswith("_") else _by_arguments(node)
+
+
+def _of_function(node: Node) -> Effect:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+        if not schema.is_mutable:
+            return NONE
+        named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        return _writes(
+            node,
+            [
+                named.get(a.name)
+                for a in schema.arguments
+                if a.alias_info is not None and a.alias_info.is_write
+            ],
+        )
+    if target in IN_PLACE or target is operator.setitem:
+        return _writes(node, node.args[:1])
+    name, module = getattr(target, "__name__", "_"), getattr(target, "__module__", None)
+    if name in _HARMLESS:
+        return NONE
+    if (
+        module not in _KNOWN
+        or name.startswith(_BARRIERS)
+        or name in ("setattr", "delattr", "print", "delitem")
+    ):
+        return BARRIER
+    in_place = name.endswith("_") and module != "_operator"  # which has `and_`
+    return _writes(node, node.args[:1]) if in_place else _by_arguments(node)
+
+
+def _by_arguments(node: Node) -> Effect:
+    """Of a function whose arguments say what it writes to."""
+    if "out" in node.kwargs:
+        return _writes(node, [node.kwargs["out"]])
+    if node.kwargs.get("inplace") is True or _inplace_by_position(node):
+        return _writes(node, node.args[:1] or [node.kwargs.get("input")])
+    given = _statistics(node)
+    return _writes(node, given) if given else NONE
+
+
+# The place of `inplace` among the arguments.
+INPLACE_AT = {
+    getattr(F, name): at
+    for name, at in {
+        "relu": 1,
+        "relu6": 1,
+        "silu": 1,
+        "mish": 1,
+        "hardswish": 1,
+        "hardsigmoid": 1,
+        "selu": 1,
+        "elu": 2,
+        "celu": 2,
+        "leaky_relu": 2,
+        "dropout": 3,
+        "dropout1d": 3,
+        "dropout2d": 3,
+        "dropout3d": 3,
+        "alpha_dropout": 3,
+        "feature_alpha_dropout": 3,
+        "hardtanh": 3,
+        "rrelu": 4,
+        "threshold": 3,
+    }.items()
+}
+
+
+def _inplace_by_position(node: Node) -> bool:
+    at = INPLACE_AT.get(node.target) if node.op == "call_function" else None
+    return at is not None and len(node.args) > at and bool(node.args[at])
+
+
+# Functions that move statistics: the argument that says so, its place, the written ones and their places.
+_UPDATES: dict[Any, tuple[str, int, dict[str, int]]] = {
+    F.batch_norm: ("training", 5, {"running_mean": 1, "running_var": 2}),
+    torch.batch_norm: ("training", 5, {"running_mean": 3, "running_var": 4}),
+    F.instance_norm: ("use_input_stats", 5, {"running_mean": 1, "running_var": 2}),
+    torch.instance_norm: ("use_input_stats", 5, {"running_mean": 3, "running_var": 4}),
+    F.embedding: ("max_norm", 3, {"weight": 1}),
+    F.embedding_bag: ("max_norm", 3, {"weight": 1}),
+}
+
+
+def _statistics(node: Node) -> list[Any]:
+    if node.op != "call_function" or node.target not in _UPDATES:
+        return []
+    flag, at, written = _UPDATES[node.target]
+    default = node.target is F.instance_norm
+    given = node.args[at] if len(node.args) > at else node.kwargs.get(flag, default)
+    if given is None or given is False:
+        return []
+    return [node.args[k] if len(node.args) > k else node.kwargs.get(name) for name, k in written.items()]
+
+
+def _writes(node: Node, targets: Any) -> Effect:
+    found: list[Node] = []
+    torch.fx.node.map_arg(tuple(targets), found.append)
+    return Effect(tuple(n for n in found if n is not None))
+
+
+class Facts:
+    """Of one graph, for one pass: the order of its nodes, the regions that barriers divide it into, which
+    values share memory, and which memory is written to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.position = {n: k for k, n in enumerate(self.nodes)}
+        self.effects = {n: effect(n) for n in self.nodes}
+        self.region = dict(
+            zip(
+                self.nodes,
+                itertools.accumulate((self.effects[n].barrier for n in self.nodes), initial=0),
+                strict=False,
+            )
+        )
+        lies_in = {n: [(t.untyped_storage()._cdata, t.dtype) for t in tensors(value(n))] for n in self.nodes}
+        same = _Partition()
+        for n in self.nodes:
+            if getattr(n.target, "__name__", n.target) in _MAY_ALIAS:
+                for operand in n.all_input_nodes:
+                    for (a, dtype), (b, its) in itertools.product(lies_in[n], lies_in[operand]):
+                        if dtype == its:
+                            same.join(a, b)
+        self.classes = {n: frozenset(same.find(memory) for memory, _ in keys) for n, keys in lies_in.items()}
+        self.written = frozenset(
+            c for n in self.nodes for t in self.effects[n].writes for c in self.classes[t]
+        )
+
+    def is_written(self, node: Node) -> bool:
+        """Whether some call writes to the memory of this value, before or after."""
+        return not self.written.isdisjoint(self.classes[node])
+
+    @functools.cached_property
+    def members(self) -> dict[int, list[Node]]:
+        """The nodes whose values lie in each piece of memory."""
+        found: dict[int, list[Node]] = defaultdict(list)
+        for n in self.nodes:
+            for c in self.classes[n]:
+                found[c].append(n)
+        return found
+
+
+class _Partition:
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def find(self, key: int) -> int:
+        while key in self._parents:
+            key = self._parents[key]
+        return key
+
+    def join(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parents[a] = b
+
+
+def tensors(given: Any) -> Iterator[torch.Tensor]:
+    """Those with memory of their own kind, in a value or a sequence of values."""
+    if isinstance(given, torch.Tensor):
+        if given.layout == torch.strided:
+            yield given
+    elif isinstance(given, tuple | list):
+        for item in given:
+            yield from tensors(item)

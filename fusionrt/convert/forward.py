@@ -1,0 +1,120 @@
+"""`forward` of a converted module: its class's own, compiled by Dynamo with our backend."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from fusionrt.convert import capture
+from fusionrt.convert.sharing import SeparateMoves
+
+Call = Callable[..., Any]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
+_numbers = itertools.count()
+
+
+def attach(module: Module, options: capture.Options) -> Forward:
+    """Make a clone a converted module: what differs from its class stands in its own `__dict__`."""
+    own = detach(module)
+    forward = Forward(module, options, own)
+    vars(module).update(forward=forward, _apply=SeparateMoves(module))
+    return forward
+
+
+def detach(module: Module) -> Call | None:
+    """The reverse; what `forward` the module had besides its class's, if it had one."""
+    if isinstance(vars(module).get("_apply"), SeparateMoves):
+        del vars(module)["_apply"]
+    own: Call | None = vars(module).pop("forward", None)
+    if isinstance(own, Forward):
+        own = own.own
+    if own is not None:
+        vars(module)["forward"] = own
+    return own
+
+
+class Forward:
+    """Compiled when it is first called, and again when hooks came or went, which Dynamo does not watch.
+
+    `own`: what `forward` the module itself had, where that was not its class's. `first`: is told the
+    arguments of the first call before it runs. `graphs`: what was found in each graph that the first run of
+    what was compiled needed.
+    """
+
+    def __init__(self, module: Module, options: capture.Options, own: Call | None = None,
+                 record: Any = None) -> None:
+        self.module, self.options, self.own, self.record = module, options, own, record
+        self._start()
+
+    def _start(self) -> None:
+        self.first: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
+        self.graphs: list[capture.Found] = []
+        self._run: Call | None = None
+        self._hooked: list[tuple[int, tuple[int, ...]]] = []
+        self._last_hook = 0
+        functools.update_wrapper(self, self.own or type(self.module).forward, updated=())
+        self.__wrapped__ = self.inner  # bound: signatures are asked for
+
+    @property
+    def inner(self) -> Call:
+        """The uncompiled forward."""
+        return self.own or types.MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # by someone else
+            return self.__wrapped__(*args, **kwargs)
+        if self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked:
+            return self._run(*args, **kwargs)
+        return self._unsettled(args, kwargs)
+
+    def use(self, options: capture.Options) -> None:
+        """Convert otherwise, from the next call on."""
+        self.options, self._run = options, None
+
+    def _unsettled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call that may have to be compiled."""
+        first, self.first = self.first, None
+        if first is not None:
+            first(args, kwargs)
+        self._last_hook, hooked = RemovableHandle.next_id, self._hooks()
+        if self._run is not None and hooked == self._hooked:
+            return self._run(*args, **kwargs)
+        self._hooked, heard = hooked, list[capture.Found]()
+        options = self.options._replace(on_graph=heard.append)
+        self._run = torch.compile(_entry(self.inner),
+                                  backend=functools.partial(capture.backend, options=options))
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self.graphs = list(heard)
+
+    def _hooks(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Of the whole tree and of all modules: where they are, and which."""
+        places = [*_GLOBAL_HOOKS, *(vars(m)[name] for m in self.module.modules() for name in HOOKS)]
+        return [(id(place), tuple(place)) for place in places if place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("module", "options", "own", "record")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+
+def _entry(inner: Call) -> Call:
+    """A frame of its own for Dynamo, which counts recompilations, and remembers which sizes varied, by the
+    code of a function: converted models of one class would take each other's room."""
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    return types.FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)

@@ -1,0 +1,232 @@
+"""From a cluster of calls to a call of one operator of the expression layer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusionrt import dispatch
+from fusionrt.convert.cluster import Cluster
+from fusionrt.convert.effects import value
+from fusionrt.convert.graph import Edits, is_tensor, same
+from fusionrt.convert.members import FLOATS, evaluate, softmax
+from fusionrt.expr import Expr, argument, cast
+from fusionrt.fusion import trace
+from fusionrt.op import Operator
+from fusionrt.row_fusion import row_operator
+
+Run = Callable[..., Any]
+_made: dict[tuple[Any, ...], Run] = {}
+
+
+def fuse_cluster(edits: Edits, cluster: Cluster, statistic: str) -> bool:
+    """Replace its calls by one; False where that cannot be: they are then left as they are."""
+    results, operands = cluster.results, _arranged(cluster)
+    if not results or not operands:
+        return False
+    try:
+        run, n_outputs = _operator(cluster, operands, results)
+    except TypeError:  # an output that has no cast
+        return False
+    last = cluster.nodes[-1]
+    edits.note(last, statistic)
+    args = _detached(edits, cluster, operands)
+    if n_outputs == 1:
+        results[0].replace_all_uses_with(edits.call(run, args, {}, results[0]))
+    else:
+        made = edits.call(run, args, {}, last, given=tuple(value(n) for n in results))
+        recorded = any(value(n).requires_grad for n in results)
+        for k, n in enumerate(results):
+            part = edits.call(operator.getitem, (made, k), {}, last, given=value(n))
+            if recorded and not value(n).requires_grad and value(n).is_floating_point():
+                part = edits.call(torch.detach, (part,), {}, last, given=value(n))
+            n.replace_all_uses_with(part)
+    edits.erase(cluster.nodes)
+    return True
+
+
+def _detached(edits: Edits, cluster: Cluster, operands: Sequence[Node]) -> list[Node]:
+    """The operands; those from which no gradient comes (of which only a mask is made) without one, as they
+    would get zeros in the place of none."""
+    differentiable: set[Node] = set()
+    for n in reversed(cluster.nodes):
+        if value(n).requires_grad and (n in cluster.results or not differentiable.isdisjoint(n.users)):
+            differentiable.add(n)
+    return [
+        edits.call(torch.detach, (a,), {}, cluster.nodes[-1], given=value(a).detach())
+        if is_tensor(a) and value(a).requires_grad and differentiable.isdisjoint(a.users) and differentiable
+        else a
+        for a in operands
+    ]
+
+
+# -- the operator ------------------------------------------------------------------------------------
+
+
+def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) -> tuple[Run, int]:
+    """The function of the operands, and how many outputs it has: the results, and for a recorded row what
+    its gradient reads, which spares the backward pass reductions."""
+    tensors = [value(n) for n in operands if isinstance(value(n), torch.Tensor)]
+    row = cluster.row
+    like = next(
+        (
+            k
+            for k, n in enumerate(operands)
+            if isinstance(value(n), torch.Tensor)
+            and value(n).dtype in FLOATS
+            and same(value(n).shape, cluster.shape)
+        ),
+        None,
+    )
+    if row is not None and like is None:
+        raise TypeError("a row needs an operand of its shape")
+    natural = value(operands[like]).dtype if row is not None and like is not None else promoted(tensors)
+    with_terms = (
+        row is not None
+        and any(value(n).requires_grad for n in results)
+        and not (row.rule is softmax and results == [row.node])
+    )
+
+    def compute(**args: Expr) -> tuple[Any, ...]:
+        known, terms = computed(cluster, dict(zip(operands, args.values(), strict=True)))
+        return (
+            *(_finished(known[n], value(n).dtype, natural) for n in results),
+            *(terms if with_terms else ()),
+        )
+
+    names = [f"x{k}" for k in range(len(operands))]
+    params = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=(Any if isinstance(value(n), torch.Tensor) else float),
+        )
+        for name, n in zip(names, operands, strict=True)
+    ]
+    signature = inspect.Signature(params)
+    name = "_".join(dict.fromkeys(m.name for m in cluster.members))[:60].rstrip("_")
+    if row is None:
+        return _pointwise(name, compute, signature), len(results)
+    compute.__signature__ = signature
+    made = row_operator(
+        compute,
+        names,
+        name=name,
+        row_dims=row.row_dims,
+        like=names[like or 0],
+        uniform=[p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)],
+    )
+    made.__module__ = __name__  # that fx can name it
+    return made, len(made.operator.outputs)
+
+
+def computed(cluster: Cluster, known: dict[Node, Any]) -> tuple[dict[Node, Any], Sequence[Expr]]:
+    """The values of all members, added to those of the operands; and what the gradient of a row reads."""
+    terms: Sequence[Expr] = ()
+    for m in cluster.members:
+        known[m.node] = evaluate(m, known)
+        if m.row_dims:
+            known[m.node], terms = known[m.node]
+    return known, terms
+
+
+def traced(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) -> tuple[Expr, ...]:
+    """The results of a pointwise cluster as expressions of `a0`, `a1`, ..., the operands."""
+    arguments = [argument(f"a{k}") for k in range(len(operands))]
+    signature = inspect.Signature(
+        [inspect.Parameter(f"x{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in range(len(operands))]
+    )
+
+    def compute(*args: Expr) -> tuple[Any, ...]:
+        known, _ = computed(cluster, dict(zip(operands, args, strict=True)))
+        return tuple(known[n] for n in results)
+
+    return trace(compute, "cluster", arguments, signature)
+
+
+def _pointwise(name: str, compute: Run, signature: inspect.Signature) -> Run:
+    """Equal expressions share one function."""
+    names = list(signature.parameters)
+    arguments = [argument(f"a{k}") for k in range(len(names))]
+    outputs = trace(lambda *args: compute(**dict(zip(names, args, strict=True))), name, arguments, signature)
+    key = (outputs, *(p.annotation for p in signature.parameters.values()))
+    if key not in _made:
+        made: Any = Operator(name, names, outputs)
+        entry: Any = dispatch.entry(made, signature, made)
+        entry.__module__, entry.operator = __name__, made
+        _made[key] = entry
+    return _made[key]
+
+
+def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """What a pointwise operator of these gives: tensors with dimensions outrank those without."""
+    return Operator("promoted", [f"x{k}" for k in range(len(tensors))], []).compute_dtype(tensors)
+
+
+def _finished(found: Expr, dtype: torch.dtype, natural: torch.dtype) -> Expr:
+    own = found.op.removeprefix("cast_") if found.op.startswith("cast_") else "bool" if found.is_truth else ""
+    return found if (getattr(torch, own) if own else natural) == dtype else cast(found, dtype)
+
+
+def _one_a_row(n: Node, cluster: Cluster) -> bool:
+    t, dims = value(n), cluster.row.row_dims if cluster.row else 0
+    return (
+        isinstance(t, torch.Tensor)
+        and t.dim() == len(cluster.shape)
+        and all(isinstance(size, int) and size == 1 for size in t.shape[t.dim() - dims :])
+    )
+
+
+# -- layout ------------------------------------------------------------------------------------------
+
+
+def _arranged(cluster: Cluster) -> list[Node]:
+    """The operands, first one whose memory order gives the results the strides that torch's would have, on
+    which views of them rely; none at all if there is no such operand."""
+    operands, results = cluster.operands(), cluster.results
+    full = [
+        n
+        for n in operands
+        if isinstance(value(n), torch.Tensor)
+        and same(value(n).shape, cluster.shape)
+        and all(
+            stride != 0 or size == 1 for size, stride in zip(value(n).shape, value(n).stride(), strict=True)
+        )
+    ]
+    if not full:
+        contiguous = _dense(cluster.shape, range(len(cluster.shape) - 1, -1, -1))
+        return operands if all(_lies(r, contiguous) for r in results) else []
+    for n in full:
+        t = value(n)
+        strides = _dense(t.shape, sorted(range(t.dim()), key=lambda d: (_hint(t.stride(d)), -d)))
+        if all(_lies(r, strides) for r in results):
+            return [n, *(o for o in operands if o is not n)]
+    return []
+
+
+def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """Strides without gaps; `order` from the innermost dimension."""
+    strides = [1] * len(shape)
+    step: Any = 1
+    for d in order:
+        strides[d] = step
+        step = step * shape[d]
+    return strides
+
+
+def _lies(result: Node, strides: Sequence[Any]) -> bool:
+    t = value(result)
+    return all(
+        (isinstance(size, int) and size == 1) or same(own, stride)
+        for size, own, stride in zip(t.shape, t.stride(), strides, strict=True)
+    )
+
+
+def _hint(stride: Any) -> float:
+    return stride if isinstance(stride, int) else stride.node.hint if stride.node.has_hint() else math.inf

@@ -1,0 +1,84 @@
+"""Recognising what a model has spelled out: products, sums, conversions, whoever wrote them in which
+order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusionrt.convert import pointwise as p
+from fusionrt.convert.effects import value
+
+
+def rule_of(n: Any) -> Any:
+    """The rule of a pointwise call, None for what is none."""
+    if not isinstance(n, Node) or n.op not in ("call_function", "call_method"):
+        return None
+    return p.METHODS.get(n.target) if n.op == "call_method" else p.FUNCTIONS.get(n.target)
+
+
+def named(n: Any, *names: str) -> bool:
+    """Whether it calls a function or a method of one of these names."""
+    if not isinstance(n, Node) or n.op not in ("call_function", "call_method"):
+        return False
+    return (n.target if n.op == "call_method" else getattr(n.target, "__name__", "")) in names
+
+
+def factors(n: Any) -> tuple[float, list[Node]]:
+    """A product as its constant factor and the others; x ** 3 has three."""
+    if isinstance(n, int | float):
+        return float(n), []
+    rule = rule_of(n)
+    if rule is p.mul and len(n.args) == 2:
+        (a, left), (b, right) = map(factors, n.args)
+        return a * b, left + right
+    if (
+        rule is p.div
+        and len(n.args) == 2
+        and isinstance(n.args[1], int | float)
+        and n.args[1]
+        and not n.kwargs
+    ):
+        a, left = factors(n.args[0])
+        return a / n.args[1], left
+    if rule is p.pow_ and len(n.args) == 2 and n.args[1] in (2, 3):
+        a, left = factors(n.args[0])
+        return a ** n.args[1], left * int(n.args[1])
+    if rule is p.square:
+        a, left = factors(n.args[0])
+        return a * a, left * 2
+    return 1.0, [n]
+
+
+def plus_constant(n: Any) -> tuple[Node, float] | None:
+    """x and c of x + c."""
+    if rule_of(n) is not p.add or len(n.args) != 2 or n.kwargs:
+        return None
+    a, b = n.args
+    if isinstance(b, int | float) and isinstance(a, Node):
+        return a, float(b)
+    return (b, float(a)) if isinstance(a, int | float) and isinstance(b, Node) else None
+
+
+def without_conversions(n: Any) -> Any:
+    """What was converted between floating dtypes."""
+    while (
+        rule_of(n) in p.CONVERSIONS
+        and isinstance(n.args[0], Node)
+        and value(n.args[0]).is_floating_point()
+        and value(n).is_floating_point()
+    ):
+        n = n.args[0]
+    return n
+
+
+def is_last_dim(given: Any, t: torch.Tensor) -> bool:
+    given = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
+    return given in (-1, t.dim() - 1)
+
+
+def only_users(nodes: Any, inside: Any) -> bool:
+    """Whether nobody else uses these."""
+    return all(u in inside for n in nodes for u in n.users)

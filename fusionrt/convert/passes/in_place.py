@@ -1,0 +1,97 @@
+"""Calls that work in place on a value that nobody else sees become calls that return a new one, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, value
+from fusionrt.convert.graph import KEY, Edits
+from fusionrt.convert.pointwise import FUNCTIONS, METHODS
+
+_WAS = "fusionrt_in_place"
+
+
+def in_place(edits: Edits) -> None:
+    """Only calls that can be part of a cluster: for others nothing would be gained."""
+    facts = edits.facts
+    for n in facts.nodes:
+        target = _functional(n, facts)
+        if target is None or not _is_private(n, facts) or not _keeps_dtype(n) or not edits.allows(n):
+            continue
+        operand: Any = n.args[0]
+        operand.replace_all_uses_with(
+            n, delete_user_cb=lambda user, n=n: facts.position[user] > facts.position[n]
+        )
+        n.meta[_WAS] = n.target, n.args[1:], n.kwargs
+        n.target = target
+        n.kwargs = {k: v for k, v in n.kwargs.items() if k != "inplace"}
+        at = INPLACE_AT.get(target)
+        n.args = n.args if at is None else n.args[:at]
+    edits.changed()
+
+
+def restored(edits: Edits) -> None:
+    """What became part of nothing works in place again, on what torch's own call computed for it alone."""
+    for n in edits.facts.nodes:
+        if _WAS not in n.meta:
+            continue
+        operand: Any = n.args[0]
+        alone = all(
+            m in (n, operand) or edits.facts.position[m] > edits.facts.position[n]
+            for c in edits.facts.classes[operand]
+            for m in edits.facts.members[c]
+        )
+        if alone and list(operand.users) == [n] and KEY not in operand.meta:
+            n.target, rest, n.kwargs = n.meta.pop(_WAS)
+            n.args = (
+                operand,
+                *(
+                    new if isinstance(new, Node) else old
+                    for new, old in zip((*n.args[1:], *(None for _ in rest)), rest, strict=False)
+                ),
+            )
+    edits.changed()
+
+
+def _functional(n: Node, facts: Facts) -> Any:
+    """The target that computes the same out of place."""
+    target: Any = n.target
+    if not n.args or facts.effects[n].writes != (n.args[0],):
+        return None
+    if n.op == "call_method":
+        return target[:-1] if target[:-1] in METHODS else None
+    if getattr(target, "__name__", "").endswith("_"):
+        target = getattr(torch, target.__name__[:-1], None)
+    target = IN_PLACE.get(target, target)
+    return target if target in FUNCTIONS else None
+
+
+def _is_private(n: Node, facts: Facts) -> bool:
+    """Whether the memory that is written to is one that a call of this graph allocated, of which after this
+    call there is no other view."""
+    operand = n.args[0]
+    for c in facts.classes[operand]:
+        for m in facts.members[c]:
+            if not m.op.startswith("call") or facts.effects[m].barrier:
+                return False
+            is_late = any(facts.position[u] > facts.position[n] for u in m.users)
+            if facts.position[m] < facts.position[n] and m is not operand and is_late:
+                return False
+    return len(facts.classes[operand]) == 1
+
+
+def _keeps_dtype(n: Node) -> bool:
+    """Whether the result would have its operand's dtype by itself."""
+    own = value(n.args[0])
+    others = [value(a) for a in n.all_input_nodes if a is not n.args[0]]
+    return own.is_floating_point() and all(
+        not isinstance(t, torch.Tensor)
+        or t.dtype == own.dtype
+        or not t.is_floating_point()
+        or (t.dim() == 0 and own.dim() > 0)
+        for t in others
+        if not (isinstance(t, torch.Tensor) and t.is_complex())
+    )

@@ -1,0 +1,30 @@
+"""Linear layers with the activation and the dropout that follow them."""
+
+from __future__ import annotations
+
+from torch.nn import functional as F
+
+from fusionrt.convert.cluster import Clustering
+from fusionrt.convert.graph import Edits, arguments, present
+from fusionrt.convert.passes.convolution import is_plain
+from fusionrt.convert.tail import tail_of
+from fusionrt.ops.linear import linear_activation
+
+STATISTICS = {"relu": "linear_relu", "gelu": "linear_gelu", "gelu_tanh": "linear_gelu"}
+
+
+def linear(edits: Edits) -> None:
+    """Only with an activation: a residual by itself goes into the norm behind it, or is one more kernel
+    either way."""
+    clusters = Clustering(edits.facts).of
+    for n in edits.nodes():
+        given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
+        tail = tail_of(n, clusters) if given is not None and is_plain(n) else None
+        if given is None or tail is None or tail.activation is None or not edits.allows(tail.result):
+            continue
+        statistic = STATISTICS.get(tail.activation, "linear_activation") if isinstance(
+            tail.activation, str) else "linear_activation"
+        edits.replace([n, *tail.nodes], tail.result, linear_activation,
+                      (given["input"], given["weight"], given["bias"]), statistic, activation=tail.activation,
+                      **present(dropout_p=tail.dropout_p or None, residual=tail.residual))
+    edits.sort()

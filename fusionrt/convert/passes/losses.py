@@ -1,0 +1,46 @@
+"""Cross-entropy by the kernels that keep no probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import functional as F
+
+from fusionrt.convert.effects import value
+from fusionrt.convert.graph import Edits, arguments
+from fusionrt.convert.members import FLOATS
+from fusionrt.ops.cross_entropy import cross_entropy
+
+DEVICES = ("cuda",)  # on a CPU torch's is as good
+
+
+def losses(edits: Edits) -> None:
+    """F.cross_entropy, whatever its target."""
+    for n in edits.nodes():
+        given: dict[str, Any] | None = (
+            arguments(
+                n,
+                input=None,
+                target=None,
+                weight=None,
+                size_average=None,
+                ignore_index=-100,
+                reduce=None,
+                reduction="mean",
+                label_smoothing=0.0,
+            )
+            if n.target is F.cross_entropy
+            else None
+        )
+        if given is None or given["size_average"] is not None or given["reduce"] is not None:
+            continue
+        logits = value(given["input"])
+        if logits.device.type in DEVICES and logits.dtype in FLOATS and edits.allows(n):
+            edits.replace(
+                [n],
+                n,
+                cross_entropy,
+                (given["input"], given["target"], given["weight"]),
+                "cross_entropy",
+                **{name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")},
+            )

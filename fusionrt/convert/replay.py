@@ -1,0 +1,296 @@
+"""CUDA graphs of inference: a call of known inputs is copied into them, and replayed.
+
+The first call of a kind runs as it is, the second is captured, later ones are replays. Inputs that lie
+where they lay are read there (parameters, so what is written to them is seen); others are copied into
+buffers of the graph. What follows from weights and is kept (a norm folded into a convolution) is captured
+anew when their versions tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusionrt.convert import derived
+from fusionrt.convert.effects import Facts, tensors, value
+from fusionrt.convert.graph import DERIVED
+from fusionrt.ops import folding
+
+Run = Callable[..., Any]
+_SETTINGS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")  # of the host alone
+# A capture that served fewer calls than FEW was in vain; after IN_VAIN of them in a row there are no more.
+FEW, IN_VAIN = 4, 4
+
+
+def replayed(gm: GraphModule, run: Run, written: Sequence[int], fresh: bool, kept: int) -> Run:
+    """`run`, by replays where that gives the same. `written`: inputs that the graph writes to."""
+    device = _device(gm)
+    if device is None or not _replays(gm):
+        return run
+    inputs: list[Node] = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    sources = {n for u in gm.graph.nodes for n in u.meta.get(DERIVED, ())}
+    is_dynamic = any(not isinstance(size, int) for n in inputs for size in getattr(value(n), "shape", [None]))
+    return Replays(
+        run, device, [k for k, n in enumerate(inputs) if n in sources], is_dynamic, fresh, kept, written
+    )
+
+
+def _device(gm: GraphModule) -> torch.device | None:
+    """The one GPU that everything is on, if it is so."""
+    devices = {t.device for n in gm.graph.nodes for t in tensors(value(n))}
+    device = devices.pop() if devices else None
+    return device if device is not None and device.type == "cuda" and not devices else None
+
+
+def _replays(gm: GraphModule) -> bool:
+    """Whether a replay does all that a call does: no gradients, nothing on the host, no results that are
+    views of inputs."""
+    facts = Facts(gm.graph)
+    given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
+    for n in facts.nodes:
+        if n.op.startswith("call") and (
+            any(t.requires_grad for t in tensors(value(n)))
+            or (facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS)
+        ):
+            return False
+        if n.op == "output" and any(not given.isdisjoint(facts.classes[a]) for a in n.all_input_nodes):
+            return False
+    return True
+
+
+class Captured(NamedTuple):
+    graph: Any  # torch.cuda.CUDAGraph
+    places: list[int]  # where each input is read; 0: it is copied, or no tensor
+    buffers: dict[int, torch.Tensor]
+    versions: list[int]  # of the inputs from which something kept follows
+    results: Callable[[], tuple[Any, ...]]
+    held: list[Any]  # what was kept and is read by the graph
+
+
+class Kind:
+    """One kind of inputs: where they lay in the last call, and what was captured."""
+
+    def __init__(self) -> None:
+        self.places: list[int] | None = None
+        self.moving: set[int] = set()
+        self.captured: Captured | None = None
+        self.served = self.in_vain = 0
+
+    def drop(self) -> None:
+        if self.captured is not None:
+            self.in_vain = self.in_vain + 1 if self.served < FEW else 0
+        self.captured, self.served = None, 0
+
+
+class Replays:
+    """What a graph becomes: a function of its inputs. `derived`: places of those from which something kept
+    follows; `written`: of those that are written to, which must stay where they are."""
+
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        derived: Sequence[int],
+        is_dynamic: bool,
+        fresh: bool,
+        kept: int,
+        written: Sequence[int] = (),
+    ) -> None:
+        self.run, self.device, self.derived, self.is_dynamic = run, device, derived, is_dynamic
+        self.fresh, self.kept, self.written = fresh, kept, written
+        self.kinds: OrderedDict[Any, Kind] = OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():  # into a graph of someone else's
+            return self.run(*args)
+        turn = _turn(self.device)
+        with turn.lock, _current(self.device):
+            kind = self._kind(args)
+            places = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+            captured = kind.captured
+            if captured is None or not self._serves(captured, args, places):
+                kind.drop()
+                last, kind.places = kind.places, places
+                if last is None or kind.in_vain >= IN_VAIN or captured is not None:
+                    return self.run(*args)
+                kind.moving |= {k for k, place in enumerate(places) if place != last[k]}
+                if kind.moving.isdisjoint(self.written):
+                    captured = kind.captured = self._capture(args, places, kind.moving, turn)
+                if captured is None:
+                    kind.in_vain = IN_VAIN
+                    return self.run(*args)
+            kind.served += 1
+            turn.after_others()
+            for k, buffer in captured.buffers.items():
+                buffer.copy_(args[k])
+            captured.graph.replay()
+            return captured.results()
+
+    def _kind(self, args: Sequence[Any]) -> Kind:
+        key: Any = torch.is_inference_mode_enabled()
+        if self.is_dynamic:
+            key = key, *((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = Kind()
+            if len(self.kinds) > self.kept:
+                self.kinds.popitem(last=False)
+        self.kinds.move_to_end(key)
+        return kind
+
+    def _serves(self, captured: Captured, args: Sequence[Any], places: list[int]) -> bool:
+        places = places.copy()
+        for k in captured.buffers:
+            places[k] = 0
+        return places == captured.places and self._versions(args) == captured.versions
+
+    def _versions(self, args: Sequence[Any]) -> list[int]:
+        """Tensors of the inference mode have none; from them nothing is kept."""
+        return [0 if args[k].is_inference() else args[k]._version for k in self.derived]
+
+    def _capture(
+        self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
+    ) -> Captured | None:
+        """None where that cannot be done, which only trying tells."""
+        buffers = {k: _buffer(args[k]) for k in moving if isinstance(args[k], torch.Tensor)}
+        given = [buffers.get(k, a) for k, a in enumerate(args)]
+        graph = torch.cuda.CUDAGraph()
+        turn.after_others()
+        try:
+            with turn.aside():
+                for k, buffer in buffers.items():
+                    buffer.copy_(args[k])
+                before = {k: args[k].detach().clone() for k in self.written}
+                self.run(*given)  # libraries set themselves up for the stream; what is kept is made
+                for k, content in before.items():
+                    args[k].detach().copy_(content)
+                held = [
+                    kept.get(a)
+                    for kept in (folding._folded, derived.kept)
+                    for a in args
+                    if isinstance(a, torch.Tensor)
+                ]
+                results = _into(graph, turn.pool if self.fresh else None, lambda: self.run(*given))
+        except RuntimeError:  # a call that no graph can hold, or no memory for one
+            torch.cuda.synchronize()
+            turn.open_pool()
+            return None
+        read = [0 if k in buffers else place for k, place in enumerate(places)]
+        return Captured(
+            graph,
+            read,
+            buffers,
+            self._versions(args),
+            _copies(results) if self.fresh else lambda: tuple(results),
+            held,
+        )
+
+
+# -- taking turns --------------------------------------------------------------------------------------
+
+
+class Turn:
+    """Of a device: its replays share memory, and so run one after the other, whatever their streams."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.stream = torch.cuda.Stream()
+        self._last: Any = None
+        self._raw = -1
+        self.open_pool()
+
+    def open_pool(self) -> None:
+        """Memory for graphs, kept by an empty one. After a capture that failed as well: torch leaves that one
+        half open, and refuses random numbers until another has ended well."""
+        self.pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with self.aside():
+            _into(self._keeper, self.pool, lambda: torch.zeros(1, device="cuda"))
+
+    def after_others(self) -> None:
+        """What the current stream does next waits for what was done in another one."""
+        raw = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        if raw != self._raw:
+            now = torch.cuda.current_stream()
+            if self._last is not None:
+                now.wait_stream(self._last)
+            self._last, self._raw = now, raw
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream of captures."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+@functools.cache
+def _turn(device: torch.device) -> Turn:
+    with torch.cuda.device(device):
+        return Turn()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return (
+        contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    )
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+def _buffer(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _into(graph: Any, pool: Any, run: Callable[[], Any]) -> Sequence[Any]:
+    """What `run` gives, captured. The collector waits: it might free another graph, which no capture
+    survives."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        try:
+            found: Sequence[Any] = run()
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return found
+
+
+def _copies(results: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
+    """A function that copies the results; what shares memory among them does so in the copies."""
+    distinct = {id(r): r for r in results if isinstance(r, torch.Tensor)}
+    sharing = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
+    alone = {
+        i
+        for i, t in distinct.items()
+        if sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()
+    }
+
+    def copies() -> tuple[Any, ...]:
+        made: dict[int, Any] = {i: distinct[i].clone() for i in alone}
+        memory: dict[int, Any] = {}
+        for i, t in distinct.items():
+            if i not in made:
+                whole = t.untyped_storage()
+                copied = memory.get(whole.data_ptr())
+                if copied is None:
+                    copied = memory[whole.data_ptr()] = whole.clone()
+                made[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(
+                    copied, t.storage_offset(), t.shape, t.stride()
+                )
+        return tuple(made[id(r)] if isinstance(r, torch.Tensor) else r for r in results)
+
+    return copies

@@ -1,0 +1,94 @@
+"""Values of a graph again, after some of them have come to lie in memory otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fusionrt.convert.effects import tensors, value
+from fusionrt.convert.graph import VALUE, Edits, same
+
+
+def revalue(edits: Edits, changed: Iterable[Node]) -> bool:
+    """Compute with fake tensors what follows from the changed nodes, as far as that makes a difference.
+
+    Results of the graph are put back to where torch's would lie. False, and no value is another, where a
+    call cannot take its operands so (a view that would need a copy).
+    """
+    different = set(changed)
+    before: dict[Node, Any] = {}
+    for n in list(edits.graph.nodes):
+        operands = [a for a in n.all_input_nodes if a in different]
+        if not operands:
+            continue
+        if n.op == "output" and _put_back(edits, n, {a: before[a] for a in operands if a in before}):
+            continue
+        found = _computed(n)
+        if found is None or not _alike(value(n), found):
+            for old, its in before.items():
+                old.meta[VALUE] = its
+            return False
+        if not _is_fresh(n, found) or not _lies_alike(value(n), found):
+            before[n] = value(n)
+            n.meta[VALUE] = found
+            different.add(n)
+    edits.changed()
+    return True
+
+
+def _put_back(edits: Edits, output: Node, before: dict[Node, Any]) -> bool:
+    """Whether all of the graph's results lie as before, those that lay in the usual order by a copy."""
+    moved = {a: old for a, old in before.items() if not _lies_alike(old, value(a))}
+    if not all(isinstance(old, torch.Tensor) and old.is_contiguous() for old in moved.values()):
+        return False
+    for a, old in moved.items():
+        with edits.graph.inserting_before(output):
+            copy = edits.graph.call_method("contiguous", (a,))
+        copy.meta[VALUE] = old
+        output.replace_input_with(a, copy)
+    return True
+
+
+def _computed(n: Node) -> Any:
+    """None where that fails, for whatever reason the call has."""
+    args, kwargs = map_arg((n.args, dict(n.kwargs)), value)
+    modes = [t.fake_mode for t in tensors([value(a) for a in n.all_input_nodes]) if hasattr(t, "fake_mode")]
+    target: Any = n.target
+    if not modes or n.op not in ("call_function", "call_method"):
+        return None
+    try:
+        with modes[0], torch.no_grad():
+            found = (
+                getattr(args[0], target)(*args[1:], **kwargs)
+                if n.op == "call_method"
+                else target(*args, **kwargs)
+            )
+    except Exception:
+        return None
+    for new, old in zip(tensors(found), tensors(value(n)), strict=False):
+        if old.requires_grad and new.is_floating_point():
+            new.requires_grad_()
+    return found
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """But for strides."""
+    pairs = list(zip(tensors(old), tensors(new), strict=False))
+    return len(pairs) == len(list(tensors(old))) == len(list(tensors(new))) > 0 and all(
+        same(a.shape, b.shape)
+        and (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad)
+        for a, b in pairs
+    )
+
+
+def _lies_alike(old: Any, new: Any) -> bool:
+    return all(same(a.stride(), b.stride()) for a, b in zip(tensors(old), tensors(new), strict=True))
+
+
+def _is_fresh(n: Node, found: Any) -> bool:
+    given = {t.untyped_storage()._cdata for a in n.all_input_nodes for t in tensors(value(a))}
+    return given.isdisjoint(t.untyped_storage()._cdata for t in tensors(found))

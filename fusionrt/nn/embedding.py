@@ -1,0 +1,92 @@
+"""The first layer of a transformer: tokens, positions and token types, added, normalised, dropped from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusionrt.nn.norm import FusedLayerNorm
+from fusionrt.nn.sharing import expect, place
+from fusionrt.ops.dropout import scale_of_kept
+from fusionrt.ops.embedding import embedding_position
+
+
+class EmbeddingPosition(nn.Module):
+    """dropout(norm(word[tokens] * scale + position[position_ids] + token_type[token_type_ids])), one kernel.
+
+    max_positions: rows of the positions' table, None for no such table (a rotary model); token_types: of the
+    token types', None for none. layer_norm: whether there is a norm. padding_idx: a token whose row starts as
+    zeros and gets no gradient.
+    forward(tokens, token_type=None, position_ids=None): tokens (..., S) -> (..., S, embedding_dim);
+    token_type of tokens' shape or (S,), zeros unless given; position_ids as well, 0 ... S - 1 unless given.
+
+    State, as BERT's embeddings have it: `word_embeddings.weight`, `position_embeddings.weight`,
+    `token_type_embeddings.weight`, `LayerNorm.weight`, `LayerNorm.bias`; the first three are
+    `torch.nn.Embedding`s. Raises what `fusionrt.embedding_position` does, ValueError for a dropout outside
+    [0, 1].
+
+        embed = EmbeddingPosition(30522, 768, 512, token_types=2, layer_norm=True, dropout=0.1)
+        embed = EmbeddingPosition.from_modules(gpt2.wte, gpt2.wpe, dropout=0.1)
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, max_positions: int | None = None, *,
+                 token_types: int | None = None, padding_idx: int | None = None, scale: float = 1.0,
+                 layer_norm: bool = False, layer_norm_eps: float = 1e-5, dropout: float = 0.0,
+                 device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        scale_of_kept("EmbeddingPosition", dropout, False, "dropout")
+        where = {"device": device, "dtype": dtype}
+
+        def table(rows: int | None) -> nn.Embedding | None:
+            return None if rows is None else nn.Embedding(rows, embedding_dim, **where)
+
+        self.word_embeddings = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **where)
+        self.position_embeddings, self.token_type_embeddings = table(max_positions), table(token_types)
+        self.LayerNorm = FusedLayerNorm(embedding_dim, layer_norm_eps, **where) if layer_norm else None
+        self.scale, self.dropout = scale, dropout
+
+    @classmethod
+    def from_modules(cls, word: nn.Embedding, position: nn.Embedding | None = None,
+                     token_type: nn.Embedding | None = None, layer_norm: nn.LayerNorm | None = None, *,
+                     scale: float = 1.0, dropout: float = 0.0) -> EmbeddingPosition:
+        """Of these modules themselves, with the mode of the first one.
+
+        Raises TypeError for modules of other classes, ValueError for an embedding with a max_norm,
+        scale_grad_by_freq or sparse gradients."""
+        for name, table in (("word", word), ("position", position), ("token_type", token_type)):
+            if table is not None:
+                _check_table(name, table)
+        made = cls(word.num_embeddings, word.embedding_dim, scale=scale, dropout=dropout, **place(word))
+        made.word_embeddings, made.position_embeddings = word, position
+        made.token_type_embeddings = token_type
+        made.LayerNorm = layer_norm if layer_norm is None else FusedLayerNorm.from_torch(layer_norm)
+        made.training = word.training
+        return made
+
+    def forward(self, tokens: torch.Tensor, token_type: torch.Tensor | None = None,
+                position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        norm, positions, types = self.LayerNorm, self.position_embeddings, self.token_type_embeddings
+        found: torch.Tensor = embedding_position(
+            tokens, self.word_embeddings.weight, None if positions is None else positions.weight,
+            scale=self.scale, layer_norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
+            dropout_p=self.dropout, training=self.training, padding_idx=self.word_embeddings.padding_idx,
+            token_type=token_type, token_type_weight=None if types is None else types.weight,
+            position_ids=position_ids)
+        return found
+
+    def extra_repr(self) -> str:
+        parts = [f"scale={self.scale}"] if self.scale != 1 else []
+        return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])
+
+
+def _check_table(name: str, table: Any) -> None:
+    expect(EmbeddingPosition, table, nn.Embedding, argument=name)
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(table, option):
+            raise ValueError(f"EmbeddingPosition: {name} has {option}={getattr(table, option)!r}, which is "
+                             "not supported")
+    if name != "word" and table.padding_idx is not None:
+        raise ValueError(f"EmbeddingPosition: {name} has padding_idx={table.padding_idx!r}, which only the "
+                         "word embedding may have")

@@ -1,0 +1,160 @@
+"""Attention with a mask by torch's kernels that take what is added to the scores: cuDNN's, memory-efficient.
+
+A boolean mask becomes zeros and -inf in its own shape, in one pass that also finds the first key that each of
+its rows lets pass. Queries without any would come out of the kernel as NaN: another kernel, which reads that
+number and no more, writes zeros there and makes their gradients zeros. The host is not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fusionrt.expr import Expr, where
+from fusionrt.row_fusion import per_call, row_operator
+from fusionrt.rowwise import row_max
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, pointer
+from fusionrt.structured import Gradient, StructuredOp
+
+Tensor = torch.Tensor
+ALIGNED = 16  # elements: of rows of what is added
+
+
+# -- the mask --------------------------------------------------------------------------------------
+
+@per_call
+def _prepare(boolean: bool, converted: bool) -> Any:
+    """The operator of a mask: the first column of each row that passes, as a number, beyond them all if none
+    does; and what is added, in the dtype of `like`."""
+
+    def expression(mask: Expr, columns: Expr, like: Expr) -> Any:
+        passed = mask != (0 if boolean else -math.inf)
+        first = -row_max(where(passed, -columns, -math.inf))
+        added = where(passed, 0, -math.inf) if boolean else mask
+        return (added, first) if converted else first
+
+    return row_operator(expression, ("mask", "columns", "like"), name="attention_mask", like="like")
+
+
+def prepared(mask: Tensor, q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """What is added to the scores, and the first key of each of its rows; in the mask's own shape."""
+    if mask.shape[3] != keys:
+        mask = mask.expand(-1, -1, -1, keys)
+    boolean = mask.dtype == torch.bool
+    converted = boolean or mask.dtype != q.dtype
+    if keys % ALIGNED:
+        mask = F.pad(mask, (0, -keys % ALIGNED), value=False if boolean else -math.inf)
+    if mask.stride(3) != 1 or not (converted or _is_aligned(mask)):  # what is made has the mask's layout
+        mask = mask.contiguous()
+    columns = torch.arange(mask.shape[3], dtype=torch.float32, device=q.device)
+    found = _prepare(boolean, converted)(mask.detach(), columns, q.detach().as_strided((1,) * 4, (0,) * 4))
+    added, first = found if converted else (mask, found)
+    return added.narrow(3, 0, keys), first
+
+
+def _is_aligned(mask: Tensor) -> bool:
+    return all(stride % ALIGNED == 0 for stride in mask.stride()[:3])
+
+
+# -- queries without a key -------------------------------------------------------------------------
+
+@functools.cache
+def _kernel(dtype: str, causal: bool, logarithms: bool) -> Kernel:
+    fields = [pointer("float32_t", "first"), pointer("scalar_t", "out", const=False),
+              pointer("float32_t", "logarithms", const=False)]
+    fields += [Field(f"int64_t {name}_{dim}", "q") for name in ("first", "out", "log")
+               for dim in ("batch", "head", "row")]
+    fields += [Field(f"unsigned {name}", "I") for name in ("count", "rows", "heads", "columns", "last_key")]
+    constants = [f"using scalar_t = {dtype}_t;", f"constexpr bool CAUSAL = {str(causal).lower()};",
+                 f"constexpr bool LOGARITHMS = {str(logarithms).lower()};"]
+    return Kernel("attention", "masked_rows", fields, constants)
+
+
+def clear_empty(out: Tensor, logarithms: Tensor, first: Tensor, keys: int, causal: bool) -> None:
+    """Of (B, H, S, D), (B, H, S or more, ...) or without elements, and (B, H, S, 1)."""
+    batch, heads, rows, columns = out.shape
+    count, some = batch * heads * rows, logarithms.numel() > 0
+    kernel = _kernel(str(out.dtype).removeprefix("torch."), causal, some)
+    kernel(out.device, -(-count // kernel.block), first.data_ptr(), out.data_ptr(), logarithms.data_ptr(),
+           *first.stride()[:3], *out.stride()[:3], *(logarithms.stride()[:3] if some else (0, 0, 0)),
+           count, rows, heads, columns, keys - 1)
+
+
+# -- the op ----------------------------------------------------------------------------------------
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, first: Tensor, way: str, causal: bool,
+            dropout_p: float, scale: float, recorded: bool) -> tuple[Tensor, ...]:
+    """The result, logarithms of the sums of exponentials, if `recorded`, and random numbers."""
+    found: tuple[Any, ...]
+    if way == "cudnn":
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, added, recorded, dropout_p, causal, False, scale=scale)
+        found = *found[:2], *found[6:8]
+    else:
+        added = added.expand(*q.shape[:3], added.shape[3])
+        found = torch.ops.aten._scaled_dot_product_efficient_attention.default(
+            q, k, v, added, recorded, dropout_p, causal, scale=scale)
+    return found if recorded else (found[0], q.new_empty(0, dtype=torch.float32), *found[2:])
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, added: Tensor, first: Tensor, way: str, causal: bool, *more: Any
+         ) -> tuple[Tensor, ...]:
+    out, logarithms, *random = _attend(q, k, v, added, first, way, causal, *more)
+    clear_empty(out, logarithms, first.expand(*q.shape[:3], 1), k.shape[2], causal)
+    return out, logarithms, *random
+
+
+def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor, out: Tensor,
+                  logarithms: Tensor, seed: Tensor, offset: Tensor, way: str, causal: bool, dropout_p: float,
+                  scale: float) -> tuple[Tensor, ...]:
+    saved = grad, q, k, v
+    found: tuple[Tensor, ...]
+    if way == "cudnn":
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            *saved, out, logarithms, seed, offset, added, None, None, q.shape[2], k.shape[2], dropout_p,
+            causal, scale=scale)
+    else:
+        added = added.expand(*q.shape[:3], added.shape[3])
+        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
+            *saved, added, out, logarithms, seed, offset, dropout_p, [True, True, True, False], causal,
+            scale=scale)
+    return tuple(found[:3])
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError("attention: no second derivatives; differentiate fusionrt.attention.reference "
+                              "instead")
+
+
+def _save(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
+    return *args[:4], *out
+
+
+def _backward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
+              ) -> Sequence[Any]:
+    return *_backward_op(grads[0], *saved, *args[5:9]), *(None for _ in args[3:])
+
+
+_OPTIONS = "str way, bool causal, float dropout_p, float scale"
+_backward_op = StructuredOp(
+    "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor added, Tensor out, "
+    f"Tensor logarithms, Tensor seed, Tensor offset, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _run_backward,
+    _run_backward, Gradient(lambda args, out: (), _refuse))
+_op = StructuredOp(
+    f"masked_attention(Tensor q, Tensor k, Tensor v, Tensor added, Tensor first, {_OPTIONS}, bool recorded) "
+    "-> (Tensor, Tensor, Tensor, Tensor)", _run, _attend, Gradient(_save, _backward))
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, way: str, causal: bool, dropout_p: float,
+                     scale: float, recorded: bool) -> Tensor:
+    """Of (B, H, S, D) and (B, heads, T, D), on a GPU, with a mask that needs no gradient, by the `way`
+    "cudnn" or "efficient"; for this as many heads of keys as of queries."""
+    added, first = prepared(mask, q, k.shape[2])
+    found: Tensor = _op(q, k, v, added, first, way, causal, dropout_p, scale, recorded)[0]
+    return found

@@ -1,0 +1,315 @@
+"""Which way an attention takes: a kernel of torch's (cuDNN's, flash, memory-efficient), or our own chunks.
+
+By architecture, dtype, widths, lengths and what is asked for beside softmax(q k^T) v; decided once for each
+kind of call. On Hopper and data-centre Blackwell cuDNN's kernels have twice the rate of the flash kernels,
+which torch's default may prefer. torch's kernels are called as ATen ops: `sdpa_kernel`, the context manager,
+costs more than a small attention and changes the choice of all threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from fusionrt.autograd import is_watched, transforms_active
+from fusionrt.dispatch import guard
+from fusionrt.ops.attention_chunks import HALVES, Options, attention_in_chunks
+from fusionrt.ops.attention_masked import masked_attention
+from fusionrt.rehearsal import device_type
+
+Tensor = torch.Tensor
+PREFER_CUDNN = (9, 10)     # major architectures: those of torch's own preference
+# Up to 9.15.0 cuDNN reads beyond sequences that do not end with a tile.
+CUDNN_OF_ANY_LENGTH, CUDNN_TILE = 91501, 128
+_KEPT = 4096
+
+
+class Kind(NamedTuple):
+    """What decides about a call."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    causal: bool           # query i attends to keys up to i
+    band: bool             # bounded in another way
+    masked: bool
+    ours: bool             # asks for what torch's kernels lack
+    dropout_p: float
+    recorded: bool         # a gradient is wanted
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+def candidates(kind: Kind, capability: tuple[int, int], cudnn: int) -> list[str]:
+    """Ways for a GPU, the fastest first; the last one can do everything."""
+    if kind.ours or kind.dtype == torch.float64:
+        return ["chunks"]
+    preferred = ["cudnn"] if capability[0] in PREFER_CUDNN else []
+    ways = [*preferred, "flash", "efficient"]
+    return [*(way for way in ways if _can[way](kind, capability, cudnn)), "chunks"]
+
+
+def _is_square(kind: Kind) -> bool:
+    """Of others the causal kernels do not agree which corner the diagonal begins in."""
+    return not kind.causal or kind.queries == kind.keys
+
+
+def _cudnn_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
+    tiles = kind.queries % CUDNN_TILE == 0 and kind.keys % CUDNN_TILE == 0
+    # Gradients of single queries (cuDNN 9.26), and those with a mask where half a tile of keys is left
+    # (9.20), may be NaN: others take these.
+    lengths = kind.queries > 1 and kind.keys > 1 and (
+        tiles or (cudnn >= CUDNN_OF_ANY_LENGTH and not (kind.masked and kind.recorded)))
+    widths = kind.head_dim % 8 == 0 and kind.value_dim % 8 == 0
+    return (kind.dtype in HALVES and not kind.band and _is_square(kind) and lengths and widths
+            and kind.dropout_p * 16 % 1 == 0)
+
+
+def _flash_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
+    # Gradients of wide heads need more shared memory than other architectures have.
+    wide = kind.head_dim > 192 and kind.recorded and capability not in ((8, 0), (9, 0), (10, 0), (10, 3))
+    widths = kind.head_dim == kind.value_dim and kind.head_dim <= 256 and not wide
+    return kind.dtype in HALVES and capability[0] >= 8 and not kind.masked and _is_square(kind) and widths
+
+
+def _efficient_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
+    aligned = 8 if kind.dtype in HALVES else 4
+    return (not kind.band and (kind.dtype != torch.bfloat16 or capability[0] >= 8)
+            and kind.head_dim % aligned == 0 and kind.value_dim % aligned == 0)
+
+
+_can: dict[str, Callable[[Kind, tuple[int, int], int], bool]] = {
+    "cudnn": _cudnn_can, "flash": _flash_can, "efficient": _efficient_can}
+
+
+def _torch_agrees(way: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> bool:
+    """Which also depends on its version and on what the user has disabled."""
+    if way == "chunks":
+        return True
+    cuda = torch.backends.cuda
+    can_use = {"cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
+               "efficient": cuda.can_use_efficient_attention}[way]
+    if way == "efficient":  # which takes keys and values with as many heads as there are of queries
+        k, v = (t if t.shape[1] == q.shape[1] else t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    grouped = k.shape[1] != q.shape[1]
+    return bool(can_use(cuda.SDPAParams(q, k, v, None, dropout_p, causal, grouped)))
+
+
+def _machine(index: int | None) -> tuple[tuple[int, int], int, tuple[str, ...]]:
+    """The architecture, the version of cuDNN, and the ways that the user has disabled."""
+    cuda = torch.backends.cuda
+    enabled = {"cudnn": cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled(),
+               "flash": cuda.flash_sdp_enabled(), "efficient": cuda.mem_efficient_sdp_enabled()}
+    return (*_hardware(index), tuple(way for way, is_on in enabled.items() if not is_on))
+
+
+# Dynamo evaluates it while it traces. `torch.compiler.assume_constant_result` would import Dynamo.
+_machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _hardware(index: int | None) -> tuple[tuple[int, int], int]:
+    return torch.cuda.get_device_capability(index), torch.backends.cudnn.version() or 0
+
+
+_chosen: dict[Any, str] = {}
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str:
+    """The way of a call on a GPU."""
+    capability, cudnn, disabled = _machine(q.device.index)
+    if is_watched():  # of symbolic sizes no key is made; torch's own checks cannot be traced
+        ways = [way for way in candidates(kind, capability, cudnn) if way not in disabled]
+        return ways[1] if ways[0] == "cudnn" and kind.head_dim > 128 else ways[0]
+    key = kind, q.device, q.shape[0], q.stride(), k.stride(), v.stride(), disabled
+    way = _chosen.get(key)
+    if way is None:
+        if len(_chosen) >= _KEPT:
+            _chosen.clear()
+        way = _chosen[key] = next(way for way in candidates(kind, capability, cudnn) if _torch_agrees(
+            way, q, k, v, kind.causal, kind.dropout_p))
+    return way
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+_local = threading.local()
+Run = Callable[..., Tensor]    # of q, k, v, a mask and slopes
+
+
+def repeated(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> Run | None:
+    """What to run if the call is of the kind of this thread's last one, without a mask and slopes; `asked`
+    says for what else. Checks, options and choice take five times as long as this."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    try:
+        check, last, state, run = _local.site
+        known = check(q, k, v) and asked == last and state == _state()
+        return run if known and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else None
+    except (AttributeError, TypeError):  # none was made, or no tensors came
+        return None
+
+
+_C = torch._C  # torch's public functions of these names take three times as long
+
+
+def _state() -> tuple[bool, ...]:
+    """Of torch, what decides beside the tensors."""
+    return (torch.is_grad_enabled(), _C._get_cudnn_sdp_enabled(), _C._get_flash_sdp_enabled(),
+            _C._get_mem_efficient_sdp_enabled(), _C._get_deterministic_algorithms())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options,
+           asked: tuple[Any, ...] | None = None) -> Tensor:
+    """As `attention_in_chunks`, by the way that suits best. `asked`: for `repeated`."""
+    given = q, k, v
+    if not q.numel() or not v.numel():
+        k, v = (_as_many_heads(t, q) for t in (k, v))
+        return q @ k.mT @ v  # without keys zeros
+    if options.causal and k.shape[2] > q.shape[2]:  # nobody attends to the others
+        k, v = (t.narrow(2, 0, q.shape[2]) for t in (k, v))
+        mask = mask if mask is None or mask.shape[3] == 1 else mask.narrow(3, 0, q.shape[2])
+    if q.is_cuda:
+        q, k, v = (_regular(t) for t in (q, k, v))
+    way, kind = way_of(q, k, v, mask, slopes, options)
+    run = _ways[way](options, kind)
+    is_same = q is given[0] and k is given[1] and v is given[2] and not is_watched()
+    if asked is not None and mask is None and slopes is None and is_same:
+        _local.site = guard(q, k, v), asked, _state(), run
+    return run(q, k, v, mask, slopes)
+
+
+def way_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options
+           ) -> tuple[str, Kind]:
+    """The name of the way, and what decided it."""
+    kind = _kind_of(q, k, v, mask, slopes, options)
+    if q.is_cuda:
+        return chosen(q, k, v, kind), kind
+    rehearsed = kind.dtype == torch.float64 and device_type(q) == "cuda"  # a meta tensor
+    chunked = kind.ours or kind.band or kind.dropout_p or (kind.causal and kind.masked) or rehearsed
+    return "chunks" if chunked or kind.head_dim != kind.value_dim else "torch", kind
+
+
+def _kind_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options
+             ) -> Kind:
+    graded = torch.is_grad_enabled()
+    recorded = transforms_active() or (graded and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ours = slopes is not None or options.softcap > 0 or options.chunk > 0 or (
+        mask is not None and graded and mask.requires_grad)
+    causal = options.causal
+    band = (options.left >= 0 or options.right >= 0) and not causal
+    return Kind(q.dtype, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, band,
+                mask is not None, ours, options.dropout_p, recorded)
+
+
+def _regular(t: Tensor) -> Tensor:
+    """With rows that can be read by 16 bytes, as torch's kernels do unasked. (Odd widths are padded, or go
+    to chunks.)"""
+    step = 16 // t.element_size()
+    batch, head, row, column = t.stride()
+    if column != 1 or (t.shape[3] % step == 0 and (batch % step or head % step or row % step)):
+        return t.contiguous()
+    if is_watched() or t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+# -- the ways: what to run for a kind of call ------------------------------------------------------
+
+def _as_many_heads(t: Tensor, q: Tensor) -> Tensor:
+    group = q.shape[1] // t.shape[1]
+    return t if group == 1 else t.repeat_interleave(group, 1)
+
+
+def _aten(name: str) -> Any:
+    """torch's own binding of an ATen op costs the host 2 us less than the op, which Dynamo wants to see."""
+    return getattr(torch.ops.aten, name).default if is_watched() else getattr(torch, name)
+
+
+def _cudnn(options: Options, kind: Kind) -> Run:
+    if kind.masked:
+        return _masked("cudnn", options, kind)
+    op = _aten("_scaled_dot_product_cudnn_attention")
+    p, causal, scale, recorded = options.dropout_p, kind.causal, options.scale, kind.recorded
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
+        return op(q, k, v, None, recorded, p, causal, False, scale=scale)[0]
+
+    return run
+
+
+def _flash(options: Options, kind: Kind) -> Run:
+    op = _aten("_scaled_dot_product_flash_attention")
+    dim, p, causal, scale = kind.head_dim, options.dropout_p, kind.causal, options.scale
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
+        return op(q, k, v, p, causal, False, scale=scale)[0]
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
+        """Aligned to the last query and the last key, as ours."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.ops.aten._flash_attention_forward.default(
+            q, k, v, None, None, q.shape[1], k.shape[1], p, False, False, scale=scale,
+            window_size_left=options.left, window_size_right=options.right)[0].transpose(1, 2)
+
+    def padded(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
+        q, k, v = (F.pad(t, (0, -dim % 8)) for t in (q, k, v))
+        return of_eights(q, k, v).narrow(3, 0, dim)
+
+    of_eights = windowed if kind.band else run
+    return padded if dim % 8 else of_eights
+
+
+def _efficient(options: Options, kind: Kind) -> Run:
+    if kind.masked:
+        return _masked("efficient", options, kind)
+    op = _aten("_scaled_dot_product_efficient_attention")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
+        k, v = _as_many_heads(k, q), _as_many_heads(v, q)
+        return op(q, k, v, None, kind.recorded, options.dropout_p, kind.causal, scale=options.scale)[0]
+
+    return run
+
+
+def _masked(way: str, options: Options, kind: Kind) -> Run:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Tensor:
+        if way == "efficient":
+            k, v = _as_many_heads(k, q), _as_many_heads(v, q)
+        return masked_attention(q, k, v, mask, way, kind.causal, options.dropout_p, options.scale,
+                                kind.recorded)
+
+    return run
+
+
+def _chunks(options: Options, kind: Kind) -> Run:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Tensor:
+        return attention_in_chunks(q, k, v, mask, slopes, options)
+
+    return run
+
+
+def _torch(options: Options, kind: Kind) -> Run:
+    """On a CPU: torch's choice, which is a fused kernel."""
+    grouped = {"enable_gqa": True} if kind.heads != kind.kv_heads else {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, slopes: Any = None) -> Tensor:
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, options.dropout_p, kind.causal,
+                                              scale=options.scale, **grouped)
+
+    return run
+
+
+_ways: dict[str, Callable[[Options, Kind], Run]] = {
+    "cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "chunks": _chunks, "torch": _torch}

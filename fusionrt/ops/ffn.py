@@ -1,0 +1,339 @@
+"""Feed-forward blocks: linear, activation, dropout, linear; and gated ones, act(gate) * up, then linear.
+
+Between torch's matrix products stands one kernel, and one in the backward pass, which has the gradients of
+activation, dropout and biases and writes over memory that the block owns. Kept for the backward pass, beside
+the operands: the first product and the hidden layer; with `recompute` the first product alone; the hidden
+layer alone where derivatives follow from it (relu, with dropout as well). Eager torch keeps the first two and
+a mask, of gated blocks the activated gate. What is kept is let go as soon as the backward pass has read it.
+
+Dtypes, autocast: as in `linear_activation`. All tensors have first and second derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fusionrt.activation import activated, finishing, resolve
+from fusionrt.array import is_foreign
+from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dispatch import Sites
+from fusionrt.expr import Expr
+from fusionrt.op import Operator, unpack
+from fusionrt.ops import linear
+from fusionrt.ops.cross_entropy import converted
+from fusionrt.ops.dropout import scale_of_kept
+from fusionrt.ops.linear import check
+from fusionrt.ops.pointwise import is_tanh
+from fusionrt.ops.reduction import sum as sum_over
+from fusionrt.random import Rng
+from fusionrt.row_fusion import Run, per_call, row_operator
+
+Tensor = torch.Tensor
+sites = Sites()
+
+
+class Shape(NamedTuple):
+    """Of a block: hidden = f(*parts of x W^T + b, *numbers), result = hidden V^T + c; its tensors are x, V, c
+    and the `inner` ones, W and b.
+
+    Of two parts, gate and up, each has a weight and a bias, or one weight, one bias have both.
+    """
+
+    parts: int
+    weights: int
+    numbers: tuple[float, ...] = ()
+
+    @property
+    def packed(self) -> bool:
+        return self.weights < self.parts
+
+
+# -- the steps -------------------------------------------------------------------------------------
+
+def _products(shape: Shape, rows: Tensor, inner: Sequence[Any]) -> Tensor:
+    """x W^T + b, of two weights side by side."""
+    weights, biases = inner[:shape.weights], inner[shape.weights:]
+    if shape.weights == 1:
+        return F.linear(rows, weights[0], biases[0])
+    z = rows.new_empty(rows.shape[0], weights[0].shape[0] * 2)
+    for weight, bias, part in zip(weights, biases, z.chunk(2, 1), strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=part)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=part)
+    return z
+
+
+def _hidden(operator: Operator, shape: Shape, z: Tensor, rng: Rng | None) -> Tensor:
+    made: Tensor = operator.launch([*z.chunk(shape.parts, 1), *shape.numbers], rng)
+    return made
+
+
+def _inside(operator: Operator, shape: Shape, z: Tensor | None, hidden: Tensor | None, grad_hidden: Tensor,
+            rng: Rng | None, biases: Mapping[int, Tensor], forward: bool, owned: bool
+            ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+    """What stands between the products of a backward pass: the gradient of x W^T + b, those of the `biases`
+    of its parts, and with `forward` the hidden layer. They take the memory of `grad_hidden` and, if that is
+    `owned`, of the product."""
+    # Where the product is not read, it is only asked what shape it has.
+    parts = (grad_hidden,) if z is None else z.chunk(shape.parts, 1)
+    grad_z = grad_hidden if z is None or shape.parts == 1 else z if owned else torch.empty_like(z)
+    memory = grad_z.chunk(2, 1) if shape.parts == 2 and not owned else ()
+    kernel = linear.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
+    args = [*parts, *shape.numbers, *([hidden] if kernel.saved else []), grad_hidden]
+    given, made = len(args) - 1, shape.parts + len(biases)  # places of grad_hidden and of the hidden layer
+    args += [*biases.values(), *memory]
+    if shape.parts == 2:
+        first = len(args) - 2 if memory else 0
+        into = {0: first, 1: first + 1, made: given}
+    else:
+        into = {0: given, made: 0} if owned else {0: given}
+    found = unpack(kernel.over(into).launch(args, rng))
+    return grad_z, dict(zip(biases, found[shape.parts:], strict=False)), found[made] if forward else None
+
+
+def _of_products(grad_z: Tensor, x: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
+                 ) -> list[Tensor | None]:
+    """The gradients of x and of the weights."""
+    if len(weights) == 1:
+        return linear.of_product(grad_z, x, weights[0], needed)
+    parts, of_x = grad_z.chunk(2, 1), None
+    if needed[0]:
+        of_x = (parts[0] @ weights[0]).addmm_(parts[1], weights[1]).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    return [of_x, *(part.t() @ rows if need else None for part, need in zip(parts, needed[1:], strict=False))]
+
+
+def _biases(shape: Shape, inner: Sequence[Any], needed: Sequence[bool]) -> dict[int, Tensor]:
+    """Those whose gradients are needed, by their part."""
+    wanted = [b if need else None for b, need in zip(inner, needed, strict=True)][shape.weights:]
+    each = wanted[0].chunk(2) if shape.packed and wanted[0] is not None else wanted
+    return {k: b for k, b in enumerate(each) if b is not None}
+
+
+def _of_biases(shape: Shape, found: Mapping[int, Tensor]) -> list[Tensor | None]:
+    if shape.packed:
+        return [torch.cat(list(found.values())) if found else None]
+    return [found.get(k) for k in range(shape.parts)]
+
+
+# -- the block -------------------------------------------------------------------------------------
+
+def _inferring(operator: Operator, shape: Shape, x: Tensor, out_weight: Tensor, out_bias: Tensor | None,
+               *inner: Any) -> Run:
+    """Without gradients: the hidden layer takes the memory of the product, or of the gate."""
+    if shape.parts == 1:
+        first = linear.inferring(operator, shape.numbers, x, *inner)
+
+        def run(x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
+            return F.linear(first(x, *inner, None), out_weight, out_bias)
+
+        return run
+    over = operator.over({0: 0})
+
+    def gated(x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
+        z = _products(shape, x.reshape(-1, x.shape[-1]), inner)
+        return linear.shaped(F.linear(_hidden(over, shape, z, None), out_weight, out_bias), x)
+
+    return gated
+
+
+def _composed(run: Run, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor, out_bias: Tensor | None,
+              *inner: Any) -> Tensor:
+    """By ops that have gradients of their own."""
+    products = [F.linear(x, weight, bias) for weight, bias in zip(
+        inner[:shape.weights], inner[shape.weights:], strict=True)]
+    parts = products[0].chunk(2, -1) if shape.packed else products
+
+    def rest(*parts: Tensor) -> Tensor:
+        return F.linear(run(*parts, *shape.numbers), out_weight, out_bias)
+
+    found: Tensor = checkpoint(rest, *parts, use_reentrant=False) if recompute else rest(*parts)
+    return found
+
+
+class FeedForward(torch.autograd.Function):
+    """In memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor,
+                out_bias: Tensor | None, *inner: Any) -> Tensor:
+        ctx.operator, ctx.shape, ctx.owned = operator, shape, linear.no_hooks()
+        ctx.rng = operator.draw(x.device) if operator.streams else None
+        rows = x.reshape(-1, x.shape[-1])
+        if shape.parts == 1:
+            hidden, z = linear.product(operator, rows, inner[0], inner[1], None, shape.numbers, ctx.rng,
+                                       linear.reads_product(operator))
+        else:
+            z = _products(shape, rows, inner)
+            hidden = _hidden(operator, shape, z, ctx.rng)
+        kept = None if z is not None and recompute else hidden
+        ctx.save_for_backward(x, out_weight, out_bias, *inner, z, kept)
+        return linear.shaped(F.linear(hidden, out_weight, out_bias), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        operator, shape, rng, needed = ctx.operator, ctx.shape, ctx.rng, ctx.needs_input_grad[3:]
+        x, out_weight, out_bias, *inner, z, hidden = ctx.saved_tensors
+        if linear.again(grad_output):
+            def composed(*tensors: Any) -> Tensor:
+                return _composed(lambda *args: linear.applied(operator, args, rng), shape, False, *tensors)
+
+            return None, None, None, *linear.differentiated(
+                composed, (x, out_weight, out_bias, *inner), grad_output, needed)
+        owned = linear.let_go(ctx) and ctx.owned
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        of_bias = sum_over(grad_output, 0) if needed[2] else None
+        inside, missing = needed[0] or any(needed[3:]), hidden is None and needed[1]
+        if missing and not inside:
+            hidden, missing = _hidden(operator, shape, z, rng), False
+        of_weight = grad_output.t() @ hidden if needed[1] and not missing else None
+        if not inside:
+            return None, None, None, None, of_weight, of_bias, *(None for _ in inner)
+        hidden = hidden if z is None else None  # before the memory of its gradient is asked for
+        grad_z, of_biases, made = _inside(operator, shape, z, hidden, grad_output @ out_weight, rng,
+                                          _biases(shape, inner, needed[3:]), missing, owned)
+        z = None
+        of_weight = of_weight if made is None else grad_output.t() @ made
+        hidden = made = None
+        of_x, *of_weights = _of_products(grad_z, x, inner[:shape.weights], (needed[0], *needed[3:]))
+        return None, None, None, of_x, of_weight, of_bias, *of_weights, *_of_biases(shape, of_biases)
+
+
+def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[Any, ...] | None,
+           tensors: Sequence[Any]) -> Any:
+    """`make` gives the function of the hidden layer."""
+    given = linear.cast_as_autocast(*tensors)
+    if key is None or linear.seen_by_torch(*given):
+        # In a graph; torch.func and dispatch modes know no checkpoints.
+        return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
+    operator: Operator = make().operator
+    run = (functools.partial(FeedForward.apply, operator, shape, recompute) if linear.recorded(*given) else
+           _inferring(operator, shape, *given))
+    return run(*given) if linear.casts(tensors[0]) else sites.keep(key, tensors, run)(*tensors)
+
+
+@per_call
+def gating(op: str, activation: Any) -> Run:
+    """activation(gate) * up in one kernel."""
+
+    def expression(gate: Expr, up: Expr) -> Expr:
+        return activated(op, gate, activation) * up
+
+    return row_operator(expression, name=op, row_dims=0)
+
+
+def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) -> Any:
+    x, gate, up, down, gate_bias, up_bias, down_bias = arrays.values()
+    inner = (gate, gate_bias) if up is None else (gate, up, gate_bias, up_bias)
+    tensors, key = (x, down, down_bias, *inner), None
+    if not torch.compiler.is_dynamo_compiling():
+        given = tuple(t is None for t in arrays.values())
+        key = (op, activation, recompute, given, *linear.shapes(x, gate, down))
+        run = sites.find(key, tensors)
+        if run is not None:
+            return run(*tensors)
+    if any(map(is_foreign, arrays.values())):
+        found, restore = converted(op, arrays)
+        return restore(_gated(op, activation, recompute, dict(zip(arrays, found, strict=True))))
+    check(op, ("x", x), ("gate_weight", gate), ("gate_bias", gate_bias))
+    if up is None and (gate.shape[0] % 2 or up_bias is not None):
+        came = f"{gate.shape[0]} rows" if up_bias is None else "an up_bias"
+        raise ValueError(f"{op}: without up_weight, gate_weight and gate_bias hold both, the gate's rows "
+                         f"first, got {came}")
+    if up is not None:
+        check(op, ("x", x), ("up_weight", up), ("up_bias", up_bias))
+        if up.shape != gate.shape:
+            raise ValueError(f"{op}: gate_weight and up_weight must have one shape, got {tuple(gate.shape)} "
+                             f"and {tuple(up.shape)}")
+    width = gate.shape[0] // (2 if up is None else 1)
+    check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
+    make = functools.partial(gating, op, activation)
+    return _block(make, Shape(2, len(inner) // 2), recompute, key, tensors)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+def _example(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS), make(1024, COLUMNS), make(1024)
+
+
+@public(example=_example)
+def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: Any = "gelu", *,
+        dropout_p: float = 0.0, training: bool = True, recompute: bool = False) -> Any:
+    """dropout(activation(x W1^T + b1), dropout_p) W2^T + b2.
+
+    x: (..., K), weight1: (H, K), bias1: (H,) or None, weight2: (N, H), bias2: (N,) or None, of one dtype.
+    `activation`, the mask: as in `linear_activation`. `recompute`: the backward pass computes the hidden
+    layer, of shape (..., H), again from the product x W1^T, and only that is kept.
+    Source: F.linear(F.dropout(activation(F.linear(x, weight1, bias1)), dropout_p, training), weight2, bias2).
+    Raises TypeError or ValueError, with the argument, for what does not fit.
+
+        ffn(x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, "gelu", dropout_p=0.1)
+    """
+    tensors, key = (x, weight2, bias2, weight1, bias1), None
+    if not torch.compiler.is_dynamo_compiling():
+        key = ("ffn", activation, dropout_p, training, recompute, bias1 is None, bias2 is None,
+               *linear.shapes(x, weight1, weight2))
+        run = sites.find(key, tensors)
+        if run is not None:
+            return run(*tensors)
+    if any(map(is_foreign, tensors)):
+        arrays = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
+        (x, weight1, bias1, weight2, bias2), restore = converted("ffn", arrays)
+        return restore(ffn(x, weight1, bias1, weight2, bias2, activation, dropout_p=dropout_p,
+                           training=training, recompute=recompute))
+    check("ffn", ("x", x), ("weight1", weight1), ("bias1", bias1))
+    check("ffn", ("x", x), ("weight2", weight2), ("bias2", bias2), weight1.shape[0])
+    scale = scale_of_kept("ffn", dropout_p, training, "dropout_p") if dropout_p else None
+    shape = Shape(1, 1, () if scale is None else (float(dropout_p), scale))
+    if key is not None:
+        resolve("ffn", activation)  # what cannot be a key of `finishing` has an error of its own
+    make = functools.partial(finishing, "ffn", activation, False, False, scale is not None)
+    return _block(make, shape, recompute, key, tensors)
+
+
+def _gated_example(make: Make) -> tuple[Any, ...]:
+    return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024), make(1024, COLUMNS)
+
+
+@public(example=_gated_example)
+def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
+               up_bias: Any = None, down_bias: Any = None, recompute: bool = False) -> Any:
+    """(silu(x G^T + g) * (x U^T + u)) D^T + d: the feed-forward block of LLaMA.
+
+    x: (..., K), gate_weight, up_weight: (H, K), down_weight: (N, H); biases (H,), (H,), (N,), or None.
+    Without up_weight gate_weight is (2H, K), the gate's rows first, and so is gate_bias. `recompute`: as in
+    `ffn`.
+    Source: F.linear(F.silu(F.linear(x, G, g)) * F.linear(x, U, u), D, d); Shazeer 2020.
+    Raises TypeError or ValueError, with the argument, for what does not fit.
+
+        swiglu_mlp(x, gate.weight, up.weight, down.weight)
+        swiglu_mlp(x, gate_up.weight, None, down.weight)
+    """
+    return _gated("swiglu_mlp", "silu", recompute, {
+        "x": x, "gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight,
+        "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})
+
+
+@public(example=_gated_example)
+def geglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
+              up_bias: Any = None, down_bias: Any = None, approximate: str = "none", recompute: bool = False
+              ) -> Any:
+    """(gelu(x G^T + g) * (x U^T + u)) D^T + d: the feed-forward block of Gemma.
+
+    `approximate`: "none" (erf) or "tanh"; all else as in `swiglu_mlp`. Raises ValueError for another
+    `approximate`. Source: F.linear(F.gelu(F.linear(x, G, g)) * F.linear(x, U, u), D, d); Shazeer 2020.
+
+        geglu_mlp(x, gate.weight, up.weight, down.weight, approximate="tanh")
+    """
+    activation = "gelu_tanh" if is_tanh("geglu_mlp", approximate) else "gelu"
+    return _gated("geglu_mlp", activation, recompute, {
+        "x": x, "gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight,
+        "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})

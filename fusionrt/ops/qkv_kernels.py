@@ -1,0 +1,221 @@
+"""The kernels of `qkv_heads` and of its gradient, which is the way back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fusionrt import indices
+from fusionrt.cpu.kernel import Kernel as CpuKernel
+from fusionrt.indices import Indices
+from fusionrt.ops.reduction import sum as sum_over
+from fusionrt.ops.rotary_kernels import Options as Rotary
+from fusionrt.ops.rotary_kernels import cpu_tables, is_packed
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, magic, pointer
+
+Tensor = torch.Tensor
+LANES = 32
+MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * 132   # positions of a thread; blocks for each of which it has more than one
+
+
+class Call(NamedTuple):
+    """`packed`: (B, S, all columns of all heads); q, k, v: (B, heads, S, D). `rotary.rotary_dim` may be 0."""
+
+    packed: Tensor
+    heads: Sequence[Tensor]
+    cos: Tensor | None          # (B or 1, positions, rotary_dim / 2)
+    sin: Tensor | None
+    positions: Tensor | None    # (B or 1, S)
+    rotary: Rotary              # `inverse`: from heads to packed
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    table: str | None        # dtype
+    positions: str | None    # dtype
+    vec: int
+    table_packs: bool
+    interleaved: bool
+    forward: bool
+    bias: bool
+
+
+def _heads_of_thread(dtype: str) -> int:
+    """That share its angles. Doubles leave no registers for two, beside a call for cosines of wide angles."""
+    return 1 if dtype == "float64" else 2
+
+
+@functools.cache
+def kernel_of(form: Form) -> Kernel:
+    fields = [pointer("scalar_t", name, const=False) for name in ("packed", "q", "k", "v")]
+    fields += [pointer("scalar_t", "bias"), pointer("acc_t", "partials", const=False),
+               pointer("table_t", "cos"), pointer("table_t", "sin"), pointer("position_t", "positions"),
+               pointer("unsigned long long", "fault", const=False)]
+    steps = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in ("batch", "row", "head")]
+    fields += [Field(f"int64_t {name}", "q") for name in (
+        "packed_batch", "packed_row", *steps, "table_batch", "table_row", "table_column", "table_rows",
+        "positions_batch", "positions_row", "offset")]
+    fields += [Field(f"double {name}", "d") for name in ("octaves", "turns")]
+    fields += [Field(f"Divisor {name}", "III") for name in ("of_units", "of_length")]
+    fields += [Field(f"unsigned {name}", "I") for name in (
+        "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count", "rows", "width")]
+    fields += [Field(f"int {name}", "i") for name in ("rotated_units", "half", "head_dim")]
+    constants = [
+        f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
+        f"using position_t = {form.positions or 'int64'}_t;",
+        f"constexpr int VEC = {form.vec}, HEADS = {_heads_of_thread(form.dtype)}, LANES = {LANES};",
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
+            ("INTERLEAVED", form.interleaved), ("TABLES", form.table is not None),
+            ("TABLE_PACKS", form.table_packs), ("POSITIONS", form.positions is not None),
+            ("FORWARD", form.forward), ("BIAS", form.bias)))]
+    return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=_acc(form.dtype))
+
+
+def run_on_gpu(call: Call, bias: Tensor | None) -> None:
+    """To heads adding the bias, or back, when the bias is what its gradient is written to."""
+    packed, q, rotary = call.packed, call.heads[0], call.rotary
+    batch, q_heads, length, head_dim = q.shape
+    kv_heads, half = call.heads[1].shape[1], rotary.rotary_dim // 2
+    vec = _vector(call, None if rotary.inverse else bias)
+    pairs = max(1, vec // 2 if rotary.interleaved else vec)
+    table = None if call.cos is None or call.sin is None else (call.cos, call.sin)
+    packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
+    kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
+                            None if call.positions is None else _name(call.positions), vec, packs,
+                            rotary.interleaved, not rotary.inverse, bias is not None))
+    copied = vec if rotary.interleaved and vec > 1 else 2 * vec   # columns of a unit
+    units = half // pairs + -(-(head_dim - 2 * half) // copied)
+    heads, count = q_heads + 2 * kv_heads, batch * length
+    groups = -(-heads // _heads_of_thread(_name(q)))
+    column_blocks = -(-groups * units // LANES)
+    depth = kernel.block // LANES
+    rows = depth * max(1, min(MOST_ROWS, count * column_blocks // (depth * ENOUGH_BLOCKS)))
+    chunks = -(-count // rows)
+    partials = None
+    if bias is not None and rotary.inverse:
+        acc = torch.promote_types(q.dtype, torch.float32)
+        partials = torch.empty((chunks, packed.shape[2]), dtype=acc, device=q.device)
+    fault = None if call.positions is None or table is None else indices.fault_of(q.device)
+    added = None if rotary.inverse else bias
+    kernel(q.device, column_blocks * chunks,
+           *map(_address, (packed, *call.heads, added, partials, call.cos, call.sin, call.positions, fault)),
+           *packed.stride()[:2], *(t.stride(k) for t in call.heads for k in (0, 2, 1)), *_table_steps(call),
+           *_position_steps(call.positions), rotary.offset,
+           2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
+           *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, rows,
+           packed.shape[2], half // pairs, half, head_dim)
+    if partials is not None and bias is not None:
+        bias.copy_(sum_over(partials, 0))
+    if fault is not None and table is not None:
+        indices.check_later("qkv_heads", fault, [Indices("position_ids", None, table[0].shape[1])])
+
+
+def _vector(call: Call, bias: Tensor | None) -> int:
+    """The widest pack that all rows are multiples of."""
+    rotary, itemsize, head_dim = call.rotary, call.packed.itemsize, call.heads[0].shape[3]
+    rotated = rotary.rotary_dim if rotary.interleaved else rotary.rotary_dim // 2
+    sizes = [rotated, head_dim - rotary.rotary_dim]
+    tensors = [call.packed, *call.heads]
+    sizes += [stride for t in tensors for n, stride in zip(t.shape[:-1], t.stride(), strict=False) if n > 1]
+    sizes += [_address(t) // itemsize for t in (*tensors, bias)]
+    return math.gcd(16 // itemsize, head_dim, *sizes)
+
+
+def _table_steps(call: Call) -> tuple[int, ...]:
+    if call.cos is None:
+        return 0, 0, 0, 0
+    return (call.cos.stride(0) if call.cos.shape[0] > 1 else 0), *call.cos.stride()[1:], call.cos.shape[1]
+
+
+def _position_steps(positions: Tensor | None) -> tuple[int, int]:
+    if positions is None:
+        return 0, 0
+    return (positions.stride(0) if positions.shape[0] > 1 else 0), positions.stride(1)
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _acc(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+# -- on a CPU --------------------------------------------------------------------------------------
+
+_CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
+    x, out = {store}_at(pointers[0]), {store}_at(pointers[1])
+    cosines, sines = {table_store}_at(pointers[2]), {table_store}_at(pointers[3])
+    bias = {store}_at(pointers[4])
+    heads, length = integers[0], integers[1]
+    half, head_dim, direction = integers[2], integers[3], acc_t(scalars[0])
+    for r in range(start, stop):
+        head = r % heads
+        row = r // heads % length
+        batch = r // heads // length
+        at = batch * integers[4] + row * integers[5] + head * integers[6]
+        to = batch * integers[7] + row * integers[8] + head * integers[9]
+        angle = batch * integers[10] + row * integers[11]
+        of_head = head * head_dim
+        for i in range(half):
+            cos = load_{table}(cosines[angle + i])
+            sin = load_{table}(sines[angle + i]) * direction
+            a = load_{dtype}(x[at + {first}]){bias_first}
+            b = load_{dtype}(x[at + {second}]){bias_second}
+            out[to + {first}] = store_{dtype}(a * cos - b * sin)
+            out[to + {second}] = store_{dtype}(b * cos + a * sin)
+        for i in range(2 * half, head_dim):
+            out[to + i] = store_{dtype}(load_{dtype}(x[at + i]){bias_i})
+"""
+
+
+@functools.cache
+def _cpu_kernel(dtype: str, table: str, interleaved: bool, bias: bool) -> CpuKernel:
+    first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
+    added = {f"bias_{name}": f" + load_{dtype}(bias[of_head + {place}])" if bias else ""
+             for name, place in (("first", first), ("second", second), ("i", "i"))}
+    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, store=_memory(dtype),
+                            table_store=_memory(table), **added)
+    return CpuKernel("qkv_heads", text, _acc(dtype))
+
+
+def _memory(dtype: str) -> str:
+    return "uint16" if dtype in ("float16", "bfloat16") else dtype
+
+
+def run_on_cpu(call: Call, bias: Tensor | None) -> None:
+    """As `run_on_gpu`."""
+    packed, rotary, half = call.packed, call.rotary, call.rotary.rotary_dim // 2
+    cos = sin = torch.empty(0, dtype=torch.promote_types(packed.dtype, torch.float32), device=packed.device)
+    steps = 0, 0
+    if half:
+        cos, sin = cpu_tables("qkv_heads", packed, call.cos, call.sin, call.positions, rotary)
+        steps = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
+    added, first = None if rotary.inverse else bias, 0
+    kernel = _cpu_kernel(_name(packed), _name(cos), rotary.interleaved, added is not None)
+    for t, rotated in zip(call.heads, (True, True, False), strict=True):
+        batch, heads, length, head_dim = t.shape
+        columns = slice(first, first + heads * head_dim)
+        inside, first = packed[:, :, columns], columns.stop
+        sides = [(inside, (*inside.stride()[:2], head_dim)), (t, (t.stride(0), t.stride(2), t.stride(1)))]
+        (x, at), (out, to) = reversed(sides) if rotary.inverse else sides
+        place = 0 if added is None or added.is_meta else added[columns].data_ptr()
+        kernel(packed.device, batch * length * heads,
+               [x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), place],
+               [heads, length, half if rotated else 0, head_dim, *at, *to, *steps],
+               [-1.0 if rotary.inverse else 1.0], work=head_dim)
+    if bias is not None and rotary.inverse:
+        torch.sum(packed, (0, 1), out=bias, dtype=bias.dtype)

@@ -1,0 +1,247 @@
+"""A linear layer and all that follows it in one kernel, on Hopper: out = f(x W^T + bias, residual).
+
+cuBLAS has few epilogues; any other is a pass over the output, which at short K costs a third of the product.
+`chosen` says where this kernel is faster than cuBLAS and such a pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
+from fusionrt.problem import STORAGE
+from fusionrt.runtime import device as cuda
+from fusionrt.runtime import tensor_map
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
+from fusionrt.runtime.tensor_map import Matrix
+
+# The leaves of an epilogue: x W^T + bias, and the residual.
+PRODUCT, RESIDUAL = argument("a0"), argument("a1")
+ARCHITECTURE = "sm_90"
+STAGE_COLUMNS = 64                     # of x and w that a stage of the ring holds
+PART_ROWS, PART_COLUMNS = 16, 32       # that a warp finishes at a time
+SHARED_BYTES = 232448
+_BITS = {"bfloat16": 8, "float16": 11}
+_OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
+# Instructions an element, measured; primitives that are not here take one or two.
+_COSTS = {"arg": 0, "const": 0, "pow": 86, "sin": 90, "cos": 90, "erf": 21, "log": 26, "log1p": 29,
+          "log2": 26, "exp2": 8, "sqrt": 15, "div": 15, "exp": 5, "expm1": 12, "rsqrt": 5, "sigmoid": 9,
+          "softplus": 15, "normcdf": 12, "normpdf": 6, "tanh": 10, "reciprocal": 4, "near_reciprocal": 2}
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result that a block computes at a time; blocks below each other that share the
+    columns, and with them what they load of W; whether two warpgroups share 128 rows or three take turns."""
+
+    rows: int
+    columns: int
+    cluster: int = 1
+    together: bool = False
+
+    @property
+    def groups(self) -> int:
+        return 2 if self.together else 3
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    epilogue: Expr           # of PRODUCT and RESIDUAL
+    bias: bool
+    residual: bool
+    keep: bool               # x W^T + bias is a second output
+    tile: Tile
+
+    @property
+    def depth(self) -> int:
+        """Parts of a tile that a warp has memory for, while residuals or results are on their way."""
+        return 4 if self.residual else 2
+
+    @property
+    def stages(self) -> int:
+        """As many as there is memory for, and six are enough."""
+        stage = (self.tile.rows + self.tile.columns) * STAGE_COLUMNS * 2 + 16
+        return min(8 if self.tile.rows == 64 else 6, (SHARED_BYTES - self._parts) // stage)
+
+    @property
+    def _parts(self) -> int:
+        return 4 * self.tile.groups * self.depth * ((1 + self.keep) * PART_ROWS * PART_COLUMNS * 2 + 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * ((self.tile.rows + self.tile.columns) * STAGE_COLUMNS * 2 + 16) + self._parts
+
+
+class _Plan(NamedTuple):
+    """A launch but for its pointers."""
+
+    kernel: Kernel
+    blocks: int
+    shared: int
+    x_rows: int              # of the boxes that are copied
+    weight_rows: int
+    numbers: tuple[int, ...]
+
+
+# -- where it is of use ----------------------------------------------------------------------------
+
+@functools.lru_cache(4096)
+def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epilogue: Expr = PRODUCT,
+           library_epilogue: bool = False) -> bool:
+    """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k.
+
+    The rival is cuBLAS and a pass over its result, or with `library_epilogue` cuBLAS alone, which can do the
+    activation as well. Measured: benchmarks/gemm.py.
+    """
+    if device.type != "cuda" or STORAGE.get(dtype) not in _BITS or n % 8 or k % 8 or min(m, n, k) < 1:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if cuda.architecture(index) != ARCHITECTURE or not takes(epilogue, k):
+        return False
+    multiprocessors = cuda.multiprocessors(index)
+    tile = choose_tile(m, n, k, multiprocessors)
+    rounds, fill = _rounds(m, n, tile, multiprocessors)
+    if library_epilogue:  # no pass to gain: only where every multiprocessor is busy with several large tiles
+        return 64 < k <= 8192 and tile.columns == 128 and rounds > 1 and fill > 0.9
+    return k <= 1024 or (k <= (8192 if m >= 128 else 4096) and fill > 0.9)
+
+
+def takes(epilogue: Expr, k: int) -> bool:
+    """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype, and short enough for the
+    shadow of a product over k: while one tile is multiplied, others are finished."""
+    nodes = toposort([epilogue])
+    return (not epilogue.is_truth and not epilogue.op.startswith("cast_")
+            and not any(node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
+                        for node in nodes)
+            and sum(_COSTS.get(node.op, 1) for node in nodes) <= 24 + k // 48)
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+             residual: torch.Tensor | None = None) -> bool:
+    """Whether the copy engine takes the memory of x [M, K], weight [N, K], bias [N], residual [M, N], all of
+    one dtype."""
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() & 3):
+        return False
+    matrices = [t for t in (x, weight, residual) if t is not None]
+    return weight.shape[0] % 8 == 0 and all(
+        t.dtype == x.dtype and t.stride(1) == 1 and tensor_map.can_copy(_matrix(t)) for t in matrices)
+
+
+@functools.lru_cache(4096)
+def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> Tile:
+    """The time of a round of tiles, one on every multiprocessor, goes by their circumference: that is what is
+    loaded for them, and it is short of what the caches give."""
+    large = Tile(128, 128, 2 if k >= 1024 and m > 128 else 1)
+    tiles = [t for t in (large, Tile(128, 96), Tile(128, 64), Tile(64, 64)) if t.rows <= max(m, 64)]
+    tile = min(tiles, key=lambda t: _rounds(m, n, t, multiprocessors)[0] * (t.rows + t.columns))
+    return tile._replace(together=tile.rows == 128 and _rounds(m, n, tile, multiprocessors)[0] == 1)
+
+
+def _rounds(m: int, n: int, tile: Tile, multiprocessors: int) -> tuple[int, float]:
+    """How many tiles the busiest multiprocessor has, and what part of all is not idle."""
+    tiles = -(-m // (tile.rows * tile.cluster)) * tile.cluster * -(-n // tile.columns)
+    rounds = -(-tiles // multiprocessors)
+    return rounds, tiles / (rounds * multiprocessors)
+
+
+# -- a call ----------------------------------------------------------------------------------------
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, epilogue: Expr = PRODUCT,
+           residual: torch.Tensor | None = None, keep: bool = False, tile: Tile | None = None
+           ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """epilogue(x W^T + bias, residual), and x W^T + bias where it is to be kept.
+
+    x [M, K], weight [N, K], bias [N], residual [M, N], as `supports` says. The products are added up in
+    float32, to which the epilogue is applied.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    tile = tile or choose_tile(m, n, k, cuda.multiprocessors(x.get_device()))
+    plan = _plan(Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, tile),
+                 m, n, k, x.device)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    kept = torch.empty_like(out) if keep else None
+    part = (PART_ROWS, PART_COLUMNS)
+    of_out = tensor_map.encode(_matrix(out), *part)
+    plan.kernel(x.device, plan.blocks, tensor_map.encode(_matrix(x), plan.x_rows, STAGE_COLUMNS),
+                tensor_map.encode(_matrix(weight), plan.weight_rows, STAGE_COLUMNS), of_out,
+                of_out if kept is None else tensor_map.encode(_matrix(kept), *part),
+                of_out if residual is None else tensor_map.encode(_matrix(residual), *part),
+                0 if bias is None else bias.data_ptr(), *plan.numbers, shared=plan.shared)
+    return out, kept
+
+
+@functools.lru_cache(4096)
+def _plan(kind: Kind, m: int, n: int, k: int, device: torch.device) -> _Plan:
+    tile, kernel, shared = kind.tile, _kernel(kind), kind.shared_bytes
+    tiles_m, tiles_n = -(-m // (tile.rows * tile.cluster)), -(-n // tile.columns)
+    clusters = min(tiles_m * tiles_n, _clusters(kernel, tile.cluster, shared, device))
+    # A box that reaches far beyond the last row is slower than one that ends there.
+    x_rows = min(tile.rows, -(-m // 8) * 8)
+    return _Plan(kernel, clusters * tile.cluster, shared, x_rows, tile.columns // tile.cluster,
+                 (n, -(-k // STAGE_COLUMNS), tiles_m, tiles_n, x_rows * STAGE_COLUMNS * 2))
+
+
+@functools.cache
+def _clusters(kernel: Kernel, cluster: int, shared: int, device: torch.device) -> int:
+    """That the device holds at a time."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    most = cuda.multiprocessors(index) // cluster
+    if cluster == 1:
+        return most
+    with torch.cuda.device(index):
+        cuda.bind_context(index)
+        function = cuda.function(kernel.text, kernel.stem, index, kernel.name)
+        cuda.allow(function, shared, cluster)
+        return min(most, cuda.clusters_at_a_time(function, kernel.block, shared, cluster) or most)
+
+
+def _matrix(t: torch.Tensor) -> Matrix:
+    rows, columns = t.shape
+    stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8  # of a single row it says nothing
+    return Matrix(t.data_ptr(), rows, columns, stride, STORAGE.get(t.dtype, ""))
+
+
+# -- its text --------------------------------------------------------------------------------------
+
+@functools.cache
+def _kernel(kind: Kind) -> Kernel:
+    tile = kind.tile
+    fields = [*(Field(f"TensorMap {name}", TENSOR_MAP) for name in ("x", "w", "out", "kept", "residual")),
+              pointer("value_t", "bias"), Field("int n", "i"),
+              *(Field(f"unsigned {name}", "I") for name in ("steps", "tiles_m", "tiles_n", "x_bytes"))]
+    constants = [
+        f"using value_t = {kind.dtype}_t;",
+        f"constexpr int HALVES = {tile.rows // 64}, BN = {tile.columns}, CLUSTER = {tile.cluster};",
+        f"constexpr int GROUPS = {tile.groups}, CHUNK = {PART_COLUMNS};",
+        f"constexpr int STAGES = {kind.stages}, DEPTH = {kind.depth};",
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
+            ("TOGETHER", tile.together), ("BIAS", kind.bias), ("RESIDUAL", kind.residual),
+            ("KEEP", kind.keep))),
+        *_multiply_text(kind.dtype, tile.columns), *_finish_text(kind.epilogue)]
+    return Kernel("linear_activation", "gemm_sm90", fields, constants, significant_bits=_BITS[kind.dtype],
+                  block=128 * (tile.groups + 1))
+
+
+def _finish_text(epilogue: Expr) -> list[str]:
+    lines, (result,) = emit([epilogue], "const auto {} = {};", {PRODUCT: "product", RESIDUAL: "residual"})
+    return ["__device__ __forceinline__ acc_t finish(acc_t product, acc_t residual) {",
+            *("    " + line for line in lines), f"    return {result};", "}"]
+
+
+def _multiply_text(dtype: str, n: int) -> list[str]:
+    """64 × n products: an instruction that names each of its registers."""
+    short, count = {"bfloat16": "bf16", "float16": "f16"}[dtype], n // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    return [
+        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], unsigned long long a, "
+        "unsigned long long b) {",
+        '    asm volatile("{\\n.reg .pred add;\\nsetp.eq.b32 add, 0, 0;\\n"',
+        f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
+        f'                 "%{count}, %{count + 1}, add, 1, 1, 0, 0;\\n}}"',
+        f"                 : {operands}", '                 : "l"(a), "l"(b));', "}"]

@@ -1,0 +1,62 @@
+"""What Hopper's copy engine must know of a matrix: where it lies, its rows, the box that one copy moves.
+
+The driver encodes it into 128 bytes, on the host alone. They go to the kernel by value, as a member of a
+`__grid_constant__` parameter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+# Of cuda.h: CUtensorMapDataType, CUtensorMapSwizzle (by the bytes of a box's row), CUtensorMapL2promotion.
+_TYPES = {"float16": 6, "bfloat16": 9}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
+_L2_PROMOTION_256B = 3
+_ITEM = 2            # bytes an element of either type
+_BYTES, _ALIGNMENT = 128, 64
+
+
+class Matrix(NamedTuple):
+    """Rows of 16-bit elements, from `pointer` on, `stride` elements apart."""
+
+    pointer: int
+    rows: int
+    columns: int
+    stride: int
+    dtype: str
+
+
+def can_copy(matrix: Matrix) -> bool:
+    """Whether the copy engine takes it: address and rows at multiples of 16 bytes."""
+    return (matrix.dtype in _TYPES and not (matrix.pointer | matrix.stride * _ITEM) & 15
+            and 0 < matrix.rows < 2**31 and 0 < matrix.columns < 2**31 and matrix.columns <= matrix.stride)
+
+
+@functools.lru_cache(maxsize=8192)
+def encode(matrix: Matrix, box_rows: int, box_columns: int) -> bytes:
+    """The map whose copies move boxes of so many rows and columns, swizzled by the width of their rows.
+
+    What lies outside of the matrix is read as 0 and not written. Kept, since a driver call for each of three
+    operands would cost as much as the launch.
+    """
+    if not can_copy(matrix):
+        raise ValueError(f"tensor map: the copy engine takes matrices of {' and '.join(_TYPES)} whose "
+                         f"address and rows are multiples of 16 bytes, got {matrix}")
+    memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+    address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    status = _driver()(
+        ctypes.c_void_p(address), _TYPES[matrix.dtype], 2, ctypes.c_void_p(matrix.pointer),
+        (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows), (ctypes.c_uint64 * 1)(matrix.stride * _ITEM),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+        0, _SWIZZLES[box_columns * _ITEM], _L2_PROMOTION_256B, 0)
+    if status:
+        raise RuntimeError(f"tensor map: cuTensorMapEncodeTiled failed with CUresult {status} for {matrix} "
+                           f"and boxes of {box_rows} × {box_columns}")
+    return ctypes.string_at(address, _BYTES)
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

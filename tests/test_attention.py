@@ -1,0 +1,701 @@
+"""Attention: results and gradients on every way, queries without a key, dropout, what is refused."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from checking import BF16, F16, F32, F64, assert_as_accurate, captured, wide
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import fusionrt as frt
+from fusionrt.bench import memory
+from fusionrt.ops import attention_chunks as chunks
+from fusionrt.ops import attention_path as path
+from fusionrt.ops.attention_masked import prepared
+
+INF = math.inf
+DIM = 32
+HALF_KEPT = 0.25  # a probability that cuDNN has as well
+
+
+def heads(*lengths, n=4, batch=2, dim=DIM, dtype=F32, device="cpu"):
+    """(batch, n, length, dim) for each length."""
+    return [torch.randn(batch, n, length, dim, dtype=F64).to(device, dtype) for length in lengths]
+
+
+def evaluated(function, args, grad_output, **options):
+    args = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
+    leaves = [a for a in args if a.requires_grad]
+    out = function(*args, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_output.to(out.dtype))
+
+
+def same(q, k, v, *, function=frt.attention, mask=None, **options):
+    """As accurate as the formula, result and gradients of q, k, v and a mask that is added."""
+    graded = mask is not None and mask.is_floating_point()
+    fixed = options if graded or mask is None else {**options, "mask": mask}
+    operands = (q, k, v, *([mask] if graded else []))
+
+    def call(of):
+        return lambda q, k, v, mask=None, **more: of(q, k, v, **({"mask": mask} if graded else {}), **more)
+
+    with torch.no_grad():
+        shape = call(function.reference)(*operands, **fixed).shape
+    grad = torch.randn(shape, dtype=F64, device=q.device)
+    found = evaluated(call(function), operands, grad.to(q.dtype), **fixed)
+    theirs = evaluated(call(function.reference), operands, grad.to(q.dtype), **fixed)
+    exact = evaluated(call(function.reference), [wide(t) for t in operands], grad.to(q.dtype).double(),
+                      **{name: wide(value) for name, value in fixed.items()})
+    # Of a score's gradient two terms cancel, each of which is a product of rows of the gradient and of v.
+    of_scores = grad.norm(dim=-1).max() * v.double().norm(dim=-1).max() * q.shape[-1] ** -0.5
+    if q.is_cuda and q.dtype == F32 and function is frt.attention and options.keys() <= {"causal", "scale"}:
+        theirs = [*worse(theirs, evaluated(call(sdpa), operands, grad.to(q.dtype), **fixed), exact)]
+    lost = 2.0**-48 if q.dtype == F64 else 2.0**-22
+    for ours, torchs, truth, other in zip(found, theirs, exact, (v, k, q, v, v), strict=False):
+        terms = max(truth.abs().max(), of_scores * other.double().abs().max())
+        assert_as_accurate(ours, torchs, truth, extra=terms.item() * lost)
+    return found
+
+
+def sdpa(q, k, v, mask=None, causal=False, scale=None):
+    """torch's fused kernels: of float32 their products are of three parts of fewer bits."""
+    if causal and mask is not None:  # torch takes one of both
+        diagonal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask & diagonal if mask.dtype == torch.bool else mask.masked_fill(~diagonal, -INF)
+        causal = False
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+
+def worse(formula, kernel, exact):
+    for a, b, truth in zip(formula, kernel, exact, strict=True):
+        first, second = ((t.double() - truth).abs().nan_to_num().max() for t in (a, b))
+        yield a if first > second else b
+
+
+# --- against the formula
+
+
+def padding(keys, device):
+    there = torch.tensor([keys - keys // 3, keys], device=device)
+    return torch.arange(keys, device=device) < there[:, None, None, None]
+
+
+OPTIONS = {
+    "dense": {}, "causal": {"causal": True}, "scale": {"scale": -0.3},
+    "window": {"window": 9, "causal": True}, "both sides": {"window": (5, 2)},
+    "to the right": {"window": (None, 3)},
+    "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": True, "causal": True},
+    "everything": {"alibi_slopes": True, "softcap": 2.0, "window": 20, "causal": True},
+}
+# Of ways that torch has not each kind of call is compiled, on a CPU for half a second.
+LENGTHS = [*((name, (300, 300)) for name in OPTIONS),
+           *((name, n) for name in ("dense", "causal") for n in ((1, 1), (1, 17), (17, 17), (128, 128))),
+           *((name, n) for name in ("causal", "window", "everything") for n in ((40, 23), (23, 40))),
+           ("everything", (1, 17))]
+
+
+def with_slopes(options, device):
+    slopes = {"alibi_slopes": torch.rand(4, device=device)} if "alibi_slopes" in options else {}
+    return {**options, **slopes}
+
+
+@pytest.mark.parametrize("name, lengths", LENGTHS, ids=str)
+def test_results_and_gradients(name, lengths, device):
+    q, k, v = heads(*lengths, lengths[1], device=device)
+    same(q, k, v, **with_slopes(OPTIONS[name], device))
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("causal", BF16), ("window", BF16), ("everything", BF16), ("causal", F64), ("everything", F64)], ids=str)
+def test_dtypes(name, dtype, device):
+    q, k, v = heads(130, 130, 130, dtype=dtype, device=device)
+    same(q, k, v, **with_slopes(OPTIONS[name], device))
+
+
+MASKS = {
+    "of keys": lambda s, t, device: padding(t, device),
+    "of queries and keys": lambda s, t, device: torch.rand(s, t, device=device) < 0.7,
+    "full": lambda s, t, device: torch.rand(2, 4, s, t, device=device) < 0.7,
+    "of queries": lambda s, t, device: torch.rand(2, 1, s, 1, device=device) < 0.7,
+    "added": lambda s, t, device: torch.randn(1, 4, s, t, device=device),
+    "added to keys": lambda s, t, device: torch.randn(2, 1, 1, t, device=device),
+}
+
+
+@pytest.mark.parametrize("name, causal", [
+    *((name, False) for name in MASKS), ("of keys", True), ("added", True)])
+def test_masks(name, causal, device):
+    q, k, v = heads(33, 29, 29, device=device)
+    same(q, k, v, mask=MASKS[name](33, 29, device), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_what_is_added_for_a_mask(dtype):
+    """By the kernel that looks after queries without a key on a GPU."""
+    q, = heads(33, dtype=dtype)
+    few = torch.rand(2, 1, 33, 29) < 0.1
+    added = torch.randn(2, 1, 33, 29).masked_fill(~few, -INF)
+    for mask in (few, added, added.transpose(2, 3).contiguous().transpose(2, 3)):
+        added, first = (t.expand(2, 4, -1, -1) for t in prepared(mask, q, 29))
+        passed = (mask if mask.dtype == torch.bool else mask != -INF).expand(2, 4, 33, 29)
+        value = 0.0 if mask.dtype == torch.bool else mask.to(dtype)
+        assert_close(added, torch.where(passed, value, -INF).to(dtype), rtol=0, atol=0)
+        least = passed.int().argmax(-1, keepdim=True).float()
+        assert_close(first, torch.where(passed.any(-1, keepdim=True), least, INF), rtol=0, atol=0)
+        assert all(stride % 16 == 0 for stride in added.stride()[:3]) and added.stride(3) == 1
+
+
+def test_masks_of_16_bit_types(device):
+    q, k, v = heads(33, 48, 48, dtype=BF16, device=device)
+    same(q, k, v, mask=MASKS["of queries and keys"](33, 48, device))
+    same(q, k, v, mask=MASKS["added"](33, 48, device).to(BF16), window=(30, 4))
+    fixed = torch.randn(33, 48, device=device)  # of another dtype, without a gradient
+    assert_close(frt.attention(q, k, v, mask=fixed), frt.attention.reference(q, k, v, mask=fixed.to(BF16)),
+                 atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 8}], ids=str)
+def test_fewer_heads_of_keys(options, device):
+    q, = heads(40, n=6, device=device)
+    k, v = heads(40, 40, n=2, device=device)
+    same(q, k, v, enable_gqa=True, **options)
+    same(q, k[:, :1], v[:, :1], enable_gqa=True, mask=torch.rand(6, 40, 40, device=device) < 0.7)
+
+
+def test_values_of_another_width(device):
+    q, k, v = heads(40, 30, 30, device=device)
+    same(q, k, torch.cat((v, v), 3), causal=True)
+
+
+def test_layouts(device):
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in heads(40, 40, 40, device=device))
+    same(q, k, v, softcap=2.0)
+    apart = torch.randn(2, 40, 3, 4, DIM + 1, device=device)[..., 1:].transpose(1, 3).unbind(2)
+    same(*apart, causal=True)
+    turned = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in heads(40, 40, 40, device=device)]
+    same(*turned)
+    same(*heads(40, 40, 40, dim=20, device=device), causal=True)
+
+
+def test_chunks_of_every_kind(device, monkeypatch):
+    """Batches, heads and queries are divided, and keys are left out."""
+    q, k, v = heads(600, 700, 700, n=2, dim=8, device=device)
+    for most in (1 << 12, 1 << 19):
+        monkeypatch.setitem(chunks.CHUNK, device, most)
+        for options in ({"softcap": 2.0}, {"window": (None, 0)}, {"window": (40, 7)}):
+            assert_close(frt.attention(q, k, v, **options), frt.attention.reference(q, k, v, **options))
+    options = chunks.Options(1.0, 40, 0, 0, 0.0, 0.0, 0)
+    made = chunks.chunks(chunks.Sizes(2, 2, 1, 600, 700), options, 1 << 16)
+    assert len({c.keys.stop - c.keys.start for c in made}) == 1, "as many kernels as widths"
+    assert max(c.keys.stop - c.keys.start for c in made) < 700 / 2
+    options = options._replace(left=-1)
+    made = chunks.chunks(chunks.Sizes(1, 1, 1, 5000, 5000), options, 1 << 16)
+    assert len({c.keys.stop - c.keys.start for c in made}) <= chunks.WIDTHS
+    assert sum((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in made) < 0.65 * 5000**2
+
+
+# --- what a query may see
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "alibi"])
+def test_nothing_is_seen_of_later_keys(name, device):
+    options = with_slopes(OPTIONS[name], device)
+    q, k, v = (t.requires_grad_() for t in heads(40, 40, 40, device=device))
+    out = frt.attention(q, k, v, **options)
+    of_k, of_v = torch.autograd.grad(out[:, :, :25].square().sum(), (k, v))
+    assert not of_k[:, :, 25:].any() and not of_v[:, :, 25:].any()
+    assert of_k[:, :, :25].any()
+    later = torch.where(torch.arange(40, device=device)[:, None] < 25, v, 1e4)
+    assert_close(frt.attention(q, k, later, **options)[:, :, :25], out[:, :, :25])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["boolean", "added", "causal", "window"])
+def test_queries_without_a_key(name, dtype, device):
+    q, k, v = (t.requires_grad_() for t in heads(33, 20, 20, dtype=dtype, device=device))
+    passed = torch.rand(2, 1, 33, 20, device=device) < 0.5
+    passed[..., 5, :], passed[0, ..., 11, :] = False, False
+    passed[:, :, 12:] = True
+    none = (~passed).all(-1, keepdim=True).expand(2, 4, 33, 1)
+    options = {"mask": passed}
+    if name == "added":
+        options = {"mask": torch.zeros(passed.shape, device=device, dtype=dtype).masked_fill(~passed, -INF)}
+    elif name == "causal":
+        passed[1] = torch.arange(20, device=device) >= 7
+        options, none = {"mask": passed, "causal": True}, none.clone()
+        none[1] = (torch.arange(33, device=device) < 7)[:, None]
+        seen = passed[0, :, :, :].tril()
+        none[0] = (~seen).all(-1, keepdim=True)
+    elif name == "window":  # the last query stands at the last key: the first ones before the first key
+        options = {"window": 4, "causal": True}
+        none = (torch.arange(33, device=device) < 13)[:, None].expand_as(none)
+    out = frt.attention(q, k, v, **options)
+    assert none.any() and not none.all()
+    assert not out.masked_select(none).any()
+    assert out.masked_select(~none).isfinite().all()
+    grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0].masked_select(none).any()
+    with torch.no_grad():
+        assert_close(frt.attention(q, k, v, **options), out, rtol=0, atol=0)
+
+
+def test_no_keys_and_nothing_at_all(device):
+    q, k, v = heads(5, 0, 0, device=device)
+    assert not frt.attention(q.requires_grad_(), k, v).any()
+    assert torch.autograd.grad(frt.attention(q, k, v, causal=True).sum(), q)[0].eq(0).all()
+    assert frt.attention(q[:0], k[:0], v[:0]).shape == (0, 4, 5, DIM)
+    assert frt.attention(q[:, :, :0], q, q).shape == (2, 4, 0, DIM)
+
+
+# --- dropout
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {}], ids=str)
+def test_dropout(options, device):
+    q, k = heads(60, 70, device=device)
+    ones = torch.ones(2, 4, 70, DIM, device=device)
+    torch.manual_seed(7)
+    mean = torch.stack([frt.attention(q, k, ones, dropout_p=HALF_KEPT, **options) for _ in range(40)]).mean(0)
+    expected = frt.attention(q, k, ones, **options)
+    assert (mean - expected)[:, :, 10:].abs().mean() < 0.1
+    assert (mean - expected).mean().abs() < 0.01
+    torch.manual_seed(7)
+    first = frt.attention(q, k, ones, dropout_p=HALF_KEPT, **options)
+    torch.manual_seed(7)
+    assert torch.equal(frt.attention(q, k, ones, dropout_p=HALF_KEPT, **options), first)
+    assert not torch.equal(frt.attention(q, k, ones, dropout_p=HALF_KEPT, **options), first)
+    assert_close(frt.attention(q, k, ones, dropout_p=HALF_KEPT, training=False, **options), expected)
+
+
+@pytest.mark.parametrize("lengths", [(37, 29), (300, 520)], ids=str)
+def test_gradients_see_the_mask_of_the_dropout(lengths, device):
+    """Values that are the unit matrix show which weights were kept."""
+    q, k = heads(*lengths, n=2, dim=8, device=device)
+    v = torch.eye(lengths[1], device=device).expand(2, 2, -1, -1).contiguous()
+    operands = [t.requires_grad_() for t in (q, k, v)]
+    out = frt.attention(q, k, v, dropout_p=0.25, softcap=30.0)
+    kept = out.detach() != 0
+    assert abs(kept.double().mean() - 0.75) < 0.02
+    scores = 30 * torch.tanh(q @ k.mT * 8**-0.5 / 30)
+    expected = (torch.softmax(scores, -1) * kept / 0.75) @ v
+    assert_close(out, expected)
+    grad = torch.randn_like(out)
+    assert_close(torch.autograd.grad(out, operands, grad), torch.autograd.grad(expected, operands, grad),
+                 atol=1e-5, rtol=1e-4)
+
+
+def test_everything_is_dropped(device):
+    q, k, v = heads(9, 9, 9, device=device)
+    assert not frt.attention(q, k, v, dropout_p=1.0, softcap=1.0).any()
+
+
+# --- heads side by side, parts, CPU
+
+
+def test_multihead(device):
+    q, k, v = (torch.randn(2, n, 64, device=device) for n in (40, 30, 30))
+    same(q, k, v, function=in_heads(4), causal=True)
+    same(q, k, v, function=in_heads(4), mask=torch.rand(4, 40, 30, device=device) < 0.7)
+    same(q, k[..., :32], v[..., :32], function=in_heads(4), enable_gqa=True, window=6)
+    for options in ({"causal": True}, {"softcap": 2.0}):
+        out = frt.multihead_attention(q, q, q, 4, **options)
+        assert out.is_contiguous() and out._base is not None, "merging the heads is a view"
+
+
+def in_heads(n):
+    def function(q, k, v, **options):
+        return frt.multihead_attention(q, k, v, n, **options)
+
+    function.reference = lambda q, k, v, **options: frt.multihead_attention.reference(q, k, v, n, **options)
+    return function
+
+
+@pytest.mark.parametrize("shape", [(33, 16), (3, 33, 16), (2, 3, 33, 16)], ids=str)
+def test_parts(shape, device):
+    q, k, v = (torch.randn(*shape[:-2], n, 16, device=device, dtype=F64) for n in (33, 21, 21))
+    passed = torch.rand(33, 21, device=device) < 0.6
+    assert_close(frt.attention_score(q, k), q @ k.mT / 4)
+    assert_close(frt.attention_score(q, k, 2.0), q @ k.mT * 2)
+    weights = frt.attention_score_softmax(q, k, 0.3, passed)
+    assert_close(weights, frt.attention_score_softmax.reference(q, k, 0.3, passed))
+    assert_close(frt.attention_apply(weights, v), weights @ v)
+    assert torch.autograd.gradcheck(lambda q, k: frt.attention_score(q, k), (
+        q[..., :2, :3].requires_grad_(), k[..., :2, :3].requires_grad_()))
+
+
+def test_on_a_cpu():
+    q, k, v = heads(90, 70, 70)
+    mask = (torch.rand(2, 1, 90, 70) < 0.7).int()
+    mask[:, :, 3] = 0
+    same(q, k, v, function=frt.cpu_fused_attention)
+    whole = frt.cpu_fused_attention(q, k, v, mask)
+    assert not whole[:, :, 3].any()
+    for chunk_size in (7, 64):
+        assert_close(frt.optimized_cpu_attention(q, k, v, chunk_size, mask), whole)
+    grad = torch.randn_like(whole)
+    assert_close(*(evaluated(f, (q, k, v), grad, mask=mask)
+                   for f in (frt.cpu_fused_attention, frt.optimized_cpu_attention)))
+    assert_close(whole, frt.cpu_fused_attention.reference(q, k, v, mask))
+
+
+def test_memory_of_a_chunk():
+    q, k, v = (t.requires_grad_() for t in heads(1024, 1024, 1024, n=2, dim=8, batch=1))
+    scores, chunk = 2 * 1024 * 1024 * 4, 2 * 64 * 1024 * 4  # bytes
+
+    def peak(function, *more, backward=False):
+        def call():
+            out = function(q, k, v, *more)
+            return torch.autograd.grad(out.sum(), (q, k, v)) if backward else out
+
+        call()
+        return memory.measure(call, q.device).peak
+
+    operands = 10 * q.nbytes
+    assert scores < peak(frt.cpu_fused_attention) < 2 * scores
+    assert peak(frt.optimized_cpu_attention) < 2 * chunk + operands < scores / 2
+    assert peak(frt.optimized_cpu_attention, backward=True) < 4 * chunk + 2 * operands < scores / 2
+
+
+# --- torch's machinery
+
+
+COMPILED = [{}, {"causal": True}, {"softcap": 2.0}, {"mask": True}, {"causal": True, "window": 9}]
+
+
+@pytest.mark.parametrize("options", COMPILED, ids=str)
+def test_compiled(options, device):
+    dtype = BF16 if device == "cuda" else F32
+    q, k, v = (t.requires_grad_() for t in heads(40, 40, 40, dtype=dtype, device=device))
+    if "mask" in options:
+        options = {"mask": torch.rand(40, 40, device=device) < 0.7}
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v: frt.attention(q, k, v, **options) * 2, fullgraph=True,
+                             backend="aot_eager")
+    plain = frt.attention(q, k, v, **options) * 2
+    grad = torch.randn_like(plain)
+    assert_close(compiled(q, k, v), plain)
+    assert_close(torch.autograd.grad(compiled(q, k, v), (q, k, v), grad),
+                 torch.autograd.grad(plain, (q, k, v), grad))
+
+
+def test_compiled_for_any_length(device):
+    torch.compiler.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: frt.multihead_attention(x, x, x, 4, causal=True), fullgraph=True,
+                             dynamic=True, backend=backend)
+    for length in (33, 40, 57):
+        x = torch.randn(2, length, 64, device=device)
+        assert_close(compiled(x), frt.multihead_attention(x, x, x, 4, causal=True))
+    assert len(seen) == 1
+
+
+def test_dropout_when_compiled(device):
+    q, k, v = heads(40, 40, 40, device=device)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v: frt.attention(q, k, v, dropout_p=0.5, softcap=2.0),
+                             fullgraph=True, backend="aot_eager")
+    assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
+
+
+def test_autocast(device):
+    q, k, v = (t.requires_grad_() for t in heads(40, 40, 40, device=device))
+    for options in ({}, {"softcap": 2.0}, {"mask": torch.randn(40, 40, device=device)}):
+        full = frt.attention(q, k, v, **options)
+        with torch.autocast(device, BF16):
+            out = frt.attention(q, k, v, **options)
+            assert frt.attention(q.double(), k.double(), v.double()).dtype == F64
+        assert out.dtype == BF16 and full.dtype == F32
+        assert_close(out.float(), full, atol=3e-2, rtol=3e-2)
+        assert torch.autograd.grad(out.sum(), q)[0].dtype == F32
+        assert frt.attention(q, k, v, **options).dtype == F32
+
+
+def test_checkpoint(device):
+    q, k, v = (t.requires_grad_() for t in heads(40, 40, 40, device=device))
+    for options in ({"causal": True}, {"softcap": 2.0, "dropout_p": 0.25}):
+        def call(q, k, v, options=options):
+            return frt.attention(q, k, v, **options)
+
+        torch.manual_seed(5)
+        plain = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+        torch.manual_seed(5)
+        again = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+        assert_close(torch.autograd.grad(again.square().sum(), (q, k, v)), plain)
+
+
+def test_second_derivatives_are_refused(device):
+    q, k, v = (t.requires_grad_() for t in heads(9, 9, 9, device=device))
+    out = frt.attention(q, k, v, softcap=2.0)
+    grads = torch.autograd.grad(out.sum(), (q, k, v), create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention: no second derivatives"):
+        torch.autograd.grad(grads[0].sum(), q)
+
+
+def test_as_an_op_of_torchs(device):
+    q, k, v = (t.requires_grad_() for t in heads(9, 9, 9, dim=8, device=device))
+    options = chunks.Options(0.3, -1, -1, 0, 2.0, 0.0, 0)
+    torch.library.opcheck(torch.ops.fusionrt.attention_chunks.default, (q, k, v, None, None, None, *options))
+
+
+def test_a_call_like_the_last_one(device):
+    """It skips the checks: whatever changes has to be seen."""
+    q, k, v = heads(40, 40, 40, device=device)
+    first = frt.attention(q, k, v)
+    assert path.repeated(q, k, v, (False, None, 0.0, True, False, None, None)) is not None
+    assert_close(frt.attention(q, k, v), first)
+    assert not torch.equal(frt.attention(q, k, v, causal=True), first)
+    assert_close(frt.attention(q, k, v, scale=0.1), frt.attention.reference(q, k, v, scale=0.1))
+    assert frt.attention(q.double(), k.double(), v.double()).dtype == F64
+    assert frt.attention(q[:, :, :9], k, v).shape[2] == 9
+    assert frt.attention(q.requires_grad_(), k, v).requires_grad
+    with torch.no_grad():
+        assert not frt.attention(q, k, v).requires_grad
+    assert frt.attention(q, k, v).requires_grad
+
+
+def test_numpy():
+    q, k, v = (t.numpy() for t in heads(9, 7, 7))
+    found = frt.attention(q, k, v, causal=True, mask=np.ones((9, 7), dtype=bool))
+    assert isinstance(found, np.ndarray)
+    expected = frt.attention.reference(*map(torch.from_numpy, (q, k, v)), causal=True)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    rows = [t.transpose(0, 2, 1, 3).reshape(2, -1, 4 * DIM) for t in (q, k, v)]
+    np.testing.assert_allclose(frt.multihead_attention(*rows, 4, causal=True).reshape(2, 9, 4, DIM),
+                               found.transpose(0, 2, 1, 3), atol=1e-6)
+    assert frt.attention_score(q, k).shape == (2, 4, 9, 7)
+    assert isinstance(frt.optimized_cpu_attention(q, k, v), np.ndarray)
+
+
+# --- what is refused
+
+
+Q = torch.ones(2, 4, 5, 8)
+REFUSED = [
+    ((1.0, Q, Q), {}, TypeError, "attention: q must be a tensor or an array, got float"),
+    ((Q.int(), Q, Q), {}, TypeError, "attention: q must have a floating dtype .*, got torch.int32"),
+    ((Q, Q.half(), Q), {}, TypeError, "attention: k must have q's dtype and device, torch.float32 on cpu, "
+                                      "got torch.float16 on cpu"),
+    ((Q[0], Q[0], Q[0]), {}, ValueError, r"attention: q must have the shape \(B, H, S, D\), got \(4, 5, 8\)"),
+    ((Q, Q[..., :4], Q), {}, ValueError, r"attention: q, k and v must have shapes .*, got \(2, 4, 5, 8\), "
+                                         r"\(2, 4, 5, 4\) and"),
+    ((Q, Q[:, :2], Q[:, :2]), {}, ValueError, "attention: k and v must have as many heads as q, 4, unless "
+                                              "enable_gqa, got 2"),
+    ((Q, Q[:, :3], Q[:, :3]), {"enable_gqa": True}, ValueError,
+     "the heads of q must be a multiple of those of k and v, got 4 and 3"),
+    ((Q, Q, Q), {"mask": torch.ones(5, 5).int()}, TypeError,
+     "attention: mask must be boolean .*, got torch.int32"),
+    ((Q, Q, Q), {"mask": torch.ones(3, 5)}, ValueError,
+     r"attention: mask must broadcast to the shape of scores, \(2, 4, 5, 5\), got \(3, 5\)"),
+    ((Q, Q, Q), {"dropout_p": 1.5}, ValueError,
+     r"attention: dropout_p must be a probability in \[0, 1\], got 1.5"),
+    ((Q, Q, Q), {"window": 0}, ValueError,
+     "attention: window must be a positive number of keys or .*, got 0"),
+    ((Q, Q, Q), {"window": (1, -2)}, ValueError, r"attention: window must be .*, got \(1, -2\)"),
+    ((Q, Q, Q), {"softcap": 0.0}, ValueError, "attention: softcap must be positive or None, got 0.0"),
+    ((Q, Q, Q), {"alibi_slopes": torch.ones(3)}, ValueError,
+     r"attention: alibi_slopes must have the shape \(4,\) or \(2, 4\), got \(3,\)"),
+    ((Q, Q, Q), {"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError,
+     "attention: alibi_slopes gets no gradient here: detach it"),
+    ((Q, Q, Q), {"alibi_slopes": 0.5}, TypeError,
+     "attention: alibi_slopes must be a floating-point tensor or array, got float"),
+]
+
+
+@pytest.mark.parametrize("args, options, error, text", REFUSED, ids=[text[:40] for *_, text in REFUSED])
+def test_errors(args, options, error, text):
+    with pytest.raises(error, match=text):
+        frt.attention(*args, **options)
+
+
+def test_errors_of_others():
+    x = torch.ones(2, 5, 12)
+    for function, args, text in (
+            (frt.multihead_attention, (x, x, x, 5),
+             "multihead_attention: num_heads must divide the width of q, 12, got 5"),
+            (frt.multihead_attention, (x, x[..., :5], x, 4), "k must be whole heads of 3 columns"),
+            (frt.multihead_attention, (x, x, x[:, :2], 4), "multihead_attention: q, k and v must have"),
+            (frt.attention_score, (x, x[..., :5]), r"attention_score: q and k must have shapes \(..., S, D"),
+            (frt.attention_apply, (x, x[:, :2]), "attention_apply: weights and v must have shapes"),
+            (frt.optimized_cpu_attention, (Q, Q, Q, 0), "chunk_size must be at least 1, got 0")):
+        with pytest.raises(ValueError, match=text):
+            function(*args)
+    with pytest.raises(TypeError, match="attention_apply: v must be a tensor or an array, got int"):
+        frt.attention_apply(x, 3)
+
+
+@pytest.mark.gpu
+def test_cpu_functions_refuse_a_gpu():
+    q = torch.ones(1, 1, 2, 2, device="cuda")
+    with pytest.raises(TypeError, match="cpu_fused_attention: q must be a CPU tensor, got one on cuda:0"):
+        frt.cpu_fused_attention(q, q, q)
+
+
+# --- the choice of a way
+
+
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+NEW, OLD = 91900, 91002  # cuDNN
+PLAIN = path.Kind(BF16, 8, 8, 300, 300, 64, 64, False, False, False, False, 0.0, True)
+
+
+@pytest.mark.parametrize("machine, changes, expected", [
+    ((HOPPER, NEW), {}, ["cudnn", "flash", "efficient", "chunks"]),
+    (((10, 0), NEW), {"causal": True}, ["cudnn", "flash", "efficient", "chunks"]),
+    ((AMPERE, NEW), {}, ["flash", "efficient", "chunks"]),
+    (((12, 0), NEW), {}, ["flash", "efficient", "chunks"]),
+    ((TURING, NEW), {"dtype": F16}, ["efficient", "chunks"]),
+    ((TURING, NEW), {}, ["chunks"]),
+    ((HOPPER, OLD), {}, ["flash", "efficient", "chunks"]),
+    ((HOPPER, OLD), {"queries": 256, "keys": 512}, ["cudnn", "flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"queries": 1}, ["flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"dropout_p": 0.1}, ["flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"dropout_p": 0.125}, ["cudnn", "flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"masked": True}, ["efficient", "chunks"]),
+    ((HOPPER, NEW), {"masked": True, "recorded": False}, ["cudnn", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"masked": True, "queries": 256, "keys": 512}, ["cudnn", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"causal": True, "queries": 400}, ["efficient", "chunks"]),
+    ((HOPPER, NEW), {"band": True}, ["flash", "chunks"]),
+    ((HOPPER, NEW), {"band": True, "dtype": F32}, ["chunks"]),
+    ((HOPPER, NEW), {"band": True, "masked": True}, ["chunks"]),
+    ((HOPPER, NEW), {"dtype": F32}, ["efficient", "chunks"]),
+    ((HOPPER, NEW), {"dtype": F64}, ["chunks"]),
+    ((HOPPER, NEW), {"ours": True}, ["chunks"]),
+    ((HOPPER, NEW), {"head_dim": 36, "value_dim": 36}, ["flash", "chunks"]),
+    ((HOPPER, NEW), {"value_dim": 128}, ["cudnn", "efficient", "chunks"]),
+    (((8, 6), NEW), {"head_dim": 256, "value_dim": 256}, ["efficient", "chunks"]),
+    (((8, 6), NEW), {"head_dim": 256, "value_dim": 256, "recorded": False}, ["flash", "efficient", "chunks"]),
+], ids=str)
+def test_candidates(machine, changes, expected):
+    assert path.candidates(PLAIN._replace(**changes), *machine) == expected
+
+
+@pytest.mark.parametrize("options, called", [
+    ({}, "_scaled_dot_product_cudnn_attention"),
+    ({"window": 64, "causal": True}, "_flash_attention_forward"),
+    ({"dim": 256}, "_scaled_dot_product_flash_attention"),
+    ({"dtype": F32, "causal": True}, "_scaled_dot_product_efficient_attention"),
+    ({"mask": (2, 1, 1, 300)}, "fusionrt.masked_attention"),
+    ({"softcap": 2.0}, "fusionrt.attention_chunks"),
+    ({"disabled": "cudnn"}, "_scaled_dot_product_flash_attention"),
+], ids=str)
+def test_what_is_called_on_a_gpu(options, called, monkeypatch):
+    """Of tensors without memory, on any machine; results have the layout of the operands."""
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names = (*self.names, str(func))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(path, "_hardware", lambda index: (HOPPER, NEW))
+    options = {"dtype": BF16, "dim": 64, "disabled": None, **options}
+    disabled, dtype, dim = (options.pop(name) for name in ("disabled", "dtype", "dim"))
+    if disabled:
+        monkeypatch.setattr(torch.backends.cuda, f"{disabled}_sdp_enabled", lambda: False)
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(2, 300, 8, dim, dtype=dtype, device="cuda").transpose(1, 2)
+        if "mask" in options:
+            options["mask"] = torch.empty(options["mask"], dtype=torch.bool, device="cuda")
+        with Calls() as calls:
+            out = frt.attention(q, q, q, **options)
+    assert any(called in name for name in calls.names)
+    assert out.shape == q.shape and out.stride() == q.stride()
+
+
+# --- on a GPU
+
+def only(way, monkeypatch):
+    monkeypatch.setattr(path, "candidates", lambda *_: [way])
+    monkeypatch.setattr(path, "_chosen", {})
+    monkeypatch.setattr(path, "_local", threading.local())
+    monkeypatch.setattr(path, "_torch_agrees", lambda *_: True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("way", ["cudnn", "flash", "efficient", "chunks"])
+def test_every_way(way, dtype, dim, causal, monkeypatch):
+    only(way, monkeypatch)
+    for n, keys in ((4, 300), (1, 300), (4, 128)):
+        q, = heads(keys, n=4, dim=dim, dtype=dtype, device="cuda")
+        k, v = heads(keys, keys, n=n, dim=dim, dtype=dtype, device="cuda")
+        same(q, k, v, causal=causal, enable_gqa=n != 4)
+        if way == "flash":
+            same(q, k, v, window=33, causal=causal, enable_gqa=n != 4)
+            same(q[:, :, :90], k, v, window=33, causal=causal, enable_gqa=n != 4)
+            same(q, k[:, :, :90], v[:, :, :90], window=33, causal=causal, enable_gqa=n != 4)
+    q, k, v = heads(100, 300, 300, dim=dim, dtype=dtype, device="cuda")
+    if not causal:
+        same(q, k, v)
+    torch.manual_seed(1)
+    first = frt.attention(q, k, v, dropout_p=0.125)
+    torch.manual_seed(1)
+    assert torch.equal(frt.attention(q, k, v, dropout_p=0.125), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, keys", [
+    *((dtype, n) for dtype in (F16, BF16, F32) for n in (64, 100, 129)), (F16, 256), (BF16, 256)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+def test_masks_by_torchs_kernels(dtype, keys, causal):
+    q, k, v = heads(keys, keys, keys, dim=64, dtype=dtype, device="cuda")
+    for name in ("of keys", "of queries and keys", "full", "of queries"):
+        mask = MASKS[name](keys, keys, "cuda")
+        if mask.shape[-2] > 1:
+            mask[..., 7, :] = False
+        same(q, k, v, mask=mask, causal=causal)
+        with torch.no_grad():  # by cuDNN where gradients are not
+            assert_close(frt.attention(q, k, v, mask=mask, causal=causal),
+                         frt.attention.reference(q, k, v, mask=mask, causal=causal), atol=3e-2, rtol=3e-2)
+    options = chunks.Options(1.0, -1, 0 if causal else -1, 0, 0.0, 0.0, 0)
+    way, _ = path.way_of(q.requires_grad_(), k, v, mask, None, options)
+    hopper = torch.cuda.get_device_capability()[0] in path.PREFER_CUDNN
+    assert way == ("cudnn" if hopper and keys == 256 else "efficient")
+
+
+@pytest.mark.gpu
+def test_the_choice_heeds_torch():
+    q, k, v = heads(256, 256, 256, dim=64, dtype=BF16, device="cuda")
+    options = chunks.Options(1.0, -1, -1, 0, 0.0, 0.0, 0)
+    hopper = torch.cuda.get_device_capability()[0] in path.PREFER_CUDNN
+    assert path.way_of(q, k, v, None, None, options)[0] == ("cudnn" if hopper else "flash")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        assert path.way_of(q, k, v, None, None, options)[0] == "efficient"
+        assert_close(frt.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    odd = torch.randn(2 * 4 * 256 * 64 + 1, dtype=BF16, device="cuda")[1:].view(2, 4, 256, 64)
+    same(odd, odd, odd)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {"causal": True}, {"window": 64}, {"softcap": 2.0, "dropout_p": 0.1}], ids=str)
+def test_graphs(options):
+    q, k, v = (t.requires_grad_() for t in heads(256, 256, 256, dim=64, dtype=BF16, device="cuda"))
+
+    def step():
+        out = frt.attention(q, k, v, **options)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    graph, found = captured(step)
+    graph.replay()
+    first = [t.clone() for t in found]
+    graph.replay()
+    torch.cuda.synchronize()
+    if "dropout_p" in options:
+        assert not torch.equal(found[0], first[0])
+    else:
+        assert_close(first, list(step()), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,180 @@
+"""Converted models are proved against float64; what is wrong is found, undone and named."""
+
+import copy
+
+import pytest
+import torch
+from convert_net import X, assert_same, installed_passes, one_thread, replaced_by, small_net  # noqa: F401  (fixtures)
+from torch import nn
+
+import fusionrt as frt
+from fusionrt import convert
+from fusionrt.convert.inputs import Inputs
+from fusionrt.convert.model import record_of
+from fusionrt.convert.validate import Judge, ValidationError, undisturbed
+
+
+def other_relu(x):
+    return torch.where(x > 0, x, 0.0)
+
+
+def failing(x):
+    raise RuntimeError("no kernel")
+
+
+def test_right_replacements_stay(net, with_passes):
+    names = with_passes(good=replaced_by(other_relu))
+    converter = convert.ModelConverter(passes=names, measure=False)
+    fast = converter.convert_model(net, example_inputs=X)
+    assert_same(fast(X), net(X))
+    assert converter.conversion_stats["norm_replaced"] == 2
+    assert converter.conversion_stats["total_replaced"] == 2
+    verdict = record_of(fast).verdict
+    assert verdict.accepted
+    assert 0 < verdict.error <= 2 * verdict.own_error + 2.4e-7
+    assert (verdict.samples, verdict.exact) == (3, "float64")
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [
+    (torch.sigmoid, "too inaccurate: error "), (failing, "RuntimeError: no kernel"),
+    (lambda x: torch.relu(x).double(), "output has dtype torch.float64 instead of torch.float32"),
+    (lambda x: torch.relu(x) * 1.0001, "too inaccurate: error ")])
+def test_the_guilty_replacement_is_undone(net, with_passes, wrong, reason):
+    """The second relu is the first in line, once one was replaced already."""
+    net.drop = nn.Identity()
+    names = with_passes(before=replaced_by(other_relu, lambda k: k == 0), wrong=replaced_by(wrong),
+                        after=replaced_by(other_relu))
+    fast = frt.auto_convert_model(net, example_inputs=X, passes=names)
+    record = record_of(fast)
+    assert record.verdict.accepted
+    assert list(record.rolled_back) == ["wrong:relu_1"]
+    assert record.counts == {"norm": 2}
+    assert_same(fast(X), net(X))
+    assert f"Undone: wrong:relu_1 ({reason}" in " ".join(str(convert.conversion_report(fast)).split())
+
+
+def test_a_pass_of_which_no_single_replacement_is_to_blame_is_left_out(net, with_passes):
+    def hidden(edits):
+        """Wrong, and without a key."""
+        for n in edits.graph.nodes:
+            if n.target is torch.relu:
+                n.target = torch.sigmoid
+        edits.changed()
+
+    names = with_passes(hidden=hidden, good=replaced_by(other_relu))
+    fast = frt.auto_convert_model(net, example_inputs=X, passes=names)
+    assert list(record_of(fast).rolled_back) == ["hidden"]
+    assert record_of(fast).options.passes == ("good",)
+    assert_same(fast(X), net(X))
+
+
+def test_strict_and_threshold(net, with_passes):
+    names = with_passes(wrong=replaced_by(lambda x: torch.relu(x) * 1.001))
+    with pytest.raises(ValidationError, match=r"Net: too inaccurate: error \S+, the original's own"):
+        frt.auto_convert_model(net, example_inputs=X, passes=names, strict=True)
+    fast = frt.auto_convert_model(net, example_inputs=X, passes=names, accuracy_threshold=0.01, strict=True)
+    assert record_of(fast).verdict.accepted
+    assert record_of(fast).counts == {"norm": 2}
+
+
+def test_a_graph_that_is_wrong_by_itself_is_an_error(net, monkeypatch):
+    from fusionrt.convert import capture
+    monkeypatch.setattr(capture, "backend", lambda gm, inputs, options: lambda *args: [
+        t * 2 if isinstance(t, torch.Tensor) else t for t in gm.forward(*args)])
+    with pytest.raises(ValidationError, match="even without any replacement the captured model is not "):
+        frt.auto_convert_model(net, example_inputs=X)
+
+
+class Noisy(nn.Module):
+    """Random in evaluation mode, counts its calls, remembers."""
+
+    def __init__(self, noise=1.0):
+        super().__init__()
+        self.noise, self.calls = noise, 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean += x.mean(0)
+        return torch.relu(x + self.mean) + self.noise * torch.rand_like(x)
+
+
+def test_random_results_cannot_be_judged():
+    verdict = record_of(frt.auto_convert_model(Noisy(), example_inputs=X)).verdict
+    assert verdict.accepted is None
+    assert str(verdict) == "two runs of the original differ: its results are random"
+
+
+def test_validation_leaves_no_trace():
+    model = nn.Sequential(Noisy(0.0), nn.BatchNorm1d(8)).train()
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    fast = frt.auto_convert_model(model, example_inputs=X)
+    assert record_of(fast).verdict.accepted
+    assert_same(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert (model[0].calls, fast[0].calls) == (0, 0)
+    assert (model.training, fast.training, fast[1].training) == (True, True, True)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_what_knows_no_float64_is_compared_with_something_else():
+    class Narrow(nn.Module):
+        def __init__(self, widest):
+            super().__init__()
+            self.widest, self.weight = widest, nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            if x.dtype.itemsize > self.widest:
+                raise RuntimeError("no such kernel")
+            return x @ self.weight
+
+    half = Narrow(4).bfloat16()
+    assert Judge(half, Inputs((X.bfloat16(),)))(half).exact == "float32"
+    for model, x in ((Narrow(4), X), (Narrow(8).double(), X.double())):
+        assert Judge(model, Inputs((x,)))(model).exact == "the original itself"
+
+
+def test_results_that_do_not_depend_on_anything_are_no_proof():
+    head = nn.Linear(8, 8)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    verdict = Judge(head, Inputs((X,)))(head)
+    assert (verdict.accepted, verdict.reason) == (None, "every result is zero, whatever the inputs are")
+
+
+class Given(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [
+    (lambda x: (x.argmax(1), x), "returned output (tuple)[1] instead of nothing"),
+    (lambda x: x.argmax(1), "returned output instead of output (tuple)[0]"),
+    (lambda x: (x.argmax(1)[:-1],), "output (tuple)[0] has shape torch.Size([15]) instead of torch.Size([16"),
+    (lambda x: ((x.argmax(1) + 1) % 8,), "too inaccurate"),
+    (lambda x: (x.argmin(1),), "too inaccurate"),
+])
+def test_structure_and_integers(wrong, reason):
+    verdict = Judge(Given(lambda x: (x.argmax(1),)), Inputs((X,)))(Given(wrong))
+    assert verdict.accepted is False
+    assert reason in str(verdict)
+
+
+def test_nan_where_none_belongs():
+    reference = Given(lambda x: torch.where(x > 0, x, float("nan")))
+    assert Judge(reference, Inputs((X,)))(Given(torch.relu)).accepted, "the original is NaN there"
+    assert Judge(Given(torch.relu), Inputs((X,)))(reference).accepted is False
+
+
+def test_undisturbed_restores_what_an_exception_left(net):
+    before = dict(vars(net.train()))
+    with pytest.raises(KeyError), undisturbed(net):
+        net.scale.zero_()
+        net.extra = 1
+        raise KeyError
+    assert vars(net) == before
+    assert torch.equal(net.scale, torch.full((8,), 0.5))

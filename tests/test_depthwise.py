@@ -1,0 +1,311 @@
+"""Depthwise convolutions: the kernels' arithmetic of strips, windows and turns, gradients, the kernels."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
+from torch.nn import functional as F
+
+import fusionrt as frt
+from fusionrt.ops import depthwise, depthwise_kernels
+from fusionrt.ops.depthwise_kernels import BLOCK, PLAIN, Form, Geometry, convolving, cut, line_of, weighing
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import compiler
+
+
+def pairs(*values):
+    return tuple(v if isinstance(v, tuple) else (v, v) for v in values)
+
+
+def images(*shape, dtype=F32, device="cpu"):
+    return torch.randn(shape, dtype=F64, device=device).to(dtype, memory_format=torch.channels_last)
+
+
+# --- what kernels_src/depthwise.cu does with indices, step by step
+
+def digits(task, *bases):
+    for base in bases:
+        yield task % base
+        task //= base
+    yield task
+
+
+class Walk:
+    """One kind of convolution, cut as the kernels' host code cuts it."""
+
+    def __init__(self, source, result, kernel, geometry, transposed, columns=None, groups=0):
+        self.kernel, self.stride, self.transposed = kernel, geometry.stride, transposed
+        self.rows, self.columns = (line_of(n, m, k, s, p, d, transposed) for n, m, k, s, p, d in zip(
+            source.shape[1:3], result, kernel, *geometry, strict=True))
+        form = Form("float32", kernel, self.stride, 1, 0, transposed)
+        widths = columns or depthwise_kernels.widths_of(form)
+        self.cut = cut(len(source), source.shape[3], self.rows, self.columns, form, widths, groups)
+        self.before = (kernel[0] - 1) // self.stride[0]
+
+    def tasks(self):
+        for task in range(self.cut.tasks):
+            strip, right, chunk, down, image = digits(
+                task, self.cut.strips, self.columns.step, self.cut.chunks, self.rows.step)
+            unit = chunk * self.cut.chunk
+            yield image, strip, right, unit, down, min(self.cut.chunk, self.rows.units - unit)
+
+
+def pixels(image, row, columns):
+    """Of a row; zeros outside of the image."""
+    found = np.zeros((len(columns), image.shape[2]))
+    rows, width = image.shape[:2]
+    inside = [k for k, column in enumerate(columns) if 0 <= column < width and 0 <= row < rows]
+    found[inside] = image[row, [columns[k] for k in inside]] if inside else 0
+    return found
+
+
+def convolved(source, taps, result, geometry, transposed=False):
+    """depthwise.cu: `source` (N, H, W, C), `taps` (kH, kW, C)."""
+    (kh, kw), (sh, sw) = taps.shape[:2], geometry.stride
+    walk = Walk(source, result, (kh, kw), geometry, transposed)
+    width, before, step_h, step_w = walk.cut.columns, walk.before, walk.rows.step, walk.columns.step
+    rows_in, rows_out = (1, sh) if transposed else (sh, 1)
+    held_rows, left = (max(kh, sh), (kw - 1) // sw) if transposed else (before + 1, 0)
+    window = (width - 1) // sw + left + 1 if transposed else (width - 1) * sw + kw
+    out = np.full((len(source), *result, source.shape[3]), np.nan)
+    for image, strip, right, unit, down, units in walk.tasks():
+        column = strip * (width // sw if transposed else width * sw) * step_w + right
+        column += walk.columns.source_first
+        first = strip * width * step_w + walk.columns.result_first + right
+        held = np.zeros((held_rows, width, source.shape[3]))
+        for turn in range(units + before):
+            held = np.concatenate((held[rows_out:], np.zeros((rows_out, *held.shape[1:]))))
+            for s in range(rows_in):
+                row = ((unit + turn) * rows_in + s) * step_h + walk.rows.source_first + down
+                x = pixels(source[image], row, [column + k * step_w for k in range(window)])
+                for j, h, q in itertools.product(range(kw), range(held_rows), range(width)):
+                    i = h if transposed else s + sh * (before - h)
+                    at = q * sw + j
+                    if transposed:
+                        at = (q + left * sw - j) // sw if (q - j) % sw == 0 else -1
+                    if i < kh and at >= 0:
+                        held[h, q] += x[at] * taps[i, j]
+            for r, q in itertools.product(range(rows_out if turn >= before else 0), range(width)):
+                row = ((unit + turn - before) * rows_out + r) * step_h + walk.rows.result_first + down
+                if 0 <= row < result[0] and 0 <= first + q * step_w < result[1]:
+                    assert np.isnan(out[image, row, first + q * step_w]).all(), "written once"
+                    out[image, row, first + q * step_w] = held[r, q]
+    return out
+
+
+def weighed(source, grad, kernel, geometry):
+    """depthwise_backward.cu."""
+    (kh, kw), (sh, sw) = kernel, geometry.stride
+    walk = Walk(source, grad.shape[1:3], kernel, geometry, False, (4,), 2)
+    width, step_h, step_w, sums = 4, walk.rows.step, walk.columns.step, np.zeros((kh, kw, source.shape[3]))
+    for image, strip, right, unit, down, units in walk.tasks():
+        column = strip * width * sw * step_w + walk.columns.source_first + right
+        columns = [strip * width * step_w + right + q * step_w for q in range(width)]
+        held = np.zeros((walk.before + 1, width, source.shape[3]))
+        for turn in range(units + walk.before):
+            row = (unit + turn) * step_h + down if turn < units else -1
+            held = np.concatenate((pixels(grad[image], row, columns)[None], held[:-1]))
+            for s in range(sh):
+                row = ((unit + turn) * sh + s) * step_h + walk.rows.source_first + down
+                x = pixels(source[image], row, [column + k * step_w for k in range((width - 1) * sw + kw)])
+                for age, j, q in itertools.product(range(walk.before + 1), range(kw), range(width)):
+                    if s + sh * age < kh:
+                        sums[s + sh * age, j] += held[age, q] * x[q * sw + j]
+    return sums
+
+
+def of_last(array):
+    return torch.from_numpy(array).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("size, kernel, stride, padding, dilation", [
+    ((9, 11), 3, 1, 1, 1), ((5, 6), 3, 2, 1, 1), ((17, 8), (1, 5), 1, (0, 2), 1), ((6, 9), 5, 2, 2, 1),
+    ((12, 10), 3, 1, 2, 2), ((7, 9), (2, 3), (1, 2), (1, 0), 1), ((3, 2), 5, 1, 2, 1), ((1, 4), 3, 2, 1, 1),
+    ((30, 5), 2, 1, 0, 3)], ids=str)
+def test_strips_and_turns_add_up(size, kernel, stride, padding, dilation):
+    kernel, *options = pairs(kernel, stride, padding, dilation)
+    geometry = Geometry(*options)
+    x, weight = torch.randn(2, 3, *size, dtype=F64, requires_grad=True), torch.randn(
+        3, 1, *kernel, dtype=F64, requires_grad=True)
+    y = F.conv2d(x, weight, None, *geometry, groups=3)
+    grad = torch.randn_like(y)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
+    source, up = (t.detach().movedim(1, -1).numpy() for t in (x, grad))
+    taps = weight.detach()[:, 0].movedim(0, -1).numpy()
+    result = geometry.result(size, kernel)
+    torch.testing.assert_close(of_last(convolved(source, taps, result, geometry)), y.detach())
+    found = weighed(source, up, kernel, geometry)
+    torch.testing.assert_close(torch.from_numpy(found).movedim(-1, 0)[:, None], of_weight)
+    if geometry.stride == (1, 1):
+        moved = [d * (k - 1) - p for k, p, d in zip(kernel, geometry.padding, geometry.dilation, strict=True)]
+        geometry, taps = geometry._replace(padding=tuple(moved)), taps[::-1, ::-1]
+    found = convolved(up, taps, size, geometry, geometry.stride != (1, 1))
+    torch.testing.assert_close(of_last(found), of_x)
+
+
+def test_cuts_cover_all_and_fill_a_gpu():
+    for n, c, size, k in itertools.product((1, 32), (2, 96, 100, 576), (7, 14, 112), (3, 7)):
+        line = line_of(size, size, k, 1, k // 2, 1, False)
+        form = Form("float16", (k, k), (1, 1), 2, 0)
+        found = cut(n, c, line, line, form, depthwise_kernels.widths_of(form))
+        assert found.lanes * found.slices * 2 >= c > (found.slices - 1) * found.lanes * 2
+        assert found.strips * found.columns >= size > (found.strips - 1) * found.columns
+        assert found.chunks * found.chunk >= size > (found.chunks - 1) * found.chunk
+        assert found.tasks == n * found.strips * found.chunks
+        assert found.lanes <= 32 <= BLOCK
+        if n * c * size * size > 1 << 22:
+            assert found.blocks >= 100
+
+
+# --- the ops of torch's, on a CPU by torch's kernels
+
+GEOMETRIES = [([1, 1], [1, 0], [1, 1]), ([2, 1], [1, 1], [1, 1]), ([1, 1], [2, 2], [2, 2])]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_gradients_of_any_order(geometry, device):
+    x = images(1, 4, 5, 6, dtype=F64, device=device).requires_grad_()
+    weight = torch.randn(4, 1, 3, 3, dtype=F64, device=device, requires_grad=True)
+
+    def run(x, weight):
+        return depthwise._result(x.contiguous(memory_format=torch.channels_last), weight, *geometry)
+
+    assert torch.autograd.gradcheck(run, (x, weight), fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, (x, weight), fast_mode=True)
+
+
+def test_known_to_torch(device):
+    x, weight = images(2, 4, 5, 6, device=device).requires_grad_(), torch.randn(
+        4, 1, 3, 3, device=device, requires_grad=True)
+    for op, *args in ((torch.ops.fusionrt.depthwise_conv2d_result, x, weight),
+                      (torch.ops.fusionrt.depthwise_conv2d_of_source, x, weight, [5, 6]),
+                      (torch.ops.fusionrt.depthwise_conv2d_of_weight, x, x, [3, 3])):
+        torch.library.opcheck(op.default, (*args, [1, 1], [1, 1], [1, 1]))
+
+
+# --- which convolutions, by which kernels
+
+def test_whose_convolution_it_is():
+    def used(x, weight, bias=None, device="cuda", **options):
+        with collecting(device) as found, torch.no_grad():
+            frt.conv_activation(x, weight, bias, "silu", **options)
+        return {getattr(source, "entry", "expression") for source in found}
+
+    def meta(*shape, dtype=F16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = meta(2, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert used(x, meta(8, 1, 3, 3), groups=8) == {"depthwise"}
+    assert used(x, meta(8, 1, 3, 3), meta(8), groups=8, padding="same", residual=x) == {"depthwise"}
+    assert used(x, meta(8, 1, 5, 3), groups=8, stride=2, padding=(2, 1)) == {"depthwise"}
+    others = [(x.contiguous(), meta(8, 1, 3, 3), {}), (x, meta(16, 1, 3, 3), {}),
+              (x, meta(8, 1, 3, 3), {"stride": 3}),
+              (x, meta(8, 1, 3, 3), {"stride": (1, 2), "dilation": (2, 1)}),
+              (x, meta(8, 1, 12, 12), {"padding": 4}), (x, meta(8, 1, 3, 3), {"padding": 3})]
+    for y, weight, options in others:
+        assert used(y, weight, groups=8, **options) == {"expression"}, options
+    assert used(x, meta(8, 2, 3, 3), groups=4) == {"expression"}
+    assert used(x, meta(8, 1, 3, 3), device="cpu", groups=8) == {"expression"}
+
+
+FORMS = [("float16", 3, 1, 2), ("bfloat16", 7, 1, 2), ("float32", 5, 2, 2), ("float32", 7, 1, 1),
+         ("float16", 11, 1, 1), ("float64", 7, 1, 1), ("bfloat16", 2, 1, 1)]
+
+
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_75", "sm_90") else pytest.mark.slow)
+                                  for a in compiler.ARCHITECTURES])
+@pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)
+def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
+    form = Form(dtype, (k, k), (stride, stride), vec, 0)
+    made = [convolving(form._replace(columns=max(depthwise_kernels.widths_of(form))), PLAIN),
+            weighing(form._replace(columns=max(depthwise_kernels.widths_of_gradient(form))))]
+    if stride > 1:
+        form = form._replace(transposed=True)
+        made.append(convolving(form._replace(columns=max(depthwise_kernels.widths_of(form))), PLAIN))
+    for kernel in made:
+        found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
+        assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
+
+
+def test_without_elements(device):
+    for shape, size in (((0, 4, 5, 5), (0, 4, 5, 5)), ((2, 4, 1, 1), (2, 4, 1, 1))):
+        x = images(*shape, device=device).requires_grad_()
+        weight = torch.randn(4, 1, 3, 3, device=device, requires_grad=True)
+        y = frt.depthwise_conv2d(x, weight, padding=1)
+        of_x, of_weight = torch.autograd.grad(y.sum(), (x, weight))
+        assert y.shape == size
+        torch.testing.assert_close(of_weight.sum(), x.detach().sum())  # only the middle tap meets a pixel
+        assert of_x.shape == x.shape
+
+
+# --- on a GPU
+
+CHANNELS, SIZES = (1, 3, 7, 8, 32, 100, 130), ((9, 11), (31, 3))
+OPTIONS = [(3, 1, 1, 1), (5, 2, 2, 1), (7, 1, 3, 1)]
+MORE = [(1, 1, 0, 1), (2, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (4, 2, 1, 1), (5, 1, 2, 1), (6, 1, 3, 1),
+        (7, 2, 3, 1), ((3, 5), (2, 1), (1, 2), 1), (9, 1, 4, 1), (11, 2, 5, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, options", [
+    *itertools.product((F16, BF16, F32, F64), OPTIONS), *((F16, options) for options in MORE)], ids=str)
+def test_as_accurate_as_torch(dtype, options):
+    kernel, *options = pairs(*options)
+    geometry = Geometry(*options)
+    named = dict(zip(("stride", "padding", "dilation"), geometry, strict=True))
+    for channels, size in itertools.product(CHANNELS, SIZES):
+        if min(geometry.result(size, kernel)) > 0:
+            x = images(2, channels, *size, dtype=dtype, device="cuda")
+            weight, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in (
+                (channels, 1, *kernel), (channels,)))
+            check_in_norm(frt.depthwise_conv2d, (x, weight, bias, "silu"), named)
+            y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), named,
+                                 torch.no_grad()(frt.depthwise_conv2d.reference))
+            assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, k, stride", [
+    ((4, 96, 57, 112), 3, 1), ((4, 96, 57, 112), 3, 2), ((3, 192, 56, 30), 7, 1), ((8, 64, 28, 28), 7, 2),
+    ((2, 66, 200, 9), 5, 1)], ids=str)
+def test_large_images(shape, k, stride):
+    x = images(*shape, dtype=F16, device="cuda")
+    weight = torch.randn(shape[1], 1, k, k, device="cuda").to(F16)
+    out, grads = check_in_norm(frt.depthwise_conv2d, (x, weight), {"padding": k // 2, "stride": stride})
+    again = check_in_norm(frt.depthwise_conv2d, (x, weight), {"padding": k // 2, "stride": stride})
+    assert_same_bits(out, again[0])
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits():
+    x = images(4, 96, 57, 60, dtype=BF16, device="cuda").requires_grad_()
+    weight = torch.randn(96, 1, 5, 5, device="cuda").to(BF16).requires_grad_()
+    y = frt.depthwise_conv2d(x, weight, padding=2)
+    grad = torch.randn_like(y)
+    first, second = (torch.autograd.grad(y, (x, weight), grad, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_views_and_odd_addresses(dtype):
+    wide = images(2, 12, 9, 10, dtype=dtype, device="cuda")
+    weight = torch.randn(6, 1, 3, 3, device="cuda").to(dtype)
+    for x in (wide[:, :6], wide[:, 1:7], wide[:, 6:, 1:, 2:], wide[:, :6, ::2], wide[:, :6].flip(3)):
+        check_in_norm(frt.depthwise_conv2d, (x, weight), {"padding": 1})
+
+
+@pytest.mark.gpu
+def test_a_graph_repeats_it():
+    x, weight = (images(*s, dtype=F16, device="cuda") for s in ((2, 32, 14, 14), (32, 1, 3, 3)))
+    bias = torch.randn(32, device="cuda").to(F16)
+    expected = frt.depthwise_conv2d(x, weight, bias, "gelu", padding=1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = frt.depthwise_conv2d(x, weight, bias, "gelu", padding=1)
+    graph.replay()
+    assert_same_bits(y, expected)
