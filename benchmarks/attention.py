@@ -129,7 +129,7 @@ def _measure(cell: Cell, direction: str, run: Results) -> None:
             **{"TFLOP/s": round(flops / mine / 1e6, 1)}, **{f"{name}_us": t for name, t in us.items()},
             vs_best=best and round(best / mine, 3),
             **{f"vs_{name}": round(t / mine, 3) for name, t in us.items() if name not in KERNELS},
-            absent=failed or None)
+            **({"absent": failed} if failed else {}))
 
 
 def _operands(cell: Cell, graded: bool) -> list[Tensor]:

@@ -5,7 +5,7 @@ sets it, for all. us: wall time of a call among calls that follow each other, un
 them: what a user waits for. device_us: the kernels alone, by the profiler. floor_us: of these the matrix
 products and convolutions of cuBLAS and cuDNN, where they take the least time (of the variants that call
 them about as often as eager does); of_floor: us over that; attention_us: of our call, the kernels of
-attention. max_error, own_error: ours and eager's against a float64 run, over the largest number of the
+attention. deviation, own_deviation: ours and eager's against a float64 run, over the largest number of the
 output. MB: memory at the peak of a call, what CUDA graphs keep included. convert_s: converting and
 validating.
 
@@ -46,8 +46,8 @@ LIBRARY = re.compile(
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.I)
 OTHER = re.compile(r"fusionrt|nchwto|nhwcto|batchnorm|bn_fw|bn_fwd|pooling", re.I)
 COLUMNS = ("model", "precision", "batch", "us", "vs_eager", "vs_compile", "vs_reduce", "floor_us", "of_floor",
-           "device_us", "eager_us", "spread", "kernels", "eager_kernels", "MB", "eager_MB", "max_error",
-           "own_error", "replaced", "undone", "convert_s", "error")
+           "device_us", "eager_us", "spread", "kernels", "eager_kernels", "MB", "eager_MB", "deviation",
+           "own_deviation", "replaced", "undone", "convert_s", "error")
 
 
 def main() -> None:
@@ -151,8 +151,8 @@ def measured(model: str, precision: str, batch: int, against: Sequence[str]) -> 
             "counts": dict(record.counts), "undone": len(record.rolled_back),
             "undone_what": record.rolled_back, "convert_s": round(record.seconds, 3)}
     if verdict is not None:
-        row |= {"accepted": verdict.accepted, "error_of": verdict.exact, "max_error": verdict.error,
-                "own_error": verdict.own_error}
+        row |= {"accepted": verdict.accepted, "error_of": verdict.exact, "deviation": verdict.error,
+                "own_deviation": verdict.own_error}
     return row
 
 

@@ -9,10 +9,10 @@ scaled_dot_product_attention.
 forward: inference, device time in a CUDA graph. training: forward and backward pass with gradients of the
 input and every parameter, issued one by one, as a training loop does. Variants take turns, on one input, as
 the layer before has just written it. launches: kernels, copies and fills on the device a call, by torch's
-profiler. memory: peak of a call beyond parameters and input. error: of the result without dropout, the worst
-against float64, over the largest value. TFLOP/s: matrix products and attention (half of it where causal),
-twice that again for the backward pass; of_matmul: over what a product of 8192 x 8192 matrices reaches in this
-run.
+profiler. memory: peak of a call beyond parameters and input. deviation: of the result without dropout, the
+worst against float64, over the largest value. TFLOP/s: matrix products and attention (half of it where
+causal), twice that again for the backward pass; of_matmul: over what a product of 8192 x 8192 matrices
+reaches in this run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fusionrt.bench.results import Results, why
 from fusionrt.nn import TransformerBlock
 
 COLUMNS = ("model", "direction", "us", "eager_us", "compile_us", "vs_eager", "vs_compile", "launches",
-           "eager_launches", "compile_launches", "memory_MB", "eager_memory_MB", "compile_memory_MB", "error",
-           "eager_error", "TFLOP/s", "of_matmul", "spread", "failed")
+           "eager_launches", "compile_launches", "memory_MB", "eager_memory_MB", "compile_memory_MB",
+           "deviation", "eager_deviation", "TFLOP/s", "of_matmul", "spread", "failed")
 DTYPE = torch.bfloat16
 
 
@@ -184,7 +184,7 @@ def errors(pair: list[nn.Module], x: torch.Tensor) -> dict[str, float]:
     few = x[:1].detach()
     exact = copy.deepcopy(pair[1]).eval().double()(few.double())
     found = [(module.eval()(few).double() - exact).abs().max() / exact.abs().max() for module in pair]
-    return {"error": round(found[0].item(), 6), "eager_error": round(found[1].item(), 6)}
+    return {"deviation": round(found[0].item(), 6), "eager_deviation": round(found[1].item(), 6)}
 
 
 def matmul_rate(n: int = 8192) -> dict[str, float]:

@@ -336,7 +336,8 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
     assert summary.compiled == sum(kernels().values())
     for op in OPS:
         # Attention is torch's as a rule, others are named after the parts that they share.
-        if "attention" not in op and not op.endswith(("norm", "cross_entropy", "loss", "ffn")):
+        shared = ("norm", "cross_entropy", "loss", "ffn", "separable")
+        if "attention" not in op and not op.endswith(shared):
             assert any(name.startswith(op) for name in kernels()), op
     for op in pointwise_ops.DIFFERENTIABLE:
         assert any(name.startswith(f"{op}_backward") for name in kernels()), op
