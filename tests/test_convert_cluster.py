@@ -1,238 +1,18 @@
 """Clusters: every maximal pointwise subgraph is one kernel that does what torch's calls do, or is left
 alone."""
 
-import math
+import functools
 from random import Random
 
 import pytest
 import torch
-from convert_checks import assert_as_accurate, check, check_module, compiled, tensors
+from convert_checks import assert_as_accurate, check, check_module, compiled, leaf, tensors
+from convert_net import one_thread  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from fusionrt.convert.cluster import Clustering
-from fusionrt.convert.effects import Facts
-from fusionrt.convert.fused import traced
-from fusionrt.expr import argument, emit, gradients
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small tensors: what threads wait for each other is most of the time on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def leaf(*shape, device="cpu", dtype=torch.float32):
-    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
-
-
-# -- the table of functions: what a kernel would compute, computed by torch in float64 ----------------
-
-SPELLINGS = {
-    "acc_t": lambda x: torch.as_tensor(x, dtype=torch.float64),
-    "div": torch.div,
-    "reciprocal": torch.reciprocal,
-    "near_reciprocal": torch.reciprocal,
-    "logical_not": torch.logical_not,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
-    "abs_": torch.abs,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "expm1": torch.expm1,
-    "log": torch.log,
-    "log1p": torch.log1p,
-    "log2": torch.log2,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "pow_": torch.pow,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "sigmoid": torch.sigmoid,
-    "sigmoid_complement": lambda a, s: torch.sigmoid(-a),
-    "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
-    "normcdf": torch.special.ndtr,
-    "normpdf": lambda x: torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi),
-    "floor": torch.floor,
-    "rint": torch.round,
-    "trunc": torch.trunc,
-    "mul_rn": torch.mul,
-    "cast_float16": lambda x: x.half().double(),
-    "cast_bfloat16": lambda x: x.bfloat16().double(),
-    "cast_float32": lambda x: x.float().double(),
-    "where": lambda c, a, b: torch.where(c, *(torch.as_tensor(v, dtype=torch.float64) for v in (a, b))),
-}
-
-UNARY = {
-    "neg": lambda x: -x,
-    "abs": torch.abs,
-    "square": torch.square,
-    "rsub": lambda x: 1 - x,
-    "cube": lambda x: x**3,
-    "fourth": lambda x: x**4,
-    "zeroth": lambda x: x**0,
-    "inverse": lambda x: (x * x + 0.1) ** -2,
-    "power": lambda x: (x * x + 0.1) ** 1.3,
-    "of two": lambda x: 2**x,
-    "half": lambda x: (x * x + 0.1) ** 0.5,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "expm1": torch.expm1,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": F.tanh,
-    "erf": torch.erf,
-    "sigmoid": torch.sigmoid,
-    "expit": torch.special.expit,
-    "sqrt": lambda x: torch.sqrt(x.abs() + 0.1),
-    "rsqrt": lambda x: torch.rsqrt(x * x + 0.1),
-    "log": lambda x: torch.log(x * x + 0.1),
-    "log1p": lambda x: torch.log1p(x * x),
-    "log2": lambda x: torch.log2(x * x + 0.1),
-    "reciprocal": lambda x: torch.reciprocal(x * x + 0.1),
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "mish": F.mish,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "selu": F.selu,
-    "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "elu": lambda x: F.elu(x, 0.7),
-    "celu": lambda x: F.celu(x, 1.3),
-    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-    "softplus": lambda x: F.softplus(x, 2.0, 3.0),
-    "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.75),
-    "threshold": lambda x: F.threshold(x, 0.1, 0.3),
-    "logsigmoid": F.logsigmoid,
-    "softsign": F.softsign,
-    "tanhshrink": F.tanhshrink,
-    "clamp": lambda x: x.clamp(-0.5, 0.5),
-    "clamp_min": lambda x: torch.clamp(x, min=0.1),
-    "clip": lambda x: torch.clip(x, max=0.3),
-    "clamp_max": lambda x: x.clamp_max(0.25),
-    "where": lambda x: torch.where(x > 0.1, x, 0.5),
-    "masked_fill": lambda x: x.masked_fill(x < 0, -2.0),
-    "round": torch.round,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "trunc": torch.trunc,
-    "isnan": lambda x: torch.isnan(x).double() + x,
-    "logic": lambda x: ((x >= 0) & (x < 1) | ~(x == 0)) * x,
-    "to float": lambda x: x.float().double(),
-}
-BINARY = {
-    "add": lambda x, y: torch.add(x, y, alpha=2),
-    "sub": lambda x, y: x.sub(y, alpha=0.5),
-    "rsub": torch.rsub,
-    "mul": torch.mul,
-    "div": lambda x, y: x / (y * y + 0.1),
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
-    "max": lambda x, y: torch.max(x, y),
-    "min": lambda x, y: x.min(y),
-    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
-    "lerp far": lambda x, y: torch.lerp(x, y, 0.7),
-    "lerp by": lambda x, y: torch.lerp(x, y, torch.sigmoid(x)),
-    "addcmul": lambda x, y: torch.addcmul(x, y, x, value=0.5),
-    "addcdiv": lambda x, y: torch.addcdiv(x, y, x * x + 1, value=-0.5),
-    "where": lambda x, y: x.where(x > y, y),
-    "clamp": lambda x, y: torch.clamp(x, y, y + 0.5),
-    "clamp_min": lambda x, y: torch.clamp_min(x, y),
-    "pow": lambda x, y: (x * x + 0.1) ** y,
-    "compare": lambda x, y: (x <= y) * y + (x != y).double() * x,
-    "and": lambda x, y: torch.logical_and(x > 0, y > 0).double() * x,
-    "or": lambda x, y: torch.logical_or(x > 0, y > 0).double() * x,
-    "matrix": lambda x, y: (x + y) * (x - y),
-}
-VALUES = [
-    -math.inf,
-    -30,
-    -6,
-    -3,
-    -2.5,
-    -1,
-    -0.5,
-    -0.25,
-    -0.0,
-    0,
-    1e-3,
-    0.1,
-    0.2,
-    0.25,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    1.5,
-    2.5,
-    3,
-    6,
-    10,
-    25,
-    math.inf,
-    math.nan,
-]
-# At infinities, where torch's own gives NaN on a CPU; of NaN, where each backward pass does as it likes.
-FINITE = [v for v in VALUES if math.isfinite(v)]
-
-
-def evaluated(expression, names):
-    lines, (root,) = emit([expression], "{} = {}")
-    scope = dict(SPELLINGS, **names)
-    exec("\n".join(lines), scope)
-    return scope[root] if root in scope else eval(root, scope)
-
-
-def recorded_graph(function, args):
-    """The graph that Dynamo makes."""
-    graphs = []
-    torch._dynamo.reset()
-    torch.compile(function, backend=lambda gm, _: graphs.append(gm) or gm.forward)(*args)
-    (gm,) = graphs
-    return gm.graph
-
-
-@pytest.mark.parametrize(("table", "size"), [(UNARY, 1), (BINARY, 2)], ids=["unary", "binary"])
-def test_functions_are_torchs(table, size):
-    """In value and gradient, at kinks, ties and infinities; each is wholly one cluster."""
-    base = torch.tensor(VALUES if size == 1 else FINITE, dtype=torch.float64)
-    args = (
-        [base]
-        if size == 1
-        else [base.repeat_interleave(len(base)).clamp(-6, 6), base.repeat(len(base)).clamp(-6, 6)]
-    )
-    graph = recorded_graph(lambda *args: [f(*args) * 0.5 for f in table.values()], args)
-    clusters = Clustering(Facts(graph)).clusters
-    assert len(clusters) == len(table)
-    names = {f"a{k}": a for k, a in enumerate(args)}
-    ordered = sorted(clusters, key=lambda c: next(n for n in c.results).name)
-    by_result = {c.results[0]: c for c in ordered}
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    results = next(n for n in graph.nodes if n.op == "output").args[0]
-    for (name, function), result in zip(table.items(), results, strict=True):
-        (root,) = traced(by_result[result], inputs, [result])
-        leaves = [a.clone().requires_grad_() for a in args]
-        expected = function(*leaves) * 0.5
-        with_value = torch.isfinite(expected) | (name != "gelu")
-        ours = evaluated(root, names).expand_as(expected)
-        assert_close(
-            ours[with_value], expected.detach()[with_value], equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
-        slopes = torch.autograd.grad(expected.sum(), leaves, allow_unused=True, materialize_grads=True)
-        found = gradients({root: argument("g")}, [argument(f"a{k}") for k in range(size)])
-        finite = torch.isfinite(args[0])
-        for slope, expression in zip(slopes, found, strict=True):
-            slope_of_ours = evaluated(expression, names | {"g": torch.ones_like(args[0])}).expand_as(slope)
-            assert_close(slope_of_ours[finite], slope[finite], msg=lambda m, n=name: f"gradient of {n}: {m}")
-
+from fusionrt.convert.capture import Options, backend
 
 # -- whole functions -----------------------------------------------------------------------------------
 
@@ -244,30 +24,16 @@ def test_a_chain_is_one_kernel(device):
 
 
 def test_promotion_is_torchs():
-    half, single, double = (
-        torch.randn(4, 8, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float64)
-    )
-    flag, small, ids = (
-        torch.rand(4, 8) > 0.5,
-        torch.randint(-9, 9, (4, 8), dtype=torch.int8),
-        torch.randint(9, (4, 8)),
-    )
+    half, single, double = (torch.randn(4, 8, dtype=t)
+                            for t in (torch.bfloat16, torch.float32, torch.float64))
+    flag, small, ids = (torch.rand(4, 8) > 0.5, torch.randint(-9, 9, (4, 8), dtype=torch.int8),
+                        torch.randint(9, (4, 8)))
     scalar, wide = torch.tensor(1.5), torch.tensor(1.5, dtype=torch.float64)
 
     def promoted(half, single, double, flag, small, ids, scalar, wide):
-        return (
-            half * 2 + 1,
-            (half + single) * 2,
-            half * wide + scalar,
-            (double + half) * 0.5,
-            flag * 2.5 - 1,
-            small / 2 + flag,
-            ids / 2 + half,
-            (half > 0.1) & flag,
-            (single * 2).to(torch.bfloat16),
-            ids.float() * 3,
-            (small.float() + 1).half(),
-        )
+        return (half * 2 + 1, (half + single) * 2, half * wide + scalar, (double + half) * 0.5,
+                flag * 2.5 - 1, small / 2 + flag, ids / 2 + half, (half > 0.1) & flag,
+                (single * 2).to(torch.bfloat16), ids.float() * 3, (small.float() + 1).half())
 
     counts = check(promoted, half, single, double, flag, small, ids, scalar, wide, rtol=2**-7, atol=2**-7)
     assert counts["pointwise_cluster"] >= 9
@@ -366,9 +132,8 @@ def run_program(steps, x, y, w):
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
 def test_random_programs(seed):
     steps = program(seed)
-    check(
-        lambda x, y, w: run_program(steps, x, y, w), leaf(4, 4), leaf(4, 4), leaf(4, 4), rtol=1e-4, atol=1e-4
-    )
+    check(lambda x, y, w: run_program(steps, x, y, w), leaf(4, 4), leaf(4, 4), leaf(4, 4), rtol=1e-4,
+          atol=1e-4)
 
 
 # -- what is left alone ----------------------------------------------------------------------------------
@@ -459,14 +224,9 @@ def test_sizes_that_vary(dynamic):
         return torch.relu(x * x.shape[0] + b) / scale, F.layer_norm(x + b, (8,))
 
     torch._dynamo.reset()
-    from fusionrt.convert.capture import Options, backend
-
     found = []
-    run = torch.compile(
-        function,
-        dynamic=dynamic,
-        backend=lambda gm, inputs: backend(gm, inputs, options=Options(on_graph=found.append)),
-    )
+    heard = functools.partial(backend, options=Options(on_graph=found.append))
+    run = torch.compile(function, dynamic=dynamic, backend=heard)
     b = torch.randn(8)
     for rows, scale in ((4, 2), (7, 3), (12, 4), (5, 5)):
         x = torch.randn(rows, 8)
@@ -559,16 +319,50 @@ def test_results_along_the_way_have_whole_gradients():
 
 def test_complex_and_other_tensors():
     z = torch.randn(4, 8, dtype=torch.complex64)
-    check(
-        lambda z, x: (z * 2 + 1, z.real * 2 + x, z.conj().imag * 2 + 1, torch.bitwise_not(x.int() + 1)),
-        z,
-        torch.randn(4, 8),
-    )
+    check(lambda z, x: (z * 2 + 1, z.real * 2 + x, z.conj().imag * 2 + 1, torch.bitwise_not(x.int() + 1)), z,
+          torch.randn(4, 8))
 
 
 def test_results_that_are_no_tensors():
     counts = check(lambda x: (torch.relu(x) * 2, x.shape[0], None, {"a": (x + 1) * 2}, "text"), leaf(4, 8))
     assert counts == {"pointwise_cluster": 2}
+
+
+def test_transforms_of_functions_stay_torchs():
+    x = torch.randn(4, 8)
+    for function in (lambda x: torch.vmap(lambda a: torch.relu(a * 2) + 1)(x),
+                     lambda x: torch.func.grad(lambda a: (torch.tanh(a) * 2).sum())(x) * 2 + 1):
+        run, found = compiled(function)
+        assert_close(run(x), function(x))
+        assert not found
+
+
+def test_functions_with_gradients_of_their_own():
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2 + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    counts = check(lambda x: torch.tanh(Tripled.apply(torch.relu(x) * 2)) + 1, leaf(4, 8))
+    assert counts == {"pointwise_cluster": 2}
+
+
+def test_gradients_within():
+    check(lambda x: torch.autograd.grad((torch.tanh(x) * 2).sum(), x)[0] * 2 + 1, leaf(4, 8))
+
+
+def test_an_in_place_call_by_itself_stays_in_place():
+    graphs = []
+    torch._dynamo.reset()
+    run = torch.compile(lambda x, w: torch.relu_(x @ w) @ w,
+                        backend=lambda gm, inputs: graphs.append(gm) or backend(gm, inputs))
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    assert_close(run(x, w), torch.relu(x @ w) @ w)
+    assert torch.relu_ in [n.target for n in graphs[0].graph.nodes]
 
 
 def test_subclasses_of_tensor_stay_torchs():
@@ -591,12 +385,8 @@ def test_inputs_that_come_to_share_memory():
         return torch.relu(a), y + 1
 
     run, _ = compiled(function)
-    for make in (
-        lambda: (torch.ones(8), torch.ones(8)),
-        lambda: (b := torch.ones(16), b)[:1] * 2,
-        lambda: (b := torch.ones(16), (b[:8], b[:8]))[1],
-        lambda: (torch.ones(8), torch.ones(8)),
-    ):
+    for make in (lambda: (torch.ones(8), torch.ones(8)), lambda: (b := torch.ones(16), b)[:1] * 2,
+                 lambda: (b := torch.ones(16), (b[:8], b[:8]))[1], lambda: (torch.ones(8), torch.ones(8))):
         ours, eager = make(), make()
         assert_close((run(*ours), ours), (function(*eager), eager))
 
@@ -604,18 +394,12 @@ def test_inputs_that_come_to_share_memory():
 @pytest.mark.parametrize("layout", ["channels_last", "permuted", "sliced", "expanded"])
 def test_strides_are_torchs(layout, device):
     x = torch.randn(2, 3, 4, 5, device=device)
-    views = {
-        "channels_last": x.to(memory_format=torch.channels_last),
-        "permuted": x.permute(3, 1, 0, 2),
-        "sliced": x[:, ::2],
-        "expanded": x[:, :1].expand(2, 3, 4, 5),
-    }
+    views = {"channels_last": x.to(memory_format=torch.channels_last), "permuted": x.permute(3, 1, 0, 2),
+             "sliced": x[:, ::2], "expanded": x[:, :1].expand(2, 3, 4, 5)}
     run, _ = compiled(lambda x, y: (torch.relu(x) * 2 + 1, torch.tanh(y * x) + y))
     y = torch.randn(views[layout].shape, device=device)
-    ours, expected = (
-        run(views[layout], y),
-        (torch.relu(views[layout]) * 2 + 1, torch.tanh(y * views[layout]) + y),
-    )
+    ours, expected = (run(views[layout], y),
+                      (torch.relu(views[layout]) * 2 + 1, torch.tanh(y * views[layout]) + y))
     assert_close(ours, expected)
     assert [t.stride() for t in tensors(ours)] == [t.stride() for t in expected]
 

@@ -187,6 +187,25 @@ def test_a_cast_leaves_the_original_alone(net):
     assert_same(fast(X.double()), expected.double(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_cast_of_the_original_is_one_of_both(net):
+    fast = converted(net)
+    fast(X)
+    net.double()
+    assert {t.dtype for t in (*fast.parameters(), *fast.buffers())} == {torch.float64, torch.int64}
+    assert_same(fast(X.double()), net(X.double()))
+    net.scale = net.scale * 2
+    assert fast.scale is net.scale
+    fast.float()
+    assert net.scale.dtype == torch.float64
+
+
+@pytest.mark.gpu
+def test_a_move_of_the_original_is_one_of_both(net):
+    fast = converted(net)
+    net.cuda()
+    assert_same(fast(X.cuda()), net(X.cuda()))
+
+
 @pytest.mark.gpu
 def test_a_move_leaves_the_original_alone(net):
     fast = converted(net).cuda()

@@ -9,6 +9,7 @@ from torch import nn
 
 import fusionrt as frt
 from fusionrt import convert
+from fusionrt.convert import inputs as inputs_of_models
 from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.model import record_of
 from fusionrt.convert.validate import Judge, ValidationError, undisturbed
@@ -162,6 +163,31 @@ def test_structure_and_integers(wrong, reason):
     verdict = Judge(Given(lambda x: (x.argmax(1),)), Inputs((X,)))(Given(wrong))
     assert verdict.accepted is False
     assert reason in str(verdict)
+
+
+class Rounding(nn.Module):
+    """Less exact for images in channels_last memory, or for none."""
+
+    def __init__(self, last=True):
+        super().__init__()
+        self.last = last
+
+    def forward(self, x):
+        rounds = self.last and x.is_contiguous(memory_format=torch.channels_last)
+        return x * (1 + 1e-3 * rounds * (x.dtype == torch.float32))
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_tf32_of_the_other_memory_format_is_the_originals_own(monkeypatch, setting):
+    """Where cuDNN may take it in one of them alone, the converted model does what the original may."""
+    monkeypatch.setattr(inputs_of_models, "IMAGES_ON", ("cpu",))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", setting)
+    image = torch.randn(4, 8, 16, 16)
+    verdict = Judge(Rounding(), Inputs((image,)))(Given(lambda x: x * (1 + 1e-3)))
+    assert verdict.accepted is setting
+    assert (verdict.own_error == pytest.approx(1e-3, rel=0.01)) is setting
+    again = Judge(Rounding(last=False), Inputs((image,)))(Given(lambda x: x * (1 + 1e-3)))
+    assert again.accepted is False
 
 
 def test_nan_where_none_belongs():

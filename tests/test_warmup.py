@@ -184,7 +184,8 @@ for name in {ops}:
         outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-            assert all(a.grad is not None for a in args if torch.is_tensor(a) and a.requires_grad), name
+            leaves = [a for a in args if torch.is_tensor(a) and a.requires_grad and a.is_leaf]
+            assert all(a.grad is not None for a in leaves), name
     print(name)
 """
 
@@ -208,7 +209,7 @@ def test_cpu_kernels_serve_calls() -> None:
 
 @pytest.mark.gpu
 def test_gpu_kernels_serve_calls() -> None:
-    ops = sorted(OPS)
+    ops = sorted(OPS.keys() - {"cpu_fused_attention", "optimized_cpu_attention"})
     summary = warmup("native", ops, "float32,bfloat16", columns=256)
 
     assert summary.compiled > 0 and summary.failed == []

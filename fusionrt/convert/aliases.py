@@ -31,10 +31,8 @@ def guarded(run: Run, original: Run, written: Sequence[int]) -> Run:
         seen = last  # of whichever thread
         places = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         if places != seen.places:
-            memory = [
-                seen.memory[k] if seen.places and seen.places[k] == at else _memory(args[k])
-                for k, at in enumerate(places)
-            ]
+            memory = [seen.memory[k] if seen.places and seen.places[k] == at else _memory(args[k])
+                      for k, at in enumerate(places)]
             seen = last = _Seen(places, memory, original if _overlap(memory, written) else run)
         return seen.run(*args)
 

@@ -7,6 +7,7 @@ Python, run as it is, in training as well. Inference replays CUDA graphs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusionrt.convert.aliases import guarded
-from fusionrt.convert.effects import Facts
+from fusionrt.convert.effects import Facts, tensors
 from fusionrt.convert.graph import Edits, value
 from fusionrt.convert.passes import PASSES
+from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import replayed
 from fusionrt.op import PLAIN
 
 Run = Callable[..., Any]
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Found(NamedTuple):
@@ -37,7 +40,7 @@ class Options(NamedTuple):
     """`passes`: names, in the order in which they run. `excluded`: keys of replacements to leave out, as
     Found gives them. `on_graph` hears of every graph that was rewritten. `fresh_outputs`: without it what a
     replayed CUDA graph returns is overwritten by its next replay. `graphs_kept`: CUDA graphs alive of one
-    captured graph, one for each kind of inputs."""
+    captured graph and one model's weights, one for each kind of inputs."""
 
     passes: tuple[str, ...] = tuple(PASSES)
     excluded: frozenset[str] = frozenset()
@@ -48,13 +51,8 @@ class Options(NamedTuple):
 
 
 DEFAULT = Options()
-_MODES = {
-    None: True,
-    "default": True,
-    "reduce-overhead": True,
-    "max-autotune": True,
-    "max-autotune-no-cudagraphs": False,
-}
+_MODES = {None: True, "default": True, "reduce-overhead": True, "max-autotune": True,
+          "max-autotune-no-cudagraphs": False}
 
 
 def rewrite(gm: GraphModule, options: Options = DEFAULT) -> Found:
@@ -67,16 +65,15 @@ def rewrite(gm: GraphModule, options: Options = DEFAULT) -> Found:
             raise ValueError(f"rewrite: no pass is called {name!r}; known are {', '.join(PASSES)}")
         edits.run(name, PASSES[name])
     gm.recompile()
-    return Found(dict(edits.counts), edits.replacements, before, edits.calls)
+    parts = [Found(dict(edits.counts), edits.replacements, before, edits.calls),
+             *(rewrite(body, options) for _, body in checkpointed(gm))]
+    return Found(dict(sum((Counter(part.counts) for part in parts), Counter())),
+                 [key for part in parts for key in part.replacements],
+                 sum(part.graph_before for part in parts), sum(part.graph_after for part in parts))
 
 
-def backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Options | Mapping[str, Any] = DEFAULT,
-    mode: str | None = None,
-) -> Run:
+def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options | Mapping[str, Any] = DEFAULT,
+            mode: str | None = None) -> Run:
     """What Dynamo calls with each graph: `torch.compile(model, backend="fusionrt")`.
 
     `options`: Options, or a dict of some of its fields, as torch.compile(options=...) passes it. `mode`: one
@@ -106,8 +103,10 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether all inputs are ordinary tensors and numbers. Other tensors keep torch's own calls: what they
-    make of ours nobody knows."""
+    """Whether all inputs are ordinary tensors and numbers, and no transform of torch.func is within. Other
+    tensors keep torch's own calls: what they make of ours nobody knows."""
+    if any(map(is_transformed, (t for n in gm.graph.nodes for t in tensors(value(n))))):
+        return False
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return len(inputs) == len(example_inputs) and all(
         not isinstance(given, torch.Tensor)

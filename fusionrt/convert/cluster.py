@@ -7,11 +7,10 @@ that is so. At most one member works on rows.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from fusionrt.convert.effects import Facts, value
-from fusionrt.convert.graph import ordered, same
+from fusionrt.convert.graph import is_tensor, ordered, same
 from fusionrt.convert.members import Member, member
 
 MOST_OPERANDS = 16
@@ -43,22 +42,19 @@ class Cluster:
     def operands(self, *more: Node) -> list[Node]:
         """What it reads, in the order in which it does."""
         inside = {*self.nodes, *more}
-        return list(
-            dict.fromkeys(a for n in (*self.nodes, *more) for a in n.all_input_nodes if a not in inside)
-        )
+        read = (a for n in (*self.nodes, *more) for a in n.all_input_nodes)
+        return list(dict.fromkeys(a for a in read if a not in inside))
 
     def takes(self, made: Member, facts: Facts) -> bool:
         t = value(made.node)
-        return (
-            t.device == self.device
-            and facts.region[made.node] == self.region
-            and same(t.shape, self.shape)
-            and not (made.row_dims and self.row)
-            and len(self.operands(made.node)) <= MOST_OPERANDS
-        )
+        return (t.device == self.device and facts.region[made.node] == self.region
+                and same(t.shape, self.shape) and not (made.row_dims and self.row)
+                and len(self.operands(made.node)) <= MOST_OPERANDS)
 
 
 class Clustering:
+    """The clusters of a graph: `clusters`, and by node `of`."""
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.before = ordered(facts)
@@ -110,12 +106,8 @@ class Clustering:
         """The clusters that could take it, the latest first."""
         operands = [a for a in made.node.all_input_nodes if a in self.of]
         apart = {self.of[a] for a in operands if a in self.seen}
-        found = [
-            c
-            for c in dict.fromkeys(self.of[a] for a in operands)
-            if c not in apart and c.takes(made, self.facts)
-        ]
-        return sorted(found, key=lambda c: c.mask, reverse=True)
+        found = {self.of[a] for a in operands} - apart
+        return sorted((c for c in found if c.takes(made, self.facts)), key=lambda c: c.mask, reverse=True)
 
     def _merge(self, home: Cluster, other: Cluster) -> None:
         home.members = sorted([*home.members, *other.members], key=lambda m: self.facts.position[m.node])
@@ -137,11 +129,8 @@ class Clustering:
 
 
 def _can_merge(a: Cluster, b: Cluster, n: Node) -> bool:
-    return (
-        not (a.reach & b.mask or b.reach & a.mask)
-        and not (a.row and b.row)
-        and len({*a.operands(n), *b.operands(n)}) <= MOST_OPERANDS
-    )
+    return (not (a.reach & b.mask or b.reach & a.mask) and not (a.row and b.row)
+            and len({*a.operands(n), *b.operands(n)}) <= MOST_OPERANDS)
 
 
 def seen_outside(facts: Facts) -> set[Node]:
@@ -150,7 +139,5 @@ def seen_outside(facts: Facts) -> set[Node]:
     found: set[Node] = set()
     for n in facts.nodes:
         if n.op == "output" or facts.effects[n].barrier:
-            found.update(
-                a for a in n.all_input_nodes if isinstance(value(a), torch.Tensor) and value(a).requires_grad
-            )
+            found.update(a for a in n.all_input_nodes if is_tensor(a) and value(a).requires_grad)
     return found

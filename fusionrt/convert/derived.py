@@ -34,11 +34,8 @@ def derived(make: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     source = [(w._version, w.data_ptr(), w.dtype, w.shape) for w in weights]
     entry = kept.get(first)
     found = entry.get(make) if entry is not None else None
-    if (
-        found is not None
-        and found.source == source
-        and all(ref() is w for ref, w in zip(found.weights, weights, strict=True))
-    ):
+    if found is not None and found.source == source and all(
+            ref() is w for ref, w in zip(found.weights, weights, strict=True)):
         return found.result
     with torch.no_grad():
         result = make(*weights)

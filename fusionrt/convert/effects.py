@@ -10,109 +10,36 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 # Modules whose functions have no effect but those that their names and arguments show.
-_KNOWN = frozenset(
-    {
-        "torch",
-        "torch.nn.functional",
-        "torch.functional",
-        "torch._C._nn",
-        "torch._C._special",
-        "torch._C._linalg",
-        "torch._C._fft",
-        "_operator",
-        "math",
-        "builtins",
-        "fusionrt.library",
-    }
-)
-_BARRIERS = ("set_", "manual_seed", "seed", "use_deterministic", "_")
+_KNOWN = frozenset({"torch", "torch.nn.functional", "torch.functional", "torch._C._nn", "torch._C._special",
+                    "torch._C._linalg", "torch._C._fft", "_operator", "math", "builtins", "fusionrt.library"})
+_BARRIERS = ("set_", "manual_seed", "seed", "use_deterministic", "setattr", "delattr", "delitem", "print",
+             "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_", "_")
 _HARMLESS = ("_log_api_usage_once",)
-_BARRIER_METHODS = frozenset(
-    {
-        "backward",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "reinforce",
-        "resize",
-        "resize_as",
-        "module_load",
-        "record_stream",
-        "numpy",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "share_memory_",
-        "requires_grad_",
-        "detach_",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "rename_",
-        "__setstate__",
-        "swap_",
-        "is_set_to",
-    }
-)
+_BARRIER_METHODS = frozenset({
+    "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "reinforce", "resize",
+    "resize_as", "module_load", "record_stream", "numpy", "data_ptr", "untyped_storage", "storage", "detach_",
+    "share_memory_", "requires_grad_", "set_", "resize_", "resize_as_", "rename_", "__setstate__", "swap_"})
 # May return their operand itself, whatever fake tensors make of them.
-_MAY_ALIAS = frozenset(
-    {
-        "dropout",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "contiguous",
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "ravel",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "squeeze",
-        "expand_as",
-        "resolve_conj",
-        "resolve_neg",
-        "pin_memory",
-        "getattr",
-    }
-)
+_MAY_ALIAS = frozenset({
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
+    "dropout3d", "contiguous", "reshape", "reshape_as", "flatten", "ravel", "to", "type", "type_as", "float",
+    "double", "half", "bfloat16", "cpu", "cuda", "squeeze", "expand_as", "resolve_conj", "resolve_neg",
+    "pin_memory", "getattr"})
 IN_PLACE = {
-    getattr(operator, f"i{name}"): getattr(operator, plain)
-    for name, plain in {
-        "add": "add",
-        "sub": "sub",
-        "mul": "mul",
-        "truediv": "truediv",
-        "floordiv": "floordiv",
-        "mod": "mod",
-        "pow": "pow",
-        "and": "and_",
-        "or": "or_",
-        "xor": "xor",
-        "lshift": "lshift",
-        "rshift": "rshift",
-        "matmul": "matmul",
-    }.items()
-    if hasattr(operator, f"i{name}")
-}
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod,
+    operator.ipow: operator.pow, operator.iand: operator.and_, operator.ior: operator.or_,
+    operator.ixor: operator.xor, operator.ilshift: operator.lshift, operator.irshift: operator.rshift,
+    operator.imatmul: operator.matmul}
 
 
 class Effect(NamedTuple):
@@ -146,14 +73,11 @@ def _of_method(node: Node) -> Effect:
     if name in _BARRIER_METHODS:
         return BARRIER
     if name.startswith("__"):
-        in_place = name[2:-2]
-        return (
-            _writes(node, node.args[:1])
-            if in_place == "setitem"
-            or (in_place.startswith("i") and f"__{in_place[1:]}__" in vars(torch._C.TensorBase))
-            else NONE
-        )
-    return _writes(node, node.args[:1]) if name.endswith("_") else _by_arguments(node)
+        plain = f"__{name[3:]}" if name.startswith("__i") else ""  # of __iadd__
+        writes = name == "__setitem__" or plain in vars(torch._C.TensorBase)
+    else:
+        writes = name.endswith("_")
+    return _writes(node.args[:1]) if writes else _by_arguments(node)
 
 
 def _of_function(node: Node) -> Effect:
@@ -163,64 +87,33 @@ def _of_function(node: Node) -> Effect:
         if not schema.is_mutable:
             return NONE
         named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-        return _writes(
-            node,
-            [
-                named.get(a.name)
-                for a in schema.arguments
-                if a.alias_info is not None and a.alias_info.is_write
-            ],
-        )
+        return _writes([named.get(a.name) for a in schema.arguments
+                        if a.alias_info is not None and a.alias_info.is_write])
     if target in IN_PLACE or target is operator.setitem:
-        return _writes(node, node.args[:1])
+        return _writes(node.args[:1])
     name, module = getattr(target, "__name__", "_"), getattr(target, "__module__", None)
     if name in _HARMLESS:
         return NONE
-    if (
-        module not in _KNOWN
-        or name.startswith(_BARRIERS)
-        or name in ("setattr", "delattr", "print", "delitem")
-    ):
+    if module not in _KNOWN or name.startswith(_BARRIERS):
         return BARRIER
     in_place = name.endswith("_") and module != "_operator"  # which has `and_`
-    return _writes(node, node.args[:1]) if in_place else _by_arguments(node)
+    return _writes(node.args[:1]) if in_place else _by_arguments(node)
 
 
 def _by_arguments(node: Node) -> Effect:
     """Of a function whose arguments say what it writes to."""
     if "out" in node.kwargs:
-        return _writes(node, [node.kwargs["out"]])
+        return _writes([node.kwargs["out"]])
     if node.kwargs.get("inplace") is True or _inplace_by_position(node):
-        return _writes(node, node.args[:1] or [node.kwargs.get("input")])
-    given = _statistics(node)
-    return _writes(node, given) if given else NONE
+        return _writes(node.args[:1] or [node.kwargs.get("input")])
+    return _writes(_statistics(node))
 
 
 # The place of `inplace` among the arguments.
-INPLACE_AT = {
-    getattr(F, name): at
-    for name, at in {
-        "relu": 1,
-        "relu6": 1,
-        "silu": 1,
-        "mish": 1,
-        "hardswish": 1,
-        "hardsigmoid": 1,
-        "selu": 1,
-        "elu": 2,
-        "celu": 2,
-        "leaky_relu": 2,
-        "dropout": 3,
-        "dropout1d": 3,
-        "dropout2d": 3,
-        "dropout3d": 3,
-        "alpha_dropout": 3,
-        "feature_alpha_dropout": 3,
-        "hardtanh": 3,
-        "rrelu": 4,
-        "threshold": 3,
-    }.items()
-}
+INPLACE_AT = {getattr(F, name): at for name, at in {
+    "relu": 1, "relu6": 1, "silu": 1, "mish": 1, "hardswish": 1, "hardsigmoid": 1, "selu": 1, "elu": 2,
+    "celu": 2, "leaky_relu": 2, "dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3,
+    "alpha_dropout": 3, "feature_alpha_dropout": 3, "hardtanh": 3, "rrelu": 4, "threshold": 3}.items()}
 
 
 def _inplace_by_position(node: Node) -> bool:
@@ -250,10 +143,10 @@ def _statistics(node: Node) -> list[Any]:
     return [node.args[k] if len(node.args) > k else node.kwargs.get(name) for name, k in written.items()]
 
 
-def _writes(node: Node, targets: Any) -> Effect:
+def _writes(targets: Any) -> Effect:
     found: list[Node] = []
-    torch.fx.node.map_arg(tuple(targets), found.append)
-    return Effect(tuple(n for n in found if n is not None))
+    map_arg(tuple(targets), found.append)
+    return Effect(tuple(found)) if found else NONE
 
 
 class Facts:
@@ -264,25 +157,31 @@ class Facts:
         self.nodes = list(graph.nodes)
         self.position = {n: k for k, n in enumerate(self.nodes)}
         self.effects = {n: effect(n) for n in self.nodes}
-        self.region = dict(
-            zip(
-                self.nodes,
-                itertools.accumulate((self.effects[n].barrier for n in self.nodes), initial=0),
-                strict=False,
-            )
-        )
+        barriers = itertools.accumulate((self.effects[n].barrier for n in self.nodes), initial=0)
+        self.region = dict(zip(self.nodes, barriers, strict=False))
         lies_in = {n: [(t.untyped_storage()._cdata, t.dtype) for t in tensors(value(n))] for n in self.nodes}
-        same = _Partition()
+        self._same = _Partition()
         for n in self.nodes:
             if getattr(n.target, "__name__", n.target) in _MAY_ALIAS:
                 for operand in n.all_input_nodes:
                     for (a, dtype), (b, its) in itertools.product(lies_in[n], lies_in[operand]):
                         if dtype == its:
-                            same.join(a, b)
-        self.classes = {n: frozenset(same.find(memory) for memory, _ in keys) for n, keys in lies_in.items()}
-        self.written = frozenset(
-            c for n in self.nodes for t in self.effects[n].writes for c in self.classes[t]
-        )
+                            self._same.join(a, b)
+        self.classes = {n: self._classes(memory for memory, _ in its) for n, its in lies_in.items()}
+        written = (t for n in self.nodes for t in self.effects[n].writes)
+        self.written = frozenset(c for t in written for c in self.classes[t])
+
+    def _classes(self, memory: Iterable[int]) -> frozenset[int]:
+        return frozenset(map(self._same.find, memory))
+
+    def add(self, node: Node, at: Node) -> None:
+        """A call that was made at the place of another one."""
+        self.region[node], self.position[node] = self.region[at], self.position[at]
+        self.effects[node] = effect(node)
+        self.classes[node] = self._classes(t.untyped_storage()._cdata for t in tensors(value(node)))
+        for operand in node.all_input_nodes:
+            for c in self.classes[operand]:
+                self.readers[c].add(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether some call writes to the memory of this value, before or after."""
@@ -295,6 +194,16 @@ class Facts:
         for n in self.nodes:
             for c in self.classes[n]:
                 found[c].append(n)
+        return found
+
+    @functools.cached_property
+    def readers(self) -> dict[int, set[Node]]:
+        """The calls that get a value in each piece of memory."""
+        found: dict[int, set[Node]] = defaultdict(set)
+        for n in self.nodes:
+            for operand in n.all_input_nodes:
+                for c in self.classes[operand]:
+                    found[c].add(n)
         return found
 
 

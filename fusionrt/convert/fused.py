@@ -16,7 +16,7 @@ from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor, same
 from fusionrt.convert.members import FLOATS, evaluate, softmax
-from fusionrt.expr import Expr, argument, cast
+from fusionrt.expr import Expr, TraceError, argument, cast
 from fusionrt.fusion import trace
 from fusionrt.op import Operator
 from fusionrt.row_fusion import row_operator
@@ -32,7 +32,7 @@ def fuse_cluster(edits: Edits, cluster: Cluster, statistic: str) -> bool:
         return False
     try:
         run, n_outputs = _operator(cluster, operands, results)
-    except TypeError:  # an output that has no cast
+    except TraceError:  # an output that has no cast
         return False
     last = cluster.nodes[-1]
     edits.note(last, statistic)
@@ -58,72 +58,48 @@ def _detached(edits: Edits, cluster: Cluster, operands: Sequence[Node]) -> list[
     for n in reversed(cluster.nodes):
         if value(n).requires_grad and (n in cluster.results or not differentiable.isdisjoint(n.users)):
             differentiable.add(n)
-    return [
-        edits.call(torch.detach, (a,), {}, cluster.nodes[-1], given=value(a).detach())
-        if is_tensor(a) and value(a).requires_grad and differentiable.isdisjoint(a.users) and differentiable
-        else a
-        for a in operands
-    ]
+    if not differentiable:
+        return list(operands)
+    return [edits.call(torch.detach, (a,), {}, cluster.nodes[-1], given=value(a).detach())
+            if is_tensor(a) and value(a).requires_grad and differentiable.isdisjoint(a.users) else a
+            for a in operands]
 
 
 # -- the operator ------------------------------------------------------------------------------------
 
-
 def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) -> tuple[Run, int]:
     """The function of the operands, and how many outputs it has: the results, and for a recorded row what
     its gradient reads, which spares the backward pass reductions."""
-    tensors = [value(n) for n in operands if isinstance(value(n), torch.Tensor)]
-    row = cluster.row
-    like = next(
-        (
-            k
-            for k, n in enumerate(operands)
-            if isinstance(value(n), torch.Tensor)
-            and value(n).dtype in FLOATS
-            and same(value(n).shape, cluster.shape)
-        ),
-        None,
-    )
-    if row is not None and like is None:
-        raise TypeError("a row needs an operand of its shape")
-    natural = value(operands[like]).dtype if row is not None and like is not None else promoted(tensors)
-    with_terms = (
-        row is not None
-        and any(value(n).requires_grad for n in results)
-        and not (row.rule is softmax and results == [row.node])
-    )
+    row, natural = cluster.row, promoted([value(n) for n in operands if is_tensor(n)])
+    full = [k for k, n in enumerate(operands) if is_tensor(n) and value(n).dtype in FLOATS
+            and same(value(n).shape, cluster.shape)]
+    if row is not None and not full:
+        raise TraceError("a row needs an operand of its shape")
+    natural = natural if row is None else value(operands[full[0]]).dtype
+    recorded = any(value(n).requires_grad for n in results)
+    with_terms = recorded and row is not None and not (row.rule is softmax and results == [row.node])
 
     def compute(**args: Expr) -> tuple[Any, ...]:
         known, terms = computed(cluster, dict(zip(operands, args.values(), strict=True)))
-        return (
-            *(_finished(known[n], value(n).dtype, natural) for n in results),
-            *(terms if with_terms else ()),
-        )
+        found = [_finished(known[n], value(n).dtype, natural) for n in results]
+        return *found, *(terms if with_terms else ())
 
-    names = [f"x{k}" for k in range(len(operands))]
-    params = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            annotation=(Any if isinstance(value(n), torch.Tensor) else float),
-        )
-        for name, n in zip(names, operands, strict=True)
-    ]
-    signature = inspect.Signature(params)
-    name = "_".join(dict.fromkeys(m.name for m in cluster.members))[:60].rstrip("_")
+    signature = _signature([Any if is_tensor(n) else float for n in operands])
+    name, names = "_".join(dict.fromkeys(m.name for m in cluster.members)), list(signature.parameters)
+    name = name[:60].rstrip("_")
     if row is None:
         return _pointwise(name, compute, signature), len(results)
-    compute.__signature__ = signature
-    made = row_operator(
-        compute,
-        names,
-        name=name,
-        row_dims=row.row_dims,
-        like=names[like or 0],
-        uniform=[p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)],
-    )
+    compute.__signature__ = signature  # type: ignore[attr-defined]
+    made: Any = row_operator(compute, names, name=name, row_dims=row.row_dims, like=names[full[0]], uniform=[
+        p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)])
     made.__module__ = __name__  # that fx can name it
     return made, len(made.operator.outputs)
+
+
+def _signature(annotations: Sequence[Any]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(f"x{k}", kind, annotation=a)
+                              for k, a in enumerate(annotations)])
 
 
 def computed(cluster: Cluster, known: dict[Node, Any]) -> tuple[dict[Node, Any], Sequence[Expr]]:
@@ -139,15 +115,12 @@ def computed(cluster: Cluster, known: dict[Node, Any]) -> tuple[dict[Node, Any],
 def traced(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) -> tuple[Expr, ...]:
     """The results of a pointwise cluster as expressions of `a0`, `a1`, ..., the operands."""
     arguments = [argument(f"a{k}") for k in range(len(operands))]
-    signature = inspect.Signature(
-        [inspect.Parameter(f"x{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in range(len(operands))]
-    )
 
     def compute(*args: Expr) -> tuple[Any, ...]:
         known, _ = computed(cluster, dict(zip(operands, args, strict=True)))
         return tuple(known[n] for n in results)
 
-    return trace(compute, "cluster", arguments, signature)
+    return trace(compute, "cluster", arguments, _signature([Any] * len(operands)))
 
 
 def _pointwise(name: str, compute: Run, signature: inspect.Signature) -> Run:
@@ -176,29 +149,19 @@ def _finished(found: Expr, dtype: torch.dtype, natural: torch.dtype) -> Expr:
 
 def _one_a_row(n: Node, cluster: Cluster) -> bool:
     t, dims = value(n), cluster.row.row_dims if cluster.row else 0
-    return (
-        isinstance(t, torch.Tensor)
-        and t.dim() == len(cluster.shape)
-        and all(isinstance(size, int) and size == 1 for size in t.shape[t.dim() - dims :])
-    )
+    return (isinstance(t, torch.Tensor) and t.dim() == len(cluster.shape)
+            and all(same(size, 1) for size in t.shape[t.dim() - dims:]))
 
 
 # -- layout ------------------------------------------------------------------------------------------
-
 
 def _arranged(cluster: Cluster) -> list[Node]:
     """The operands, first one whose memory order gives the results the strides that torch's would have, on
     which views of them rely; none at all if there is no such operand."""
     operands, results = cluster.operands(), cluster.results
-    full = [
-        n
-        for n in operands
-        if isinstance(value(n), torch.Tensor)
-        and same(value(n).shape, cluster.shape)
-        and all(
-            stride != 0 or size == 1 for size, stride in zip(value(n).shape, value(n).stride(), strict=True)
-        )
-    ]
+    full = [n for n in operands if is_tensor(n) and same(value(n).shape, cluster.shape) and all(
+        not same(stride, 0) or same(size, 1)
+        for size, stride in zip(value(n).shape, value(n).stride(), strict=True))]
     if not full:
         contiguous = _dense(cluster.shape, range(len(cluster.shape) - 1, -1, -1))
         return operands if all(_lies(r, contiguous) for r in results) else []
@@ -222,10 +185,8 @@ def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 def _lies(result: Node, strides: Sequence[Any]) -> bool:
     t = value(result)
-    return all(
-        (isinstance(size, int) and size == 1) or same(own, stride)
-        for size, own, stride in zip(t.shape, t.stride(), strides, strict=True)
-    )
+    return all(same(size, 1) or same(own, stride)
+               for size, own, stride in zip(t.shape, t.stride(), strides, strict=True))
 
 
 def _hint(stride: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusionrt.convert.effects import NONE, Effect, Facts, effect, tensors, value
+from fusionrt.convert.effects import NONE, Effect, Facts, effect, value
 
 VALUE, KEY, EFFECT = "example_value", "fusionrt_key", "fusionrt_effect"
 # Inputs of a call from which it computes something that it keeps for later calls.
@@ -65,69 +65,68 @@ class Edits:
     def calls(self) -> int:
         return sum(n.op.startswith("call") for n in self.graph.nodes)
 
+    def run(self, name: str, function: Callable[[Edits], None]) -> None:
+        self._pass = name
+        self.changed()
+        function(self)
+
     @property
     def facts(self) -> Facts:
-        """As the graph was when they were first asked for after the last replacement."""
+        """As they were when the pass, or its last `changed`, began; with the calls that were made since."""
         self._facts = self._facts or Facts(self.graph)
         return self._facts
 
     def changed(self) -> None:
+        """Facts are to be found anew."""
         self._facts = None
 
-    def run(self, name: str, function: Callable[[Edits], None]) -> None:
-        self._pass = name
-        function(self)
-        self.changed()
+    def nodes(self) -> Iterator[Node]:
+        """Those that stand in the graph now, but for what is erased meanwhile."""
+        return (n for n in list(self.graph.nodes) if n not in self._erased)
 
-    def allows(self, node: Node) -> bool:
-        """Whether the replacement that ends at this node is not excluded."""
-        return f"{self._pass}:{key(node)}" not in self.excluded
+    # -- replacing -----------------------------------------------------------------------------------
+
+    def allows(self, last: Node, old: Sequence[Node] = ()) -> bool:
+        """Whether a call at the place of `last` may stand for it and the `old` ones: that is not excluded, no
+        barrier is in between, nobody writes to what they read, and nobody in between sees what they write."""
+        if f"{self._pass}:{key(last)}" in self.excluded:
+            return False
+        facts = self.facts
+        moved = {n for n in old if n is not last}
+        written = {c for n in moved for t in facts.effects[n].writes for c in facts.classes[t]}
+        touched = {c for n in moved for a in (n, *n.all_input_nodes) for c in facts.classes[a]}
+        others = {n for c in written for n in facts.readers[c]} - {*moved, last}
+        first = min((facts.position[n] for n in moved), default=facts.position[last])
+        return (all(facts.region[n] == facts.region[last] for n in moved)
+                and touched & facts.written <= written
+                and not any(first < facts.position[n] < facts.position[last] for n in others))
 
     def note(self, node: Node, statistic: str | None) -> None:
         self.replacements.append(f"{self._pass}:{key(node)}")
         if statistic is not None:
             self.counts[statistic] += 1
 
-    def call(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        at: Node,
-        given: Any = None,
-        effects: Effect = NONE,
-    ) -> Node:
-        """A new call of a function of ours, before `at`, which gives the value `given` (that of `at`)."""
+    def call(self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], at: Node,
+             given: Any = None, effects: Effect = NONE) -> Node:
+        """A new call before `at`, which gives the value `given`, or that of `at`."""
         functions = {k: v for k, v in kwargs.items() if callable(v)}  # for which fx has no spelling
         if functions:
             target = _with_constants(target, tuple(functions.items()))
         with self.graph.inserting_before(at):
-            made = self.graph.call_function(
-                target, tuple(args), {k: v for k, v in kwargs.items() if k not in functions}
-            )
+            made = self.graph.call_function(target, tuple(args), {
+                k: v for k, v in kwargs.items() if k not in functions})
         made.meta.update({VALUE: value(at) if given is None else given, KEY: key(at), EFFECT: effects})
+        self.facts.add(made, at)
         return made
 
-    def replace(
-        self,
-        old: Sequence[Node],
-        last: Node,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        statistic: str | None,
-        effects: Effect = NONE,
-        **kwargs: Any,
-    ) -> Node:
+    def replace(self, old: Sequence[Node], last: Node, target: Callable[..., Any], args: Sequence[Any],
+                statistic: str | None, effects: Effect = NONE, **kwargs: Any) -> Node:
         """One call in the place of the nodes `old`, of which only `last` has other users."""
         self.note(last, statistic)
         made = self.call(target, args, kwargs, last, effects=effects)
         last.replace_all_uses_with(made)
         self.erase(old)
         return made
-
-    def nodes(self) -> Iterator[Node]:
-        """Those that stood in the graph, but for what is erased meanwhile."""
-        return (n for n in list(self.graph.nodes) if n not in self._erased)
 
     def erase(self, nodes: Sequence[Node]) -> None:
         """Calls that nobody uses, users last; and what only they have used, unless it has effects."""
@@ -136,19 +135,16 @@ class Edits:
             n = left.pop()
             if n in self._erased or n.users:
                 continue
-            operands = n.all_input_nodes
+            operands = [a for a in n.all_input_nodes if a.op.startswith("call") and effect(a) == NONE]
             self.graph.erase_node(n)
             self._erased.add(n)
-            left += [
-                a for a in reversed(operands) if a.op.startswith("call") and not a.users and effect(a) == NONE
-            ]
-        self.changed()
+            left += reversed(operands)
 
     def sort(self) -> None:
         """Put nodes before their users again, otherwise in the order in which they stand; barriers and calls
         that touch memory that is written to keep their order."""
-        facts = Facts(self.graph)
-        before = ordered(facts)
+        self.changed()
+        facts, before = self.facts, ordered(self.facts)
         after: dict[Node, list[Node]] = defaultdict(list)
         waits = {}
         for n in facts.nodes:
@@ -177,7 +173,8 @@ def _with_constants(target: Callable[..., Any], constants: tuple[tuple[str, Any]
     made: Any = functools.partial(target, **dict(constants))
     made.__name__ = made.__qualname__ = target.__name__
     made.__module__ = target.__module__
-    return made
+    found: Callable[..., Any] = made
+    return found
 
 
 def ordered(facts: Facts) -> dict[Node, list[Node]]:
@@ -198,6 +195,3 @@ def ordered(facts: Facts) -> dict[Node, list[Node]]:
             else:
                 readers[c].append(n)
     return before
-
-
-__all__ = ["Edits", "arguments", "is_tensor", "key", "ordered", "present", "same", "tensors", "value"]

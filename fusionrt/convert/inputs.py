@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from fusionrt.bench.kernel import copied, split_inputs
 
 MOST_TRIALS = 16
+IMAGES_ON = ("cuda",)
 PLAIN = 1e4   # numbers beyond that, such as those of additive masks, mean something
 
 
@@ -144,6 +145,21 @@ def varied(inputs: Inputs, seed: int) -> Inputs:
     that are there. Masks, flags, constants and whatever holds extreme numbers stay."""
     random = torch.Generator().manual_seed(seed)
     return inputs.map(lambda t: _other(t, random))
+
+
+def relaid(inputs: Inputs) -> Inputs | None:
+    """The same numbers, float32 images on a GPU in the other memory format; None where there are none."""
+    def is_image(t: Tensor) -> bool:
+        return t.dim() == 4 and t.dtype == torch.float32 and t.device.type in IMAGES_ON
+
+    def other(t: Tensor) -> Tensor:
+        last = t.is_contiguous(memory_format=torch.channels_last)
+        return t.contiguous(memory_format=torch.contiguous_format if last else torch.channels_last)
+
+    leaves = pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
+    if not any(isinstance(leaf, Tensor) and is_image(leaf) for leaf in leaves):
+        return None
+    return inputs.map(lambda t: other(t) if is_image(t) else t)
 
 
 def _other(t: Tensor, random: torch.Generator) -> Tensor:

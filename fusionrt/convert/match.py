@@ -1,8 +1,8 @@
-"""Recognising what a model has spelled out: products, sums, conversions, whoever wrote them in which
-order."""
+"""Recognising what a model has spelled out: products, sums, conversions, whoever wrote them in what order."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ def rule_of(n: Any) -> Any:
     """The rule of a pointwise call, None for what is none."""
     if not isinstance(n, Node) or n.op not in ("call_function", "call_method"):
         return None
-    return p.METHODS.get(n.target) if n.op == "call_method" else p.FUNCTIONS.get(n.target)
+    rules: dict[Any, Any] = p.METHODS if n.op == "call_method" else p.FUNCTIONS
+    return rules.get(n.target)
 
 
 def named(n: Any, *names: str) -> bool:
@@ -34,15 +35,11 @@ def factors(n: Any) -> tuple[float, list[Node]]:
     if rule is p.mul and len(n.args) == 2:
         (a, left), (b, right) = map(factors, n.args)
         return a * b, left + right
-    if (
-        rule is p.div
-        and len(n.args) == 2
-        and isinstance(n.args[1], int | float)
-        and n.args[1]
-        and not n.kwargs
-    ):
-        a, left = factors(n.args[0])
-        return a / n.args[1], left
+    if rule is p.div and len(n.args) == 2 and not n.kwargs:
+        divisor = n.args[1]
+        if isinstance(divisor, int | float) and divisor:
+            a, left = factors(n.args[0])
+            return a / divisor, left
     if rule is p.pow_ and len(n.args) == 2 and n.args[1] in (2, 3):
         a, left = factors(n.args[0])
         return a ** n.args[1], left * int(n.args[1])
@@ -64,12 +61,8 @@ def plus_constant(n: Any) -> tuple[Node, float] | None:
 
 def without_conversions(n: Any) -> Any:
     """What was converted between floating dtypes."""
-    while (
-        rule_of(n) in p.CONVERSIONS
-        and isinstance(n.args[0], Node)
-        and value(n.args[0]).is_floating_point()
-        and value(n).is_floating_point()
-    ):
+    while rule_of(n) in p.CONVERSIONS and all(
+            isinstance(value(a), torch.Tensor) and value(a).is_floating_point() for a in (n, n.args[0])):
         n = n.args[0]
     return n
 
@@ -79,6 +72,20 @@ def is_last_dim(given: Any, t: torch.Tensor) -> bool:
     return given in (-1, t.dim() - 1)
 
 
-def only_users(nodes: Any, inside: Any) -> bool:
+def only_users(nodes: Iterable[Node], inside: Collection[Node]) -> bool:
     """Whether nobody else uses these."""
     return all(u in inside for n in nodes for u in n.users)
+
+
+def between(ends: Collection[Node | None], n: Node) -> list[Node]:
+    """The calls that lead from the ends to n, in order, n the last."""
+    found: dict[Node, None] = {}
+
+    def visit(m: Node) -> None:
+        for a in m.all_input_nodes:
+            if a not in ends and a not in found:
+                visit(a)
+        found[m] = None
+
+    visit(n)
+    return list(found)

@@ -25,18 +25,8 @@ from fusionrt.ops.norm import EPS
 from fusionrt.problem import STORAGE
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_EXACT = {
-    torch.bool: 1,
-    torch.bfloat16: 8,
-    torch.uint8: 8,
-    torch.int8: 8,
-    torch.float16: 11,
-    torch.int16: 16,
-    torch.float32: 24,
-    torch.int32: 32,
-    torch.float64: 53,
-    torch.int64: 64,
-}
+_EXACT = {torch.bool: 1, torch.bfloat16: 8, torch.uint8: 8, torch.int8: 8, torch.float16: 11, torch.int16: 16,
+          torch.float32: 24, torch.int32: 32, torch.float64: 53, torch.int64: 64}
 _LONG = (torch.int32, torch.int64)
 
 
@@ -56,14 +46,8 @@ class Member(NamedTuple):
 # -- norms and softmax -----------------------------------------------------------------------------
 
 
-def layer_norm(
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
+def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+               cudnn_enable: bool = True) -> Any:
     y, *terms = rowwise.standardize(input, eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias, terms
@@ -90,26 +74,18 @@ def _product(x: Expr) -> Expr:
 
 
 _F = torch.nn.functional
-ROWS: dict[Any, Rule] = {
-    _F.layer_norm: layer_norm,
-    torch.layer_norm: layer_norm,
-    _F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    **dict.fromkeys([_F.softmax, torch.softmax, torch.special.softmax, "softmax"], softmax),
-    **dict.fromkeys(
-        [_F.log_softmax, torch.log_softmax, torch.special.log_softmax, "log_softmax"], log_softmax
-    ),
-}
+_SPELLINGS: dict[Rule, tuple[Any, ...]] = {
+    layer_norm: (_F.layer_norm, torch.layer_norm), rms_norm: (_F.rms_norm, torch.rms_norm),
+    softmax: (_F.softmax, torch.softmax, torch.special.softmax, "softmax"),
+    log_softmax: (_F.log_softmax, torch.log_softmax, torch.special.log_softmax, "log_softmax")}
+ROWS: dict[Any, Rule] = {spelling: rule for rule, spellings in _SPELLINGS.items() for spelling in spellings}
 
 
 def _row_dims(node: Node, rule: Rule) -> int:
     """How many of the last dimensions are a row; 0: something else is."""
     rank = value(node).dim()
-    given: Any = (
-        node.args[1]
-        if len(node.args) > 1
-        else node.kwargs.get("normalized_shape" if rule in (layer_norm, rms_norm) else "dim")
-    )
+    given: Any = (node.args[1] if len(node.args) > 1
+                  else node.kwargs.get("normalized_shape" if rule in (layer_norm, rms_norm) else "dim"))
     if rule in (layer_norm, rms_norm):
         eps = node.kwargs.get("eps", node.args[3 if rule is rms_norm else 4 :])
         default = eps is None or eps in ((), (None,))
@@ -138,13 +114,8 @@ def member(node: Node, facts: Facts) -> Member | None:
 
 def _storable(node: Node, facts: Facts) -> bool:
     t = value(node)
-    return (
-        isinstance(t, torch.Tensor)
-        and t.layout == torch.strided
-        and t.device.type in ("cpu", "cuda")
-        and (t.dtype in FLOATS or t.dtype == torch.bool)
-        and not facts.is_written(node)
-    )
+    return (isinstance(t, torch.Tensor) and t.layout == torch.strided and t.device.type in ("cpu", "cuda")
+            and (t.dtype in FLOATS or t.dtype == torch.bool) and not facts.is_written(node))
 
 
 def _reads(made: Member, facts: Facts) -> bool:
@@ -154,13 +125,8 @@ def _reads(made: Member, facts: Facts) -> bool:
     for operand in made.node.all_input_nodes:
         v = value(operand)
         if isinstance(v, torch.Tensor):
-            if (
-                v.dtype not in STORAGE
-                or v.layout != torch.strided
-                or v.device != t.device
-                or facts.is_written(operand)
-                or v.is_neg()
-            ):
+            if (v.dtype not in STORAGE or v.layout != torch.strided or v.device != t.device
+                    or facts.is_written(operand) or v.is_neg()):
                 return False
             if v.dtype in _LONG and (made.rule in COMPARISONS or t.dtype == torch.bool):
                 return False
@@ -174,9 +140,8 @@ def _reads(made: Member, facts: Facts) -> bool:
 
 def _traceable(made: Member) -> bool:
     operands = made.node.all_input_nodes
-    signature = inspect.Signature(
-        [inspect.Parameter(f"x{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in range(len(operands))]
-    )
+    signature = inspect.Signature([inspect.Parameter(f"x{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+                                  for k in range(len(operands))])
 
     def compute(*args: Expr) -> Any:
         found = evaluate(made, dict(zip(operands, args, strict=True)))

@@ -17,7 +17,7 @@ from fusionrt.convert.inputs import Inputs, are_inputs, find, given
 from fusionrt.convert.passes import PASSES
 from fusionrt.convert.report import Report
 from fusionrt.convert.rollback import rolled_back
-from fusionrt.convert.sharing import own_parameters, shared_clone
+from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import device_of
 from fusionrt.convert.validate import Judge, ValidationError, Verdict, undisturbed
 
@@ -31,8 +31,10 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
                        fresh_outputs: bool = True) -> Module:
     """A module of the same class on the same parameters, whose forward pass runs fused kernels.
 
-    The original runs on unchanged. The result has the same `state_dict` keys; it can be trained, pickled,
-    deep-copied and wrapped, and takes parameters of its own when it is moved or cast.
+    The original runs on unchanged. Its parameters and buffers are the result's: what trains, loads or moves
+    it does so to both. The result has the same `state_dict` keys; it can be trained, pickled, deep-copied and
+    wrapped, and takes parameters of its own when it is moved or cast (as a whole: `to`, `cuda` and `half` of
+    one of its parts change the original's part).
 
     model:              any module that is not wrapped or compiled yet.
     input_shape:        of the argument, or a list of shapes, for validation: what the model takes (floating
@@ -203,7 +205,7 @@ def _placed(model: Module, device: str | torch.device | None) -> Module:
         where = torch.device("cuda", torch.cuda.current_device())
     if all(t.device == where for t in [*made.parameters(), *made.buffers()]):
         return made
-    own_parameters(made)
+    own_tensors(made)
     return made.to(where)
 
 

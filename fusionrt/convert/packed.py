@@ -3,6 +3,7 @@ kernel."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ class Geometry(NamedTuple):
     groups: int
 
 
-class _Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Weight:
     """Makes the packed weight of a convolution, which oneDNN wants for one size of images."""
 
     geometry: Geometry
@@ -46,19 +48,19 @@ class _Weight(NamedTuple):
         stride, padding, dilation, groups = self.geometry
         folded = weight if self.eps is None else weight * _factor(norm, self.eps).view(-1, 1, 1, 1)
         packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-            folded.contiguous(), padding, stride, dilation, groups, self.size
-        )
+            folded.contiguous(), padding, stride, dilation, groups, self.size)
         return packed
 
 
-class _Bias(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Bias:
     """Makes the bias that a norm and a convolution's bias, which stands first, come to."""
 
     eps: float
     has_bias: bool
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        norm = tensors[self.has_bias :]
+        norm = tensors[self.has_bias:]
         moved = (tensors[0] - norm[0] if self.has_bias else -norm[0]) * _factor(norm, self.eps)
         return moved + norm[3] if len(norm) > 3 else moved
 
@@ -72,20 +74,11 @@ def _factor(norm: Sequence[Tensor], eps: float) -> Tensor:
 def is_possible() -> bool:
     """Whether this build of torch has oneDNN's fused convolutions."""
     return torch.backends.mkldnn.is_available() and all(
-        hasattr(torch.ops.mkldnn, name) for name in ("_convolution_pointwise", "_reorder_convolution_weight")
-    )
+        hasattr(torch.ops.mkldnn, name) for name in ("_convolution_pointwise", "_reorder_convolution_weight"))
 
 
-def packed_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *norm: Tensor,
-    geometry: Ints,
-    eps: float | None,
-    activation: str | None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor, geometry: Ints,
+                eps: float | None, activation: str | None, residual: Tensor | None = None) -> Tensor:
     """activation(norm(conv(x, weight, bias)) + residual), of float32 images in channels_last memory.
 
     `norm`: nothing, or mean, variance, weight and bias; `geometry`: stride, padding and dilation in two
@@ -100,25 +93,9 @@ def packed_conv(
     made: Tensor
     if residual is None:
         made = torch.ops.mkldnn._convolution_pointwise(
-            x, w, bias, padding, stride, dilation, groups, name, numbers, variant
-        )
+            x, w, bias, padding, stride, dilation, groups, name, numbers, variant)
     else:
+        after = None if activation is None else name
         made = torch.ops.mkldnn._convolution_pointwise.binary(
-            x,
-            residual,
-            w,
-            bias,
-            padding,
-            stride,
-            dilation,
-            groups,
-            "add",
-            None,
-            None if activation is None else name,
-            numbers,
-            variant,
-        )
+            x, residual, w, bias, padding, stride, dilation, groups, "add", None, after, numbers, variant)
     return made
-
-
-__all__ = ["ACTIVATIONS", "AFTER_RESIDUAL", "is_possible", "packed_conv"]

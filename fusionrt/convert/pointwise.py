@@ -27,12 +27,12 @@ CONVERSIONS: set[Rule] = set()
 # Rules that compare, and that compare with bounds: torch rounds numbers to the tensors' dtype first.
 COMPARISONS: set[Rule] = set()
 BOUNDS: set[Rule] = set()
-_NAMESPACES = (torch, F, torch._C._nn, torch._C._special)
+_SPECIAL: Any = torch._C._special  # type: ignore[attr-defined]  # which the stubs leave out
+_NAMESPACES = (torch, F, torch._C._nn, _SPECIAL)
 
 
-def rule(
-    *names: str, operators: tuple[Any, ...] = (), spaces: tuple[Any, ...] = _NAMESPACES, method: bool = True
-) -> Callable[[Rule], Rule]:
+def rule(*names: str, operators: tuple[Any, ...] = (), spaces: tuple[Any, ...] = _NAMESPACES,
+         method: bool = True) -> Callable[[Rule], Rule]:
     """Enter a rule for the functions and methods of its own name and of the further `names`."""
 
     def enter(made: Rule) -> Rule:
@@ -206,9 +206,8 @@ def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
 
 @rule(spaces=(F,), method=False)
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    return (
-        None if inplace else where(input > 0, input, alpha * expr.expm1(where(input > 0, 0, input) / alpha))
-    )
+    below = where(input > 0, 0, input)  # where exp cannot overflow
+    return None if inplace else where(input > 0, input, alpha * expr.expm1(below / alpha))
 
 
 @rule(method=False)
@@ -334,16 +333,8 @@ def logical_not(input: Any) -> Any:
 
 
 @rule("float", "double", "half", "bfloat16", "type_as", spaces=())
-def to(
-    input: Any,
-    *others: Any,
-    dtype: Any = None,
-    device: Any = None,
-    other: Any = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: Any = torch.preserve_format,
-) -> Any:
+def to(input: Any, *others: Any, dtype: Any = None, device: Any = None, other: Any = None,
+       non_blocking: bool = False, copy: bool = False, memory_format: Any = torch.preserve_format) -> Any:
     """Devices are compared by the cluster; a tensor among the arguments stands for its dtype and device."""
     moved = copy or memory_format is not torch.preserve_format or any(a is True for a in others)
     return None if moved else input

@@ -1,9 +1,10 @@
 """CUDA graphs of inference: a call of known inputs is copied into them, and replayed.
 
-The first call of a kind runs as it is, the second is captured, later ones are replays. Inputs that lie
-where they lay are read there (parameters, so what is written to them is seen); others are copied into
-buffers of the graph. What follows from weights and is kept (a norm folded into a convolution) is captured
-anew when their versions tell.
+The first call of a kind runs as it is, the second is captured, later ones are replays. Weights are read where
+they lie, so what is written to them is seen: every model whose forward pass is the same captured graph has
+CUDA graphs of its own. Other inputs are read where they lay as well until they move; from then on they are
+copied into buffers of the CUDA graph. What follows from weights and is kept (several stacked as one) belongs
+to these very tensors, and is captured anew when their versions tell.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import contextlib
 import functools
 import gc
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,9 +27,22 @@ from fusionrt.convert.graph import DERIVED
 from fusionrt.ops import folding
 
 Run = Callable[..., Any]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 _SETTINGS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")  # of the host alone
 # A capture that served fewer calls than FEW was in vain; after IN_VAIN of them in a row there are no more.
 FEW, IN_VAIN = 4, 4
+MODELS = 64  # sets of weights, whose CUDA graphs are kept: blocks of one class may be as many
+
+
+class Roles(NamedTuple):
+    """Inputs by their places: weights; those from which something kept follows, weights or not; those that
+    are written to, which must stay where they are. `vary`: sizes of inputs do."""
+
+    weights: Sequence[int] = ()
+    sources: Sequence[int] = ()
+    written: Sequence[int] = ()
+    vary: bool = False
 
 
 def replayed(gm: GraphModule, run: Run, written: Sequence[int], fresh: bool, kept: int) -> Run:
@@ -35,12 +50,7 @@ def replayed(gm: GraphModule, run: Run, written: Sequence[int], fresh: bool, kep
     device = _device(gm)
     if device is None or not _replays(gm):
         return run
-    inputs: list[Node] = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    sources = {n for u in gm.graph.nodes for n in u.meta.get(DERIVED, ())}
-    is_dynamic = any(not isinstance(size, int) for n in inputs for size in getattr(value(n), "shape", [None]))
-    return Replays(
-        run, device, [k for k, n in enumerate(inputs) if n in sources], is_dynamic, fresh, kept, written
-    )
+    return Replays(run, device, _roles(gm, written), fresh, kept)
 
 
 def _device(gm: GraphModule) -> torch.device | None:
@@ -57,20 +67,34 @@ def _replays(gm: GraphModule) -> bool:
     given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
     for n in facts.nodes:
         if n.op.startswith("call") and (
-            any(t.requires_grad for t in tensors(value(n)))
-            or (facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS)
-        ):
+                any(t.requires_grad for t in tensors(value(n)))
+                or (facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS)):
             return False
         if n.op == "output" and any(not given.isdisjoint(facts.classes[a]) for a in n.all_input_nodes):
             return False
     return True
 
 
+def _roles(gm: GraphModule, written: Sequence[int]) -> Roles:
+    inputs: list[Node] = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    sources = {n for u in gm.graph.nodes for n in u.meta.get(DERIVED, ())}
+    sizes = [size for n in inputs for size in getattr(value(n), "shape", [None])]
+    return Roles([k for k, n in enumerate(inputs) if _is_weight(n)],
+                 [k for k, n in enumerate(inputs) if n in sources], written,
+                 not all(isinstance(size, int) for size in sizes))
+
+
+def _is_weight(n: Node) -> bool:
+    """A parameter, or what Dynamo marks: buffers of modules."""
+    marks = n.meta.get("tensor_dict") or {}
+    return isinstance(value(n), torch.nn.Parameter) or "_dynamo_static_input_type" in marks
+
+
 class Captured(NamedTuple):
     graph: Any  # torch.cuda.CUDAGraph
     places: list[int]  # where each input is read; 0: it is copied, or no tensor
     buffers: dict[int, torch.Tensor]
-    versions: list[int]  # of the inputs from which something kept follows
+    sources: list[tuple[weakref.ref[torch.Tensor], int]]  # with their versions
     results: Callable[[], tuple[Any, ...]]
     held: list[Any]  # what was kept and is read by the graph
 
@@ -91,30 +115,21 @@ class Kind:
 
 
 class Replays:
-    """What a graph becomes: a function of its inputs. `derived`: places of those from which something kept
-    follows; `written`: of those that are written to, which must stay where they are."""
+    """What a graph becomes: a function of its inputs. `fresh`: results are the caller's own. `kept`: kinds of
+    inputs of one set of weights."""
 
-    def __init__(
-        self,
-        run: Run,
-        device: torch.device,
-        derived: Sequence[int],
-        is_dynamic: bool,
-        fresh: bool,
-        kept: int,
-        written: Sequence[int] = (),
-    ) -> None:
-        self.run, self.device, self.derived, self.is_dynamic = run, device, derived, is_dynamic
-        self.fresh, self.kept, self.written = fresh, kept, written
-        self.kinds: OrderedDict[Any, Kind] = OrderedDict()
+    def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int) -> None:
+        self.run, self.device, self.roles, self.fresh, self.kept = run, device, roles, fresh, kept
+        self.weights = sorted({*roles.weights, *roles.sources})
+        self.models: OrderedDict[tuple[int, ...], OrderedDict[Any, Kind]] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():  # into a graph of someone else's
             return self.run(*args)
         turn = _turn(self.device)
         with turn.lock, _current(self.device):
-            kind = self._kind(args)
             places = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+            kind = self._kind(args, places)
             captured = kind.captured
             if captured is None or not self._serves(captured, args, places):
                 kind.drop()
@@ -122,7 +137,7 @@ class Replays:
                 if last is None or kind.in_vain >= IN_VAIN or captured is not None:
                     return self.run(*args)
                 kind.moving |= {k for k, place in enumerate(places) if place != last[k]}
-                if kind.moving.isdisjoint(self.written):
+                if kind.moving.isdisjoint(self.roles.written):
                     captured = kind.captured = self._capture(args, places, kind.moving, turn)
                 if captured is None:
                     kind.in_vain = IN_VAIN
@@ -134,64 +149,68 @@ class Replays:
             captured.graph.replay()
             return captured.results()
 
-    def _kind(self, args: Sequence[Any]) -> Kind:
+    def _kind(self, args: Sequence[Any], places: Sequence[int]) -> Kind:
         key: Any = torch.is_inference_mode_enabled()
-        if self.is_dynamic:
+        if self.roles.vary:
             key = key, *((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
-        kind = self.kinds.get(key)
-        if kind is None:
-            kind = self.kinds[key] = Kind()
-            if len(self.kinds) > self.kept:
-                self.kinds.popitem(last=False)
-        self.kinds.move_to_end(key)
-        return kind
+        weights = tuple(map(places.__getitem__, self.weights))
+        return _recent(_recent(self.models, weights, OrderedDict, MODELS), key, Kind, self.kept)
 
     def _serves(self, captured: Captured, args: Sequence[Any], places: list[int]) -> bool:
         places = places.copy()
         for k in captured.buffers:
             places[k] = 0
-        return places == captured.places and self._versions(args) == captured.versions
+        # An address alone tells nothing: another tensor may lie where one was.
+        return places == captured.places and all(
+            source() is args[k] and version == _version(args[k])
+            for k, (source, version) in zip(self.roles.sources, captured.sources, strict=True))
 
-    def _versions(self, args: Sequence[Any]) -> list[int]:
-        """Tensors of the inference mode have none; from them nothing is kept."""
-        return [0 if args[k].is_inference() else args[k]._version for k in self.derived]
-
-    def _capture(
-        self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
-    ) -> Captured | None:
+    def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
+                 ) -> Captured | None:
         """None where that cannot be done, which only trying tells."""
-        buffers = {k: _buffer(args[k]) for k in moving if isinstance(args[k], torch.Tensor)}
-        given = [buffers.get(k, a) for k, a in enumerate(args)]
         graph = torch.cuda.CUDAGraph()
         turn.after_others()
         try:
             with turn.aside():
+                # Memory of this stream, which waits for all replays before it gets any again.
+                buffers = {k: _buffer(args[k]) for k in moving if isinstance(args[k], torch.Tensor)}
+                given = [buffers.get(k, a) for k, a in enumerate(args)]
                 for k, buffer in buffers.items():
                     buffer.copy_(args[k])
-                before = {k: args[k].detach().clone() for k in self.written}
+                before = {k: args[k].detach().clone() for k in self.roles.written}
                 self.run(*given)  # libraries set themselves up for the stream; what is kept is made
                 for k, content in before.items():
                     args[k].detach().copy_(content)
-                held = [
-                    kept.get(a)
-                    for kept in (folding._folded, derived.kept)
-                    for a in args
-                    if isinstance(a, torch.Tensor)
-                ]
+                held = _kept_of(args)
                 results = _into(graph, turn.pool if self.fresh else None, lambda: self.run(*given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             torch.cuda.synchronize()
             turn.open_pool()
             return None
-        read = [0 if k in buffers else place for k, place in enumerate(places)]
-        return Captured(
-            graph,
-            read,
-            buffers,
-            self._versions(args),
-            _copies(results) if self.fresh else lambda: tuple(results),
-            held,
-        )
+        sources = [(weakref.ref(args[k]), _version(args[k])) for k in self.roles.sources]
+        return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
+                        sources, _copies(results) if self.fresh else lambda: tuple(results), held)
+
+
+def _recent(found: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
+    """What is found by the key, made where there is nothing: then what was not asked for longest goes."""
+    if key not in found:
+        found[key] = make()
+        if len(found) > most:
+            found.popitem(last=False)
+    found.move_to_end(key)
+    return found[key]
+
+
+def _version(t: torch.Tensor) -> int:
+    """Tensors of the inference mode have none; from them nothing is kept."""
+    return 0 if t.is_inference() else t._version
+
+
+def _kept_of(args: Sequence[Any]) -> list[Any]:
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    return [folding._folded.get(a) for a in given] + [
+        entry for a in given for entry in derived.kept.get(a, {}).values()]
 
 
 # -- taking turns --------------------------------------------------------------------------------------
@@ -239,9 +258,8 @@ def _turn(device: torch.device) -> Turn:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return (
-        contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-    )
+    is_current = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 # -- memory --------------------------------------------------------------------------------------------
@@ -273,11 +291,8 @@ def _copies(results: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
     """A function that copies the results; what shares memory among them does so in the copies."""
     distinct = {id(r): r for r in results if isinstance(r, torch.Tensor)}
     sharing = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
-    alone = {
-        i
-        for i, t in distinct.items()
-        if sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()
-    }
+    alone = {i for i, t in distinct.items()
+             if sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()}
 
     def copies() -> tuple[Any, ...]:
         made: dict[int, Any] = {i: distinct[i].clone() for i in alone}
@@ -288,9 +303,8 @@ def _copies(results: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
                 copied = memory.get(whole.data_ptr())
                 if copied is None:
                     copied = memory[whole.data_ptr()] = whole.clone()
-                made[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(
-                    copied, t.storage_offset(), t.shape, t.stride()
-                )
+                view = torch.empty(0, dtype=t.dtype, device=t.device)
+                made[i] = view.set_(copied, t.storage_offset(), t.shape, t.stride())
         return tuple(made[id(r)] if isinstance(r, torch.Tensor) else r for r in results)
 
     return copies

@@ -62,11 +62,8 @@ def _computed(n: Node) -> Any:
         return None
     try:
         with modes[0], torch.no_grad():
-            found = (
-                getattr(args[0], target)(*args[1:], **kwargs)
-                if n.op == "call_method"
-                else target(*args, **kwargs)
-            )
+            found = (getattr(args[0], target)(*args[1:], **kwargs) if n.op == "call_method"
+                     else target(*args, **kwargs))
     except Exception:
         return None
     for new, old in zip(tensors(found), tensors(value(n)), strict=False):
@@ -80,9 +77,7 @@ def _alike(old: Any, new: Any) -> bool:
     pairs = list(zip(tensors(old), tensors(new), strict=False))
     return len(pairs) == len(list(tensors(old))) == len(list(tensors(new))) > 0 and all(
         same(a.shape, b.shape)
-        and (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad)
-        for a, b in pairs
-    )
+        and (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad) for a, b in pairs)
 
 
 def _lies_alike(old: Any, new: Any) -> bool:

@@ -17,6 +17,7 @@ def shared_clone(model: Module) -> Module:
     """The same modules once more: of the same classes, on the same parameters and buffers, with Python
     attributes of their own.
 
+    Buffers are shared by their places: one that is assigned anew, or moved with the model, is so in both.
     What is shared or tied within the model is so within the clone. Hooks run in both; what is registered
     or removed later concerns one of them. An attribute that cannot be copied (a lock, a handle) is shared,
     as are TorchScript's modules and those that are not among the model's own.
@@ -29,7 +30,7 @@ def shared_clone(model: Module) -> Module:
         clone = clones.get(id(module))
         if clone is not None:
             vars(clone).update({name: (_hooks if name.endswith("_hooks") else _copied)(value, memo)
-                                for name, value in vars(module).items()})
+                                for name, value in vars(module).items()}, _buffers=module._buffers)
     return clones.get(id(model), model)
 
 
@@ -56,8 +57,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 class SeparateMoves:
     """`_apply` of a converted module, by which torch moves and casts (`to`, `cuda`, `half`).
 
-    Torch's own changes parameters in place, and they are the original's as well: the converted module takes
-    parameters of its own before.
+    Torch's own changes parameters in place, and they are the original's as well, as are the places of
+    buffers: the converted module takes parameters and places of its own before.
     """
 
     def __init__(self, module: Module) -> None:
@@ -65,25 +66,27 @@ class SeparateMoves:
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
         if _changes(self.module, fn):
-            own_parameters(self.module)
+            own_tensors(self.module)
         return type(self.module)._apply(self.module, fn, recurse)
 
 
 def _changes(module: Module, fn: Callable[[Tensor], Tensor]) -> bool:
-    """By the smallest parameter of each kind: `fn` of all would copy a model twice."""
-    kinds: dict[Any, Parameter] = {}
-    for p in module.parameters():
-        kind = p.dtype, p.device, p.dim()
-        if kind not in kinds or p.numel() < kinds[kind].numel():
-            kinds[kind] = p
+    """By the smallest tensor of each kind: `fn` of all would copy a model twice."""
+    kinds: dict[Any, Tensor] = {}
+    for t in (*module.parameters(), *module.buffers()):
+        kind = t.dtype, t.device, t.dim()
+        if kind not in kinds or t.numel() < kinds[kind].numel():
+            kinds[kind] = t
     with torch.no_grad():
-        return any(fn(p) is not p for p in kinds.values())
+        return any(fn(t) is not t for t in kinds.values())
 
 
-def own_parameters(module: Module) -> None:
-    """Give a clone parameters of its own, still on the same memory; tied ones stay tied."""
+def own_tensors(module: Module) -> None:
+    """Give a clone parameters of its own, still on the same memory, and places of its own for buffers; tied
+    parameters stay tied."""
     own: dict[int, Parameter] = {}
     for part in module.modules():
+        part._buffers = dict(part._buffers)
         for name, p in part._parameters.items():
             if p is None:
                 continue

@@ -49,9 +49,8 @@ def tail_of(x: Node, clusters: Mapping[Node, Cluster], *, residual_first: bool =
     if parts is None:
         return None
     function, p = parts
-    return Tail(
-        cluster.nodes, results[0], activation(function), residual, residual_first and residual is not None, p
-    )
+    first = residual_first and residual is not None
+    return Tail(cluster.nodes, results[0], activation(function), residual, first, p)
 
 
 def _alike(n: Node, x: Node) -> bool:

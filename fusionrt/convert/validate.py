@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-from fusionrt.convert.inputs import Inputs, given, varied
-from fusionrt.convert.sharing import own_parameters, shared_clone
+from fusionrt.convert.inputs import Inputs, given, relaid, varied
+from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
 
 SAMPLES, MOST_SAMPLES = 3, 16
@@ -103,19 +103,20 @@ class _Output:
     error: float = 0.0
     own: float = 0.0
 
-    def add(self, got: Tensor, own: Tensor, exact: Tensor) -> None:
+    def add(self, got: Tensor, owns: Sequence[Tensor], exact: Tensor) -> None:
+        """`owns`: what the original computes, in one way or several."""
         self.elements += exact.numel()
         if not exact.is_floating_point() and not exact.is_complex():
             self.error += float((got != exact).sum())
-            self.own += float((own != exact).sum())
+            self.own += max(float((own != exact).sum()) for own in owns)
             self.scale = float(self.elements)
             return
         # Where the original itself overflows, nothing is demanded.
-        judged = exact.isfinite() & own.isfinite()
-        got, own, exact = (t.to(exact.dtype)[judged] for t in (got, own, exact))
+        judged = exact.isfinite() & torch.stack([own.isfinite() for own in owns]).all(0)
+        got, exact, *owns = (t.to(exact.dtype)[judged] for t in (got, exact, *owns))
         if exact.numel():
             self.scale = max(self.scale, exact.abs().max().item())
-            self.own = max(self.own, (own - exact).abs().max().item())
+            self.own = max(self.own, *((own - exact).abs().max().item() for own in owns))
             error = (got - exact).abs().max().item()
             self.error = max(self.error, error if error == error else torch.inf)  # NaN where none belongs
 
@@ -137,7 +138,8 @@ class Judge:
     """Judges candidates by one `reference`, on the given inputs and on random variations of them.
 
     Accepted is an error of at most twice the reference's own (and 2 eps of the largest number), or at most
-    `threshold` times the largest exact number of that output.
+    `threshold` times the largest exact number of that output. All that is run in evaluation mode: in
+    training, masks of dropout are no two runs' own, and gradients are not looked at.
     """
 
     def __init__(self, reference: Module, inputs: Inputs, threshold: float | None = None) -> None:
@@ -176,10 +178,24 @@ class Judge:
                              f"{_what(error)}") from error
 
     def _add(self, outputs: dict[str, _Output], got: Leaves, own: Leaves, inputs: Inputs) -> None:
-        exact = self._exact(own, inputs)
+        exact, owns = self._exact(own, inputs), self._originals(own, inputs)
         for name, value in own.items():
             if isinstance(value, Tensor):
-                outputs.setdefault(name, _Output(value.dtype)).add(got[name], value, exact[name])
+                outputs.setdefault(name, _Output(value.dtype)).add(
+                    got[name], [found[name] for found in owns], exact[name])
+
+    def _originals(self, own: Leaves, inputs: Inputs) -> list[Leaves]:
+        """What the original computes under these settings: where cuDNN may take TF32, it does so for one
+        memory format of images and not for the other."""
+        other = relaid(inputs) if _convolves_in_tf32() else None
+        if other is None:
+            return [own]
+        try:
+            again = run(self.reference, other)
+            check_structure(again, own)
+        except Exception:  # a view that there is not of this memory format
+            return [own]
+        return [own, again]
 
     def _exact(self, own: Leaves, inputs: Inputs) -> Leaves:
         """The most exact run that works: the model may have casts or kernels that know no float64."""
@@ -196,7 +212,7 @@ class Judge:
     def _wide_run(self, dtype: torch.dtype, inputs: Inputs) -> Leaves:
         if dtype not in self._wide:
             made = shared_clone(self.reference)
-            own_parameters(made)
+            own_tensors(made)
             self._wide[dtype] = made.to(dtype)
         wide = inputs.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
@@ -233,6 +249,13 @@ class Judge:
         pairs = [(once[name].double(), again[name].double()) for name in once
                  if isinstance(once[name], Tensor) and once[name].is_floating_point()]
         return any(bool(((a - b).abs() > 1e-2 * a.abs().max()).any()) for a, b in pairs)
+
+
+def _convolves_in_tf32() -> bool:
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # where it is said since torch 2.9
+    if convolutions is None:
+        return torch.backends.cudnn.allow_tf32
+    return bool(convolutions.fp32_precision == "tf32")
 
 
 def run(module: Module, inputs: Inputs, seed: int = 0) -> Leaves:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fusionrt.convert.graph import Edits
 from fusionrt.convert.passes.attention import attention
 from fusionrt.convert.passes.channel_norms import channel_norms
+from fusionrt.convert.passes.checkpoints import checkpoints
 from fusionrt.convert.passes.clusters import clusters
 from fusionrt.convert.passes.constants import constants
 from fusionrt.convert.passes.convolution import convolution
@@ -22,23 +23,12 @@ from fusionrt.convert.passes.spelled_out import addmm, gelu, rms_norm
 from fusionrt.convert.passes.stacked import stacked
 
 PASSES: dict[str, Callable[[Edits], None]] = {
-    "identities": identities,
-    "constants": constants,
-    "in_place": in_place,
-    "rms_norm": rms_norm,
-    "gelu": gelu,
-    "addmm": addmm,
-    "layout": layout,
-    "stacked": stacked,
-    "rotary": rotary,
-    "attention": attention,
-    "convolution": convolution,
-    "channel_norms": channel_norms,
-    "weights": weights,
-    "packed": packed,
-    "feed_forward": feed_forward,
-    "linear": linear,
-    "losses": losses,
-    "clusters": clusters,
-    "restored": restored,
-}
+    # what is not there for the result
+    "checkpoints": checkpoints, "identities": identities, "constants": constants, "in_place": in_place,
+    # torch's names for what is spelled out, another layout
+    "rms_norm": rms_norm, "gelu": gelu, "addmm": addmm, "layout": layout, "stacked": stacked,
+    # structured ops with what stands around them
+    "rotary": rotary, "attention": attention, "convolution": convolution, "channel_norms": channel_norms,
+    "weights": weights, "packed": packed, "feed_forward": feed_forward, "linear": linear, "losses": losses,
+    # the rest
+    "clusters": clusters, "restored": restored}

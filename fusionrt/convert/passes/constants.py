@@ -8,41 +8,15 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fusionrt.convert.effects import Facts, tensors, value
+from fusionrt.convert.effects import NONE, Facts, tensors, value
 from fusionrt.convert.graph import VALUE, Edits
 
 CONSTANT = "fusionrt_constant"
 LARGEST = 1 << 26  # bytes
-_ORIGINS = (
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "eye",
-    "linspace",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-)
-_RANDOM = (
-    "rand",
-    "bernoulli",
-    "multinomial",
-    "normal",
-    "poisson",
-    "dropout",
-    "alpha_dropout",
-    "rrelu",
-    "empty",
-    "new_empty",
-    "gumbel_softmax",
-    "feature_",
-    "fractional_",
-)
+_ORIGINS = ("arange", "zeros", "ones", "full", "tensor", "eye", "linspace", "zeros_like", "ones_like",
+            "full_like", "new_zeros", "new_ones", "new_full")
+_RANDOM = ("rand", "bernoulli", "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "rrelu",
+           "empty", "new_empty", "gumbel_softmax", "feature_", "fractional_")
 
 
 def constants(edits: Edits) -> None:
@@ -50,76 +24,56 @@ def constants(edits: Edits) -> None:
     facts = edits.facts
     known: dict[Node, Any] = {}
     for n in facts.nodes:
-        if _can_be_known(n, known, facts):
-            found = _computed(n, known)
-            if found is not None:
-                known[n] = found
+        found = _computed(n, known) if _can_be_known(n, known, facts) else None
+        if found is not None:
+            known[n] = found
     for n in known:
-        readers = [u for u in n.users if u not in known]
-        if readers and isinstance(known[n], torch.Tensor) and edits.allows(n):
+        if isinstance(known[n], torch.Tensor) and any(u not in known for u in n.users) and edits.allows(n):
             edits.note(n, None)
             _hold(edits, n, known[n])
-    for n in reversed(known):
-        if not n.users:
-            edits.graph.erase_node(n)
-    edits.changed()
+    edits.erase(list(known))
 
 
 def _can_be_known(n: Node, known: dict[Node, Any], facts: Facts) -> bool:
     name = str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
-    if n.op not in ("call_function", "call_method") or name.startswith(_RANDOM):
-        return False
-    effect = facts.effects[n]
-    if effect.barrier or effect.writes or _escapes(n, facts):
+    if (n.op not in ("call_function", "call_method") or name.startswith(_RANDOM) or facts.effects[n] != NONE
+            or _escapes(n, facts)):
         return False
     operands = [a for a in n.all_input_nodes if a not in known]
-    if name.endswith("_like") or name.startswith("new_"):  # of an operand only its size is asked
-        operands = operands[1:] if operands and operands[0] is n.args[0] else operands
-    if operands or (not n.all_input_nodes and name not in _ORIGINS):
+    if name in _ORIGINS and (name.endswith("_like") or name.startswith("new_")):
+        operands = [a for a in operands if a is not n.args[0]]  # asked for size and dtype only
+    if operands or not (n.all_input_nodes or name in _ORIGINS):
         return False
     found = list(tensors(value(n)))
     return bool(found) and all(
-        not t.requires_grad
-        and all(isinstance(size, int) for size in (*t.shape, *t.stride()))
-        and t.numel() * t.itemsize <= LARGEST
-        for t in found
-    )
+        not t.requires_grad and all(isinstance(size, int) for size in (*t.shape, *t.stride()))
+        and t.numel() * t.itemsize <= LARGEST for t in found)
 
 
 def _escapes(n: Node, facts: Facts) -> bool:
     """Whether somebody could write to it."""
-    return facts.is_written(n) or any(
-        u.op == "output" or facts.effects[u].barrier
-        for c in facts.classes[n]
-        for m in facts.members[c]
-        for u in m.users
-    )
+    return facts.is_written(n) or any(u.op == "output" or facts.effects[u].barrier for c in facts.classes[n]
+                                      for m in facts.members[c] for u in m.users)
 
 
 def _computed(n: Node, known: dict[Node, Any]) -> Any:
     """Its value, if that is what Dynamo has found it to be."""
     args, kwargs = map_arg((n.args, dict(n.kwargs)), lambda a: known.get(a, value(a)))
     target: Any = n.target
+    if n.op == "call_method":
+        target, args = getattr(args[0], target), args[1:]
     try:
         with torch.inference_mode(False), torch.no_grad():
-            found = (
-                getattr(args[0], target)(*args[1:], **kwargs)
-                if n.op == "call_method"
-                else target(*args, **kwargs)
-            )
+            found = target(*args, **kwargs)
     except Exception:  # of whatever the call is: it is then left where it was
         return None
-    alike = [(t.shape, t.dtype, t.device, t.stride()) for t in tensors(found)]
-    return (
-        found
-        if alike == [(t.shape, t.dtype, t.device, t.stride()) for t in tensors(value(n))]
-        and not any(hasattr(t, "fake_mode") for t in tensors(found))
-        else None
-    )
+    kinds = [[(type(t) is torch.Tensor, t.shape, t.dtype, t.device, t.stride()) for t in tensors(of)]
+             for of in (found, value(n))]
+    return found if [(True, *kind[1:]) for kind in kinds[1]] == kinds[0] else None
 
 
 def _hold(edits: Edits, n: Node, tensor: torch.Tensor) -> None:
-    name = f"_constant_{len([a for a in vars(edits.gm) if a.startswith('_constant_')])}"
+    name = f"_constant_{sum(a.startswith('_constant_') for a in vars(edits.gm))}"
     setattr(edits.gm, name, tensor)
     with edits.graph.inserting_before(n):
         made = edits.graph.create_node("get_attr", name)

@@ -14,20 +14,19 @@ from fusionrt.convert.effects import effect, value
 from fusionrt.convert.graph import Edits, arguments, present
 from fusionrt.convert.members import FLOATS
 from fusionrt.convert.tail import Tail, tail_of
+from fusionrt.ops.convolution import conv_activation, conv_bn_act
 
-CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _OPTIONS = ("stride", "padding", "dilation", "groups")
+Given = dict[str, Any]
+Clusters = Mapping[Node, Cluster]
 
 
 def convolution(edits: Edits) -> None:
     """One call each: conv + bn + residual + activation, and conv + activation + dropout + residual."""
     clusters = Clustering(edits.facts).of
     for n in edits.nodes():
-        given = (
-            arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
-            if n.target in CONVOLUTIONS
-            else None
-        )
+        given = _arguments(n) if n.target in _CONVOLUTIONS else None
         if given is None or not is_plain(n):
             continue
         norm = next(iter(n.users)) if len(n.users) == 1 else None
@@ -40,86 +39,51 @@ def convolution(edits: Edits) -> None:
 
 def is_plain(n: Node) -> bool:
     """Whether its tensors are of one floating dtype, or cast by autocast, and on one device."""
-    tensors = [v for v in map(value, n.all_input_nodes) if isinstance(v, torch.Tensor)]
     t = value(n)
-    return (
-        t.device.type in ("cpu", "cuda")
-        and t.layout == torch.strided
-        and all(
-            v.device == t.device
-            and v.dtype in FLOATS
-            and (v.dtype == t.dtype or torch.float64 not in (v.dtype, t.dtype))
-            for v in (t, *tensors)
-        )
-    )
+    tensors = [t, *(v for v in map(value, n.all_input_nodes) if isinstance(v, torch.Tensor))]
+    return t.device.type in ("cpu", "cuda") and all(
+        v.device == t.device and v.layout == torch.strided and v.dtype in FLOATS
+        and (v.dtype == t.dtype or torch.float64 not in (v.dtype, t.dtype)) for v in tensors)
 
 
-def norm_arguments(norm: Node) -> dict[str, Any] | None:
-    return arguments(
-        norm,
-        input=None,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        training=False,
-        momentum=0.1,
-        eps=1e-5,
-    )
+def _arguments(n: Node) -> Given | None:
+    return arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
 
 
-def _with_norm(
-    edits: Edits, n: Node, given: dict[str, Any], norm: Node, clusters: Mapping[Node, Cluster]
-) -> None:
-    from fusionrt.ops.convolution import conv_bn_act
+def norm_arguments(norm: Node) -> Given | None:
+    """Of F.batch_norm."""
+    return arguments(norm, input=None, running_mean=None, running_var=None, weight=None, bias=None,
+                     training=False, momentum=0.1, eps=1e-5)
 
-    of_norm = norm_arguments(norm)
-    if of_norm is None or of_norm["input"] is not n or value(norm).dtype != value(n).dtype:
+
+def _with_norm(edits: Edits, n: Node, given: Given, norm: Node, clusters: Clusters) -> None:
+    of = norm_arguments(norm)
+    if of is None or of["input"] is not n or value(norm).dtype != value(n).dtype:
         return
-    tail = whole_tail(edits, norm, clusters)
-    args = (
-        given["input"],
-        given["weight"],
-        given["bias"],
-        *(of_norm[k] for k in ("running_mean", "running_var", "weight", "bias")),
-    )
-    if not edits.allows(tail.result):
+    tail = tail_of_norm(edits, [n, norm], clusters)
+    if not edits.allows(tail.result, [n, norm, *tail.nodes]):
         return
-    edits.replace(
-        [n, norm, *tail.nodes],
-        tail.result,
-        conv_bn_act,
-        args,
-        "conv_bn_relu" if tail.activation == "relu" else "conv_bn",
-        effect(norm),
-        activation=tail.activation,
-        training=of_norm["training"],
-        momentum=of_norm["momentum"],
-        eps=of_norm["eps"],
-        **present(residual=tail.residual),
-        **{k: given[k] for k in _OPTIONS},
-    )
+    args = [given[name] for name in ("input", "weight", "bias")]
+    args += [of[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    edits.replace([n, norm, *tail.nodes], tail.result, conv_bn_act, args,
+                  "conv_bn_relu" if tail.activation == "relu" else "conv_bn", effect(norm),
+                  activation=tail.activation, **{name: of[name] for name in ("training", "momentum", "eps")},
+                  **present(residual=tail.residual), **{name: given[name] for name in _OPTIONS})
 
 
-def whole_tail(edits: Edits, norm: Node, clusters: Mapping[Node, Cluster]) -> Tail:
-    """What follows a batch norm, if it can be taken along; else nothing."""
-    tail = tail_of(norm, clusters, residual_first=True)
-    return tail if tail is not None and edits.allows(tail.result) else Tail([], norm)
+def tail_of_norm(edits: Edits, nodes: list[Node], clusters: Clusters) -> Tail:
+    """What follows a norm, the last of the nodes, if it can be taken along; else nothing."""
+    tail = tail_of(nodes[-1], clusters, residual_first=True)
+    taken = tail is not None and edits.allows(tail.result, [*nodes, *tail.nodes])
+    return tail if tail is not None and taken else Tail([], nodes[-1])
 
 
-def _with_activation(edits: Edits, n: Node, given: dict[str, Any], clusters: Mapping[Node, Cluster]) -> None:
-    from fusionrt.ops.convolution import conv_activation
-
+def _with_activation(edits: Edits, n: Node, given: Given, clusters: Clusters) -> None:
     tail = tail_of(n, clusters)
-    if tail is None or (tail.activation is None and not tail.dropout_p) or not edits.allows(tail.result):
+    if tail is None or (tail.activation is None and not tail.dropout_p) or not edits.allows(
+            tail.result, [n, *tail.nodes]):
         return
-    edits.replace(
-        [n, *tail.nodes],
-        tail.result,
-        conv_activation,
-        (given["input"], given["weight"], given["bias"]),
-        "conv_activation",
-        activation=tail.activation,
-        **present(dropout_p=tail.dropout_p or None, residual=tail.residual),
-        **{k: given[k] for k in _OPTIONS},
-    )
+    edits.replace([n, *tail.nodes], tail.result, conv_activation,
+                  [given[name] for name in ("input", "weight", "bias")], "conv_activation",
+                  activation=tail.activation, **{name: given[name] for name in _OPTIONS},
+                  **present(dropout_p=tail.dropout_p or None, residual=tail.residual))

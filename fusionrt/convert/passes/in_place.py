@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, value
-from fusionrt.convert.graph import KEY, Edits
+from fusionrt.convert.graph import KEY, Edits, is_tensor
 from fusionrt.convert.pointwise import FUNCTIONS, METHODS
 
 _WAS = "fusionrt_in_place"
@@ -22,38 +22,27 @@ def in_place(edits: Edits) -> None:
         if target is None or not _is_private(n, facts) or not _keeps_dtype(n) or not edits.allows(n):
             continue
         operand: Any = n.args[0]
-        operand.replace_all_uses_with(
-            n, delete_user_cb=lambda user, n=n: facts.position[user] > facts.position[n]
-        )
+        operand.replace_all_uses_with(n, delete_user_cb=lambda u, n=n: facts.position[u] > facts.position[n])
         n.meta[_WAS] = n.target, n.args[1:], n.kwargs
         n.target = target
         n.kwargs = {k: v for k, v in n.kwargs.items() if k != "inplace"}
         at = INPLACE_AT.get(target)
         n.args = n.args if at is None else n.args[:at]
-    edits.changed()
 
 
 def restored(edits: Edits) -> None:
     """What became part of nothing works in place again, on what torch's own call computed for it alone."""
-    for n in edits.facts.nodes:
+    facts = edits.facts
+    for n in facts.nodes:
         if _WAS not in n.meta:
             continue
         operand: Any = n.args[0]
-        alone = all(
-            m in (n, operand) or edits.facts.position[m] > edits.facts.position[n]
-            for c in edits.facts.classes[operand]
-            for m in edits.facts.members[c]
-        )
+        alone = all(m in (n, operand) or facts.position[m] > facts.position[n]
+                    for c in facts.classes[operand] for m in facts.members[c])
         if alone and list(operand.users) == [n] and KEY not in operand.meta:
             n.target, rest, n.kwargs = n.meta.pop(_WAS)
-            n.args = (
-                operand,
-                *(
-                    new if isinstance(new, Node) else old
-                    for new, old in zip((*n.args[1:], *(None for _ in rest)), rest, strict=False)
-                ),
-            )
-    edits.changed()
+            now = (*n.args[1:], *rest[len(n.args) - 1:])  # with what was an argument for working in place
+            n.args = (operand, *now)
 
 
 def _functional(n: Node, facts: Facts) -> Any:
@@ -72,13 +61,14 @@ def _functional(n: Node, facts: Facts) -> Any:
 def _is_private(n: Node, facts: Facts) -> bool:
     """Whether the memory that is written to is one that a call of this graph allocated, of which after this
     call there is no other view."""
-    operand = n.args[0]
+    operand: Any = n.args[0]
+    now = facts.position[n]
     for c in facts.classes[operand]:
         for m in facts.members[c]:
             if not m.op.startswith("call") or facts.effects[m].barrier:
                 return False
-            is_late = any(facts.position[u] > facts.position[n] for u in m.users)
-            if facts.position[m] < facts.position[n] and m is not operand and is_late:
+            earlier = facts.position[m] < now and m is not operand
+            if earlier and any(facts.position[u] > now for u in m.users):
                 return False
     return len(facts.classes[operand]) == 1
 
@@ -86,12 +76,7 @@ def _is_private(n: Node, facts: Facts) -> bool:
 def _keeps_dtype(n: Node) -> bool:
     """Whether the result would have its operand's dtype by itself."""
     own = value(n.args[0])
-    others = [value(a) for a in n.all_input_nodes if a is not n.args[0]]
+    others = [value(a) for a in n.all_input_nodes if a is not n.args[0] and is_tensor(a)]
     return own.is_floating_point() and all(
-        not isinstance(t, torch.Tensor)
-        or t.dtype == own.dtype
-        or not t.is_floating_point()
-        or (t.dim() == 0 and own.dim() > 0)
-        for t in others
-        if not (isinstance(t, torch.Tensor) and t.is_complex())
-    )
+        t.dtype == own.dtype or not (t.is_floating_point() or t.is_complex())
+        or (t.dim() == 0 < own.dim() and t.is_floating_point()) for t in others)

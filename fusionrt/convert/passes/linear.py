@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.nn import functional as F
 
 from fusionrt.convert.cluster import Clustering
@@ -9,8 +11,6 @@ from fusionrt.convert.graph import Edits, arguments, present
 from fusionrt.convert.passes.convolution import is_plain
 from fusionrt.convert.tail import tail_of
 from fusionrt.ops.linear import linear_activation
-
-STATISTICS = {"relu": "linear_relu", "gelu": "linear_gelu", "gelu_tanh": "linear_gelu"}
 
 
 def linear(edits: Edits) -> None:
@@ -20,11 +20,16 @@ def linear(edits: Edits) -> None:
     for n in edits.nodes():
         given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
         tail = tail_of(n, clusters) if given is not None and is_plain(n) else None
-        if given is None or tail is None or tail.activation is None or not edits.allows(tail.result):
+        if given is None or tail is None or tail.activation is None or not edits.allows(
+                tail.result, [n, *tail.nodes]):
             continue
-        statistic = STATISTICS.get(tail.activation, "linear_activation") if isinstance(
-            tail.activation, str) else "linear_activation"
-        edits.replace([n, *tail.nodes], tail.result, linear_activation,
-                      (given["input"], given["weight"], given["bias"]), statistic, activation=tail.activation,
+        edits.replace([n, *tail.nodes], tail.result, linear_activation, list(given.values()),
+                      statistic(tail.activation), activation=tail.activation,
                       **present(dropout_p=tail.dropout_p or None, residual=tail.residual))
     edits.sort()
+
+
+def statistic(activation: Any) -> str:
+    """What a linear layer with this activation is counted as."""
+    known = {"relu": "linear_relu", "gelu": "linear_gelu", "gelu_tanh": "linear_gelu"}
+    return known.get(activation, "linear_activation") if isinstance(activation, str) else "linear_activation"

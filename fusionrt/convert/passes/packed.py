@@ -1,5 +1,4 @@
-"""Convolutions on a CPU, where no gradients are recorded, by oneDNN's fused kernels with weights packed
-once."""
+"""Convolutions on a CPU, where no gradients are recorded, by oneDNN's fused kernels, weights packed once."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ import torch
 from torch.fx import Node
 
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import DERIVED, Edits, is_tensor
+from fusionrt.convert.graph import DERIVED, Edits, is_tensor, present
 from fusionrt.convert.packed import ACTIVATIONS, AFTER_RESIDUAL, is_possible, packed_conv
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
-
-_NORM = 4  # mean, variance, weight and bias
 
 
 def packed(edits: Edits) -> None:
@@ -30,47 +27,30 @@ def packed(edits: Edits) -> None:
 
 
 def _fits(n: Node) -> bool:
-    tensors = [value(a) for a in n.all_input_nodes if is_tensor(a)]
-    x = tensors[0]
-    return (
-        is_possible()
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (value(n), *tensors))
-        and not value(n).requires_grad
-        and x.dim() == 4
-        and x.stride(1) == 1
-        and all(isinstance(size, int) for size in x.shape)
-    )
+    t, x = value(n), value(n.args[0])
+    tensors = [t, *(value(a) for a in n.all_input_nodes if is_tensor(a))]
+    return (is_possible() and not t.requires_grad and x.dim() == 4 and x.stride(1) == 1
+            and all(isinstance(size, int) for size in x.shape)
+            and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors))
 
 
 def _arguments(n: Node) -> tuple[list[Any], dict[str, Any]] | None:
     """Of `packed_conv`; None for what it does not do."""
-    more = n.kwargs
-    has_norm, residual = n.target is conv_bn_act, more.get("residual")
-    activation: Any = more.get("activation")
-    known = isinstance(activation, str | None) and activation in ACTIVATIONS
-    padding: Any = more.get("padding")
-    if (
-        not known
-        or isinstance(padding, str)
-        or more.get("dropout_p")
-        or more.get("training")
-        or (residual is not None and (activation not in AFTER_RESIDUAL or not has_norm))
-    ):
+    given: dict[str, Any] = dict(n.kwargs)
+    has_norm, activation, residual = n.target is conv_bn_act, given["activation"], given.get("residual")
+    if (not isinstance(activation, str | None) or activation not in ACTIVATIONS or given.get("training")
+            or isinstance(given["padding"], str) or given.get("dropout_p")
+            or (residual is not None and (activation not in AFTER_RESIDUAL or not has_norm))):
         return None
-    norm = list(n.args[3 : 3 + _NORM]) if has_norm else []
+    norm = list(n.args[3:]) if has_norm else []  # mean, variance, weight and bias
     if has_norm and (norm[2] is None) != (norm[3] is None):
         return None
-    sizes = [size for name in ("stride", "padding", "dilation") for size in _both(more[name])]
-    options = {
-        "geometry": (*sizes, more["groups"]),
-        "eps": more["eps"] if has_norm else None,
-        "activation": activation,
-    }
-    return [*n.args[:3], *(t for t in norm if t is not None)], options | (
-        {} if residual is None else {"residual": residual}
-    )
+    sizes = [size for name in ("stride", "padding", "dilation") for size in _both(given[name])]
+    return [*n.args[:3], *(t for t in norm if t is not None)], {
+        "geometry": (*sizes, given["groups"]), "eps": given.get("eps"), "activation": activation,
+        **present(residual=residual)}
 
 
-def _both(given: Any) -> tuple[int, int]:
-    sizes = (given, given) if isinstance(given, int) else tuple(given)
-    return (sizes * 2)[:2] if len(sizes) == 1 else (sizes[0], sizes[1])
+def _both(given: Any) -> tuple[int, ...]:
+    sizes = (given,) if isinstance(given, int) else tuple(given)
+    return sizes * 2 if len(sizes) == 1 else sizes

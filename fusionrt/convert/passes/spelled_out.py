@@ -13,6 +13,7 @@ from fusionrt.convert import pointwise as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments, same
 from fusionrt.convert.match import (
+    between,
     factors,
     is_last_dim,
     named,
@@ -28,31 +29,31 @@ def rms_norm(edits: Edits) -> None:
     for n in edits.nodes():
         found = _of_rsqrt(n)
         product = next(iter(n.users)) if found is not None and len(n.users) == 1 else None
-        if found is None or product is None or rule_of(product) is not p.mul or not edits.allows(product):
+        if found is None or product is None or rule_of(product) is not p.mul:
             continue
         x, eps, inner = found
         other = product.args[0] if product.args[1] is n else product.args[1]
-        if without_conversions(other) is not without_conversions(x) or value(product).dtype != value(x).dtype:
-            continue
-        edits.replace([*inner, n, product], product, F.rms_norm, (x, (value(x).shape[-1],), None, eps), None)
+        old = [*inner, n, product]
+        if (without_conversions(other) is without_conversions(x) and value(product).dtype == value(x).dtype
+                and edits.allows(product, old)):
+            edits.replace(old, product, F.rms_norm, (x, (value(x).shape[-1],), None, eps), None)
 
 
 def _of_rsqrt(n: Node) -> tuple[Node, float, list[Node]] | None:
-    """x, eps and the calls of rsqrt(mean(x ** 2, -1, keepdim=True) + eps) before its last one."""
+    """x, eps and the calls before the last one of rsqrt(mean(x ** 2, -1, keepdim=True) + eps)."""
     total = plus_constant(n.args[0]) if named(n, "rsqrt") and n.args else None
-    mean = total[0] if total is not None else None
-    if mean is None or total is None or not named(mean, "mean") or not isinstance(mean.args[0], Node):
+    mean, eps = total if total is not None else (None, 0.0)
+    if mean is None or not named(mean, "mean"):
         return None
-    squares, dim = mean.args[0], mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
-    keeps = mean.kwargs.get("keepdim", mean.args[2] if len(mean.args) > 2 else False)
+    given = arguments(mean, input=None, dim=None, keepdim=False)
+    if given is None or not isinstance(given["input"], Node) or given["keepdim"] is not True:
+        return None
+    squares: Node = given["input"]
     scale, xs = factors(squares)
-    if scale != 1 or len(xs) != 2 or xs[0] is not xs[1] or keeps is not True or mean.kwargs.get("dtype"):
-        return None
-    inner = [squares, mean, n.args[0]]
-    fits = is_last_dim(dim, value(squares)) and isinstance(value(xs[0]).shape[-1], int)
-    if not fits or not only_users(inner, [*inner, n]) or value(n).dtype != value(xs[0]).dtype:
-        return None
-    return xs[0], total[1], inner
+    inner: list[Any] = [squares, mean, n.args[0]]
+    fits = (scale == 1 and len(xs) == 2 and xs[0] is xs[1] and is_last_dim(given["dim"], value(squares))
+            and isinstance(value(squares).shape[-1], int) and value(n).dtype == value(xs[0]).dtype)
+    return (xs[0], eps, inner) if fits and only_users(inner, [*inner, n]) else None
 
 
 def gelu(edits: Edits) -> None:
@@ -63,9 +64,9 @@ def gelu(edits: Edits) -> None:
             continue
         for x, factor in (xs, xs[::-1]):
             approximate = _approximate(factor, x)
-            inner = _between(n, x) if approximate is not None else []
-            if approximate is not None and only_users(inner, [*inner, n]) and edits.allows(n):
-                edits.replace([*inner, n], n, F.gelu, (x,), None, approximate=approximate)
+            nodes = between([x], n) if approximate is not None else []
+            if approximate is not None and only_users(nodes[:-1], nodes) and edits.allows(n, nodes):
+                edits.replace(nodes, n, F.gelu, (x,), None, approximate=approximate)
                 break
 
 
@@ -96,34 +97,19 @@ def _near(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-6)
 
 
-def _between(n: Node, x: Node) -> list[Node]:
-    """The calls that lead from x to n, in order."""
-    found: dict[Node, None] = {}
-
-    def visit(m: Node) -> None:
-        for a in m.all_input_nodes:
-            if a is not x and a not in found:
-                visit(a)
-                found[a] = None
-
-    visit(n)
-    return list(found)
-
-
 def addmm(edits: Edits) -> None:
     """bias + x @ weight, as GPT-2 has it, of x in two dimensions and back: a linear layer of the transposed
     weight."""
     for n in edits.nodes():
         given = arguments(n, input=None, mat1=None, mat2=None) if n.target is torch.addmm else None
-        if given is None or not same(value(given["input"]).shape, value(n).shape[1:]) or not edits.allows(n):
+        if given is None or not same(value(given["input"]).shape, value(n).shape[1:]):
             continue
         x, old = given["mat1"], [n]
         after = next(iter(n.users)) if len(n.users) == 1 else None
         if named(x, "view", "reshape") and named(after, "view", "reshape") and after is not None:
-            whole = x.args[0]
-            if same((*value(whole).shape[:-1], value(n).shape[1]), value(after).shape) and same(
-                value(whole).shape[-1], value(x).shape[1]
-            ):
-                x, old = whole, [n, after]
-        weight = edits.call(torch.t, (given["mat2"],), {}, n, given=value(given["mat2"]).t())
-        edits.replace(old, old[-1], F.linear, (x, weight, given["input"]), None)
+            whole, flat = value(x.args[0]).shape, value(x).shape
+            if same((*whole[:-1], value(n).shape[1]), value(after).shape) and same(whole[-1], flat[1]):
+                x, old = x.args[0], [n, after]
+        if edits.allows(old[-1], old) and not edits.facts.is_written(x):
+            weight = edits.call(torch.t, (given["mat2"],), {}, n, given=value(given["mat2"]).t())
+            edits.replace(old, old[-1], F.linear, (x, weight, given["input"]), None)

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one, with their weights stacked: queries, keys and values, gate and up."""
+"""Linear layers of one input as one, their weights stacked: queries, keys and values, gate and up."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from fusionrt.convert.graph import DERIVED, Edits, arguments
 from fusionrt.convert.revalue import revalue
 
 DEVICES = ("cuda",)  # on a CPU little is gained
-Group = list[tuple[Node, dict[str, Any]]]
+Given = dict[str, Any]
+Group = list[tuple[Node, Given]]
 
 
 def stacked(edits: Edits) -> None:
     """Where no gradients are recorded: the stacked weights are kept."""
     groups: dict[Any, Group] = defaultdict(list)
-    for n in edits.graph.nodes:
+    for n in edits.nodes():
         given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
         if given is not None and _can_be_stacked(edits, n, given):
             groups[given["input"], given["bias"] is None, edits.facts.region[n]].append((n, given))
     for group in groups.values():
-        weights = [given["weight"] for _, given in group]
-        if len(set(weights)) == len(group) > 1 and edits.allows(group[-1][0]):
+        if len({given["weight"] for _, given in group}) == len(group) > 1 and edits.allows(group[-1][0]):
             _stack(edits, group)
-    edits.changed()
 
 
-def _can_be_stacked(edits: Edits, n: Node, given: dict[str, Any]) -> bool:
-    tensors = [given["weight"], *([] if given["bias"] is None else [given["bias"]])]
-    return (
-        value(n).device.type in DEVICES
-        and not edits.facts.is_written(n)
-        and not value(n).requires_grad
-        and value(n).dtype == value(given["input"]).dtype
-        and all(t.op == "placeholder" and value(t).dtype == value(n).dtype for t in tensors)
-    )
+def _can_be_stacked(edits: Edits, n: Node, given: Given) -> bool:
+    """Results of the graph would keep the whole product alive."""
+    facts, t = edits.facts, value(n)
+    weights = [given["weight"], *([] if given["bias"] is None else [given["bias"]])]
+    escapes = any(u.op == "output" for c in facts.classes[n] for m in facts.members[c] for u in m.users)
+    return (t.device.type in DEVICES and not t.requires_grad and not escapes
+            and value(given["input"]).dtype == t.dtype
+            and not any(map(facts.is_written, (n, given["input"], *weights)))
+            and all(w.op == "placeholder" and value(w).dtype == t.dtype for w in weights))
 
 
 def _stack(edits: Edits, group: Group) -> None:
@@ -54,12 +53,10 @@ def _stack(edits: Edits, group: Group) -> None:
             operands.append(_kept(edits, [g[name] for _, g in group], first))
     x = value(given["input"])
     whole = edits.call(F.linear, operands, {}, first, given=x.new_empty((*x.shape[:-1], sum(widths))))
-    parts = edits.call(
-        torch.split, (whole, widths, -1), {}, first, given=torch.split(value(whole), widths, -1)
-    )
-    views = [
-        edits.call(operator.getitem, (parts, k), {}, first, given=value(parts)[k]) for k in range(len(group))
-    ]
+    fakes = torch.split(value(whole), widths, -1)
+    parts = edits.call(torch.split, (whole, widths, -1), {}, first, given=fakes)
+    views = [edits.call(operator.getitem, (parts, k), {}, first, given=fakes[k])
+             for k in range(len(group))]
     for (n, _), view in zip(group, views, strict=True):
         n.replace_all_uses_with(view)
     if revalue(edits, views):
@@ -74,13 +71,8 @@ def _stack(edits: Edits, group: Group) -> None:
 
 
 def _kept(edits: Edits, weights: list[Node], at: Node) -> Node:
-    fake = value(weights[0])
-    made = edits.call(
-        derived.stacked,
-        weights,
-        {},
-        at,
-        given=fake.detach().new_empty((sum(value(w).shape[0] for w in weights), *fake.shape[1:])),
-    )
+    fake = value(weights[0]).detach()
+    rows = sum(value(w).shape[0] for w in weights)
+    made = edits.call(derived.stacked, weights, {}, at, given=fake.new_empty((rows, *fake.shape[1:])))
     made.meta[DERIVED] = tuple(weights)
     return made
