@@ -11,8 +11,12 @@ from fusionrt.bench.results import Results, Row, load
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every row, not only the representative ones")
+    add_resume(parser, 90)
+
+
+def add_resume(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the rows that the file lacks")
-    parser.add_argument("--seconds", type=float, default=90,
+    parser.add_argument("--seconds", type=float, default=seconds,
                         help="begin no row after that (default: %(default)s)")
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt import inventory
 from fusionrt import ops as catalogue_modules
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.op import Operator
@@ -69,6 +70,13 @@ class Job(NamedTuple):
     text: str
     entry: str
 
+    @property
+    def key(self) -> str:
+        if self.arch != "cpu":
+            return compiler.key(self.text, self.entry, self.arch)
+        from fusionrt.cpu import compiler as cpu
+        return cpu.key(self.text, self.entry)
+
     def run(self, name: str) -> tuple[cache.Entry, bool]:
         if self.arch != "cpu":
             return compiler.cubin(self.text, self.entry, self.arch, name)
@@ -105,20 +113,35 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
         jobs = min(MAX_JOBS, os.cpu_count() or 1)
     if jobs < 1:
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
-    summary = Summary()
+    summary, whole = Summary(), None
+    if ops is None and module is None:
+        whole = inventory.identity(architectures, [_name(d) for d in wanted], widths, backward)
+        entries = inventory.entries(whole)
+        if entries is not None:
+            summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
+            summary.seconds = time.perf_counter() - start
+            return summary
+    todo = _todo(chosen, wanted, widths, architectures, backward, ops is None, summary)
+    _compile(todo, jobs, summary, progress)
+    if whole is not None and not summary.failed:
+        inventory.keep(whole, {job.key for job in todo}, architectures)
+    summary.seconds = time.perf_counter() - start
+    return summary
+
+
+def _todo(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
+          architectures: Sequence[str], backward: bool, optimizers: bool, summary: Summary) -> dict[Job, str]:
     todo: dict[Job, str] = {}
     for kind in dict.fromkeys("cpu" if a == "cpu" else "cuda" for a in architectures):
         group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
         # A thread of its own: plans of earlier calls, which nothing would list, belong to others.
         with ThreadPoolExecutor(1) as pool:
-            found, faults = pool.submit(_jobs, chosen, wanted, widths, kind, group, backward).result()
+            found, faults = pool.submit(_jobs, functions, dtypes, widths, kind, group, backward).result()
         todo |= found
-        if ops is None:
-            todo |= _of_optimizers(wanted, kind, group)
+        if optimizers:
+            todo |= _of_optimizers(dtypes, kind, group)
         summary.failed += faults
-    _compile(todo, jobs, summary, progress)
-    summary.seconds = time.perf_counter() - start
-    return summary
+    return todo
 
 
 def _compile(todo: dict[Job, str], jobs: int, summary: Summary, progress: Progress | None) -> None:

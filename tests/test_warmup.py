@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fusionrt as frt
+from fusionrt import inventory, precompile
 from fusionrt.catalogue import OPS
 from fusionrt.precompile import Summary, native, warmup
 from fusionrt.runtime import cache, compiler, device, launch
@@ -55,8 +56,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     sys.modules.pop("their_ops", None)
 
 
-def kernels() -> Counter[str]:
-    return Counter(info.metadata["kernel"] for info in cache.entries())
+def kernels(field: str = "kernel") -> Counter[str]:
+    return Counter(info.metadata[field] for info in compiled())
+
+
+def compiled() -> list[cache.Info]:
+    return [info for info in cache.entries() if info.metadata["kernel"] != inventory.KERNEL]
 
 
 # --- what is compiled
@@ -328,6 +333,36 @@ def test_a_long_list_of_failures_is_cut_in_text_only() -> None:
         *(f"op{k} (sm_90): why" for k in range(5)), "and 4 more"]
 
 
+# --- the whole catalogue
+
+
+@needs_nvrtc
+def test_what_the_whole_catalogue_needs_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "OPS", {name: OPS[name] for name in ("relu", "silu")})
+    monkeypatch.setattr(precompile, "_of_optimizers", lambda *_: {})
+    searches = []
+    search = precompile._jobs
+    monkeypatch.setattr(precompile, "_jobs", lambda *given: searches.append(1) or search(*given))
+
+    def warm(**options: object) -> tuple[int, int, int]:
+        """Kernels compiled, and already there; how often they had to be found."""
+        searches.clear()
+        done = warmup("sm_90", **{"dtypes": "float32", "backward": False, **options})
+        assert done.failed == [] and done.bytes > 0
+        return done.compiled, done.present, len(searches)
+
+    assert warm() == (2, 0, 1)
+    assert warm() == (0, 2, 0)
+    assert warm(dtypes="bfloat16") == (2, 0, 1)
+    assert warm(backward=True) == (2, 2, 1)
+    assert warm(ops="relu") == (0, 1, 1)
+    for info in compiled():
+        info.path.unlink()
+    assert warm() == (2, 0, 1)
+    monkeypatch.setattr(inventory, "_package", lambda: "another version's")
+    assert warm() == (0, 2, 1)
+
+
 # --- every kernel
 
 
@@ -342,14 +377,14 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
             assert any(name.startswith(op) for name in kernels()), op
     for op in pointwise_ops.DIFFERENTIABLE:
         assert any(name.startswith(f"{op}_backward") for name in kernels()), op
-    faulty = [info.metadata for info in cache.entries()
+    faulty = [info.metadata for info in compiled()
               if any(info.metadata[fault] for fault in ("spills", "stack", "warnings"))]
     assert faulty == []
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", [  # bfloat16's kernels have the same registers, but for conversions
-    pytest.param(d, marks=pytest.mark.slow) if d == "float16" else d for d in ALL_DTYPES])
+@pytest.mark.parametrize("dtype", [  # float16 has bfloat16's registers; float64 is on request
+    pytest.param(d, marks=pytest.mark.slow) if d in ("float16", "float64") else d for d in ALL_DTYPES])
 def test_every_kernel_compiles_without_spills(dtype: str) -> None:
     compile_everything(["sm_90"], dtype)
 
@@ -359,7 +394,7 @@ def test_every_kernel_compiles_without_spills(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_every_kernel_compiles_for_every_architecture(dtype: str) -> None:
     compile_everything(["all"], dtype)
-    count = Counter(info.metadata["arch"] for info in cache.entries())
+    count = kernels("arch")
     assert set(count) == set(compiler.ARCHITECTURES)
     assert len(set(count.values())) == 1
 
