@@ -1,9 +1,10 @@
 """Fixtures: a kernel cache for all, the device, random numbers that repeat, a cache to break."""
 
+import gc
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,21 @@ ROOT = Path(__file__).parents[1]
 pytest.register_assert_rewrite("checking", "module_checks", "pointwise_ops", "cache_faults")
 
 
+def pytest_configure():
+    """For the workers of pytest-xdist, which share the cores: threads that spin while they wait, as OpenMP's
+    do unless told, take them from another worker."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """Every kernel is compiled once a session, in this process, in one that a test starts, or in another
-    worker of pytest-xdist, whose base directories lie beside each other."""
+def kernel_cache(request, tmp_path_factory):
+    """Every kernel is compiled once: in this process, in one that a test starts, in another worker of
+    pytest-xdist, or in an earlier session, from which pytest's own cache keeps it. Its key is all that it was
+    made of: source, options, compiler, processor."""
     before = os.environ.get("FUSIONRT_CACHE_DIR")
-    base = tmp_path_factory.getbasetemp()
-    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    os.environ["FUSIONRT_CACHE_DIR"] = str(session / "kernels")
+    kept = getattr(request.config, "cache", None)  # none with `-p no:cacheprovider`
+    folder = kept.mkdir("kernels") if kept else tmp_path_factory.getbasetemp() / "kernels"
+    os.environ["FUSIONRT_CACHE_DIR"] = str(folder)
     yield
     if before is None:
         del os.environ["FUSIONRT_CACHE_DIR"]
@@ -30,9 +38,34 @@ def kernel_cache(tmp_path_factory):
         os.environ["FUSIONRT_CACHE_DIR"] = before
 
 
+def pytest_collection_finish():
+    """What is there now stays: the collector need not walk torch and thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    pyfuncitem.obj = with_room(pyfuncitem.obj)
+
+
+def with_room(function: Callable) -> Callable:
+    """The function, called with half a megabyte for the frames of what it calls.
+
+    CPython keeps frames in chunks of 16 KB, and asks the system for the next one and gives it back in every
+    call across a chunk's end: below pytest's frames Numba does so thousands of times a kernel, up to a third
+    of its time. A frame that is itself large gets a chunk of the next power of two.
+    """
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=1 << 16)
+    return call
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -64,16 +97,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "cache"
 
 
-BY_OTHER_DTYPES = ("test_batch_norm", "test_cross_entropy", "test_embedding", "test_ffn", "test_image",
-                   "test_linear", "test_loss", "test_norm", "test_reduction", "test_softmax", "test_window")
+# What no CPU has to repeat in the default run: kernels that differ by loads and stores alone.
+BY_OTHER_DTYPES = {
+    **dict.fromkeys(("test_batch_norm", "test_cross_entropy", "test_embedding", "test_ffn", "test_image",
+                     "test_linear", "test_linear_cross_entropy", "test_loss", "test_norm", "test_reduction",
+                     "test_softmax", "test_window"), "float16"),
+    "test_ops_layouts": "bfloat16",
+}
+LONGEST = ("test_warmup", "test_wheel", "test_examples", "test_cpu")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """On a CPU float16 differs from bfloat16 by its loads and stores, which the pointwise tests cover; with
-    it these files would take minutes more."""
+    """With these dtypes, which the pointwise tests cover, the files would take minutes more. Files with tests
+    of many seconds come first: at the end one worker would wait for another."""
     for item in items:
         params = getattr(item, "callspec", None) and item.callspec.params.values()
-        half = any(str(p).removeprefix("torch.") == "float16" for p in params or ())
-        if item.path.stem in BY_OTHER_DTYPES and half and not item.get_closest_marker("gpu"):
+        names = [str(p).removeprefix("torch.") for p in params or ()]
+        if BY_OTHER_DTYPES.get(item.path.stem) in names and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.stem not in LONGEST)

@@ -7,9 +7,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
 from fusionrt.convert.capture import Found, Options, backend
+
+
+def leaf(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Statistics and weights of norms that are none of 0 and 1."""
+    with torch.no_grad():
+        for m in model.modules():
+            if isinstance(m, _BatchNorm):
+                m.running_mean.normal_()
+                m.running_var.uniform_(0.5, 1.5)
+            if isinstance(m, _BatchNorm | nn.LayerNorm | nn.GroupNorm):
+                m.weight.uniform_(0.5, 1.5)
+                m.bias.normal_()
+    return model
 
 
 def compiled(function: Any, **options: Any) -> tuple[Any, list[Found]]:
@@ -18,6 +37,11 @@ def compiled(function: Any, **options: Any) -> tuple[Any, list[Found]]:
     found: list[Found] = []
     chosen = Options(on_graph=found.append, **options)
     return torch.compile(function, backend=lambda gm, inputs: backend(gm, inputs, options=chosen)), found
+
+
+def compiled_apart(model: Any, backend: Any = backend) -> Any:
+    """Without forgetting what was compiled before; all are of one code, and so share what is captured."""
+    return torch.compile(lambda x: model(x), backend=backend)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -62,9 +86,8 @@ def without_autocast() -> Iterator[None]:
 
 def copies(args: Any) -> list[Any]:
     """Leaves of their own, equal in all that a call sees."""
-    return [
-        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
-    ]
+    return [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+            for a in args]
 
 
 def outcome(function: Any, args: Any, seed: int = 0) -> tuple[Any, list[Any], list[Any]]:
@@ -73,13 +96,9 @@ def outcome(function: Any, args: Any, seed: int = 0) -> tuple[Any, list[Any], li
     result = function(*args)
     recorded = [t for t in tensors(result) if t.requires_grad]
     if recorded:
-        torch.autograd.backward(
-            recorded,
-            [
-                torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
-                for t in recorded
-            ],
-        )
+        torch.autograd.backward(recorded, [
+            torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
+            for t in recorded])
     given = [a for a in args if isinstance(a, torch.Tensor)]
     return result, [a.detach() for a in given], [a.grad for a in given]
 
@@ -98,9 +117,8 @@ def check(function: Any, *args: Any, calls: int = 1, options: Any = None, **tole
     return sum((Counter(f.counts) for f in found), Counter())
 
 
-def check_module(
-    model: torch.nn.Module, *inputs: Any, grad: bool = True, options: Any = None, **tolerances: Any
-) -> Counter[str]:
+def check_module(model: nn.Module, *inputs: Any, grad: bool = True, options: Any = None,
+                 **tolerances: Any) -> Counter[str]:
     """The same of a module: its results, gradients of its parameters and inputs, its buffers afterwards."""
     model.zero_grad()
     twin = copy.deepcopy(model)

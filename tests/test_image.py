@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import math
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
@@ -345,6 +346,7 @@ def torchvisions(image, size, drawn, k, functional):
 @has_torchvision
 @pytest.mark.parametrize("is_bytes", [False, True], ids=["float", "uint8"])
 def test_against_torchvision(is_bytes, device):
+    model_zoo.torchvision()
     from torchvision.transforms.v2 import functional
     images = pixels(4, 145, 160, 3, device=device)
     drawn = random_parameters(images, **{**DRAWN, "contrast": 0.4, "saturation": 0.4}, generator=seeded())

@@ -133,6 +133,15 @@ def test_long_rows(name, columns, device):
     check_case(name, arguments(name, (2, columns), device=device))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm"])
+@pytest.mark.parametrize("shape, dtype", [((300, 16_384), F32), ((150, 131_072), BF16), ((40, 262_144), F32)],
+                         ids=str)
+def test_many_long_rows(name, shape, dtype):
+    """More rows than clusters: places in shared memory, parts of rows and their barriers are used again."""
+    check_case(name, arguments(name, shape, dtype, "cuda"))
+
+
 @pytest.mark.parametrize("op", [frt.layer_norm, frt.rms_norm])
 @pytest.mark.parametrize("shape", [(4, 5), (3, 4, 5), (1,)], ids=str)
 def test_several_dimensions_are_normalised(op, shape, device):
@@ -458,7 +467,8 @@ def test_compiled(dynamic, device):
         return frt.rms_norm_gelu(frt.layer_norm(y, x.shape[-1:], epilogue=lambda y: y * 2), w)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     for n in (4, 6):
         args = [torch.randn(s, device=device, requires_grad=True) for s in ((n, 8), (n, 8), (8,), (8,))]
         found, expected = compiled(*args), function(*args)

@@ -63,10 +63,11 @@ def target() -> str:
 @functools.cache
 def toolchain() -> str:
     here = Path(__file__).parent
-    sources = ("storage.py", "reductions.py", "math16.py", "math32.py", "math64.py", "memory.py")
-    mathematics = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
+    sources = ("compiler.py", "storage.py", "reductions.py", "math16.py", "math32.py", "math64.py",
+               "memory.py")
+    ours = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
     return (f"numba {importlib.metadata.version('numba')} "
-            f"llvmlite {importlib.metadata.version('llvmlite')} {mathematics.hexdigest()}")
+            f"llvmlite {importlib.metadata.version('llvmlite')} {ours.hexdigest()}")
 
 
 def key(text: str, accuracy: str) -> str:
