@@ -1,8 +1,8 @@
 """Attention: softmax(q k^T scale) v and what models add to it, by whichever kernel is fastest for the call.
 
-Dense, causal and masked attention goes to torch's fused kernels (`attention_path` says to which), and so
-does a window of 16-bit types on a GPU; ALiBi, softcap, gradients of masks and what torch would compute with
-all scores in memory to chunks of our own. Memory is O(S) beside the operands, or a chunk of scores.
+Dense, causal and masked attention goes to torch's fused kernels (`attention_path` says to which); windows,
+ALiBi and softcap of 16-bit types to kernels of our own on Hopper; gradients of masks and what torch would
+compute with all scores in memory to chunks. Memory is O(S) beside the operands, or a chunk of scores.
 Queries that may attend to no key have a result of zeros, and gradients of zeros, on every way.
 """
 

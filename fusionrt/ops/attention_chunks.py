@@ -281,13 +281,19 @@ def _totals() -> Any:
     return row_operator(attention_totals).operator  # type: ignore[attr-defined]
 
 
+def totals_of(grad: Tensor, out: Tensor) -> Tensor:
+    """Of each row the sum of the products, (B, H, S, 1)."""
+    found: Tensor = _totals().launch([grad, out])
+    return found
+
+
 def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None,
                   rng: Tensor | None, out: Tensor, most: Tensor, factor: Tensor, needed: Sequence[bool],
                   *options: Any) -> tuple[Tensor, ...]:
     of_mask = needed[3] and mask is not None
     call = Call(q, k, v, mask, slopes, rng, Options(*options), of_mask)
     b, h, g, s, _ = call.sizes
-    grads, total = call.of_queries(grad), _totals().launch([grad, out]).view(b, h, g, s, 1).transpose(2, 3)
+    grads, total = call.of_queries(grad), totals_of(grad, out).view(b, h, g, s, 1).transpose(2, 3)
     dq = torch.empty_like(call.q)
     dk, dv = (torch.zeros_like(x, dtype=call.acc) for x in (call.k, call.v))
     dmask = None if call.mask is None or not of_mask else torch.zeros_like(call.mask)

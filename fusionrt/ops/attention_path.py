@@ -1,4 +1,4 @@
-"""Which way an attention takes: a kernel of torch's (cuDNN's, flash, memory-efficient), or our own chunks.
+"""Which way an attention takes: a kernel of torch's (cuDNN's, flash, efficient), our own Hopper's, or chunks.
 
 By architecture, dtype, widths, lengths and what is asked for beside softmax(q k^T) v; decided once for each
 kind of call. On Hopper and data-centre Blackwell cuDNN's kernels have twice the rate of the flash kernels,
@@ -19,11 +19,15 @@ from torch.nn import functional as F
 from fusionrt.autograd import is_watched, transforms_active
 from fusionrt.dispatch import guard
 from fusionrt.ops.attention_chunks import HALVES, Options, attention_in_chunks
+from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_masked import masked_attention
 from fusionrt.rehearsal import device_type
+from fusionrt.runtime.attention import CAPABILITY, DIMS
 
 Tensor = torch.Tensor
 PREFER_CUDNN = (9, 10)     # major architectures: those of torch's own preference
+# Keys from which on our Hopper kernel is faster than cuDNN's: benchmarks/attention.py.
+LONG, LONG_NARROW_CAUSAL = 4096, 8192
 # Up to 9.15.0 cuDNN reads beyond sequences that do not end with a tile.
 CUDNN_OF_ANY_LENGTH, CUDNN_TILE = 91501, 128
 _KEPT = 4096
@@ -42,9 +46,11 @@ class Kind(NamedTuple):
     causal: bool           # query i attends to keys up to i
     band: bool             # bounded in another way
     masked: bool
-    ours: bool             # asks for what torch's kernels lack
+    ours: bool             # asks for what no fused kernel has
     dropout_p: float
     recorded: bool         # a gradient is wanted
+    scored: bool = False   # softcap or ALiBi, which torch's kernels lack
+    positive: bool = True  # the scale
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -54,13 +60,28 @@ def candidates(kind: Kind, capability: tuple[int, int], cudnn: int) -> list[str]
     if kind.ours or kind.dtype == torch.float64:
         return ["chunks"]
     preferred = ["cudnn"] if capability[0] in PREFER_CUDNN else []
-    ways = [*preferred, "flash", "efficient"]
+    ways = ["hopper", *preferred, "flash", "efficient"]
     return [*(way for way in ways if _can[way](kind, capability, cudnn)), "chunks"]
 
 
 def _is_square(kind: Kind) -> bool:
     """Of others the causal kernels do not agree which corner the diagonal begins in."""
     return not kind.causal or kind.queries == kind.keys
+
+
+def _is_special(kind: Kind) -> bool:
+    """Whether cuDNN's kernels lack what is asked for."""
+    return kind.scored or kind.band or not _is_square(kind)
+
+
+def _hopper_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
+    # Of what cuDNN has as well it is faster, by 2 to 19 %, where sequences are long; but for gradients.
+    long = LONG_NARROW_CAUSAL if kind.causal and kind.head_dim == 64 else LONG
+    is_long = kind.queries >= long and kind.keys >= long
+    widths = kind.head_dim == kind.value_dim and kind.head_dim in DIMS
+    return (capability == CAPABILITY and kind.dtype in HALVES and widths and kind.positive
+            and (_is_special(kind) or (is_long and not kind.recorded)) and not kind.masked
+            and not kind.dropout_p)
 
 
 def _cudnn_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
@@ -70,30 +91,31 @@ def _cudnn_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
     lengths = kind.queries > 1 and kind.keys > 1 and (
         tiles or (cudnn >= CUDNN_OF_ANY_LENGTH and not (kind.masked and kind.recorded)))
     widths = kind.head_dim % 8 == 0 and kind.value_dim % 8 == 0
-    return (kind.dtype in HALVES and not kind.band and _is_square(kind) and lengths and widths
-            and kind.dropout_p * 16 % 1 == 0)
+    return (kind.dtype in HALVES and not kind.band and not kind.scored and _is_square(kind) and lengths
+            and widths and kind.dropout_p * 16 % 1 == 0)
 
 
 def _flash_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
     # Gradients of wide heads need more shared memory than other architectures have.
     wide = kind.head_dim > 192 and kind.recorded and capability not in ((8, 0), (9, 0), (10, 0), (10, 3))
     widths = kind.head_dim == kind.value_dim and kind.head_dim <= 256 and not wide
-    return kind.dtype in HALVES and capability[0] >= 8 and not kind.masked and _is_square(kind) and widths
+    return (kind.dtype in HALVES and capability[0] >= 8 and not kind.masked and not kind.scored
+            and _is_square(kind) and widths)
 
 
 def _efficient_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
     aligned = 8 if kind.dtype in HALVES else 4
-    return (not kind.band and (kind.dtype != torch.bfloat16 or capability[0] >= 8)
+    return (not kind.band and not kind.scored and (kind.dtype != torch.bfloat16 or capability[0] >= 8)
             and kind.head_dim % aligned == 0 and kind.value_dim % aligned == 0)
 
 
 _can: dict[str, Callable[[Kind, tuple[int, int], int], bool]] = {
-    "cudnn": _cudnn_can, "flash": _flash_can, "efficient": _efficient_can}
+    "cudnn": _cudnn_can, "hopper": _hopper_can, "flash": _flash_can, "efficient": _efficient_can}
 
 
 def _torch_agrees(way: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float) -> bool:
     """Which also depends on its version and on what the user has disabled."""
-    if way == "chunks":
+    if way in ("hopper", "chunks"):  # ours
         return True
     cuda = torch.backends.cuda
     can_use = {"cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
@@ -127,6 +149,8 @@ _chosen: dict[Any, str] = {}
 def chosen(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str:
     """The way of a call on a GPU."""
     capability, cudnn, disabled = _machine(q.device.index)
+    if "cudnn" in disabled and not _is_special(kind):  # in whose place ours would stand
+        disabled = (*disabled, "hopper")
     if is_watched():  # of symbolic sizes no key is made; torch's own checks cannot be traced
         ways = [way for way in candidates(kind, capability, cudnn) if way not in disabled]
         return ways[1] if ways[0] == "cudnn" and kind.head_dim > 128 else ways[0]
@@ -135,8 +159,9 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str:
     if way is None:
         if len(_chosen) >= _KEPT:
             _chosen.clear()
-        way = _chosen[key] = next(way for way in candidates(kind, capability, cudnn) if _torch_agrees(
-            way, q, k, v, kind.causal, kind.dropout_p))
+        way = _chosen[key] = next(
+            way for way in candidates(kind, capability, cudnn)
+            if way not in disabled and _torch_agrees(way, q, k, v, kind.causal, kind.dropout_p))
     return way
 
 
@@ -195,20 +220,21 @@ def way_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
     if q.is_cuda:
         return chosen(q, k, v, kind), kind
     rehearsed = kind.dtype == torch.float64 and device_type(q) == "cuda"  # a meta tensor
-    chunked = kind.ours or kind.band or kind.dropout_p or (kind.causal and kind.masked) or rehearsed
-    return "chunks" if chunked or kind.head_dim != kind.value_dim else "torch", kind
+    special = kind.ours or kind.scored or kind.band or kind.dropout_p or (kind.causal and kind.masked)
+    chunked = special or rehearsed or kind.head_dim != kind.value_dim
+    return "chunks" if chunked else "torch", kind
 
 
 def _kind_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options
              ) -> Kind:
     graded = torch.is_grad_enabled()
     recorded = transforms_active() or (graded and (q.requires_grad or k.requires_grad or v.requires_grad))
-    ours = slopes is not None or options.softcap > 0 or options.chunk > 0 or (
-        mask is not None and graded and mask.requires_grad)
+    ours = options.chunk > 0 or (mask is not None and graded and mask.requires_grad)
     causal = options.causal
     band = (options.left >= 0 or options.right >= 0) and not causal
     return Kind(q.dtype, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, band,
-                mask is not None, ours, options.dropout_p, recorded)
+                mask is not None, ours, options.dropout_p, recorded,
+                slopes is not None or options.softcap > 0, options.scale > 0)
 
 
 def _regular(t: Tensor) -> Tensor:
@@ -298,6 +324,13 @@ def _chunks(options: Options, kind: Kind) -> Run:
     return run
 
 
+def _hopper(options: Options, kind: Kind) -> Run:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Tensor:
+        return hopper_attention(q, k, v, slopes, options)
+
+    return run
+
+
 def _torch(options: Options, kind: Kind) -> Run:
     """On a CPU: torch's choice, which is a fused kernel."""
     grouped = {"enable_gqa": True} if kind.heads != kind.kv_heads else {}
@@ -312,4 +345,5 @@ def _torch(options: Options, kind: Kind) -> Run:
 
 
 _ways: dict[str, Callable[[Options, Kind], Run]] = {
-    "cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "chunks": _chunks, "torch": _torch}
+    "cudnn": _cudnn, "hopper": _hopper, "flash": _flash, "efficient": _efficient, "chunks": _chunks,
+    "torch": _torch}

@@ -18,7 +18,8 @@ from fusionrt.runtime import cache
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: unused names
 # Templates of instructions that one generation alone has, which no later one runs.
-_ONLY = {"gemm_sm90": "sm_90a"}
+_ONLY = dict.fromkeys(("gemm_sm90", "attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
+                      "sm_90a")
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13")
 
 

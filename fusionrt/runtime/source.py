@@ -19,7 +19,10 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reduc
            "join_partials": ("reductions.cuh",), "rotary": ("indices.cuh", "rotary.cuh"),
            "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
            "tokens": ("indices.cuh",), "gemm_sm90": ("hopper.cuh", "sm90.cuh"),
-           "depthwise": ("depthwise.cuh",),
+           **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
+                           ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
+           "depthwise": ("depthwise.cuh",), "depthwise_mma": ("depthwise.cuh", "mma.cuh"),
+           "depthwise_mma_backward": ("depthwise.cuh", "mma.cuh"),
            "depthwise_backward": ("depthwise.cuh",)}
 
 
@@ -69,10 +72,10 @@ class Params:
     between them. What C++ appends, the driver reads as well.
     """
 
-    def __init__(self, fields: Sequence[Field]) -> None:
+    def __init__(self, fields: Sequence[Field], name: str = "Params") -> None:
         alignments = [_alignment(f.format) for f in fields]
         assert alignments == sorted(alignments, reverse=True), "fields must not grow in size"
-        self.declaration = "struct Params {\n" + "".join(
+        self.declaration = f"struct {name} {{\n" + "".join(
             f"    {f.declaration};\n" for f in fields) + "};"
         format = "=" + "".join(f.format for f in fields)
         self.packer = struct.Struct(f"{format}{-struct.calcsize(format) % max(alignments, default=1)}x")

@@ -1,0 +1,226 @@
+"""Attention on Hopper by kernels of our own: scores capped, biased by distance, bounded in a band.
+
+The forward kernel keeps the logarithm of each row's sum of exponentials, from which the backward kernels make
+the weights again: one has the gradients of k and v, one that of q. None adds in another order each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.problem import STORAGE
+from fusionrt.runtime import tensor_map
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
+from fusionrt.runtime.tensor_map import Heads
+
+Tensor = torch.Tensor
+CAPABILITY = (9, 0)
+DIMS = (64, 128)            # of heads
+PANEL = 64                  # columns of a box
+PADDED = 128                # rows of logarithms are a multiple of it
+UNBOUNDED = 1 << 30         # keys on a side
+_BITS = {"bfloat16": 8, "float16": 11}
+_LOG2_E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """Between products and weights: as `fusionrt.ops.attention_chunks.Options`."""
+
+    scale: float
+    left: int
+    right: int
+    offset: int
+    softcap: float
+
+
+class Kind(NamedTuple):
+    """What the kernels are compiled for."""
+
+    dtype: str
+    dim: int
+    softcap: bool
+    alibi: str              # NONE; LEFT: keys lie on the left of their query; BOTH
+
+
+class Tile(NamedTuple):
+    groups: int             # warpgroups, of 64 rows each
+    keys: int
+    stages: int
+
+
+OF_KEYS = {64: Tile(2, 64, 4), 128: Tile(2, 64, 3)}
+OF_QUERIES = {64: Tile(2, 128, 2), 128: Tile(2, 96, 2)}
+
+
+def forward_tile(kind: Kind) -> Tile:
+    """Of narrow heads three warpgroups have their sums in registers, which a softcap's tanh needs as well."""
+    if kind.dim == 128:
+        return Tile(2, 128, 2)
+    return Tile(3, 112 if kind.softcap else 128, 3)
+
+
+def supports(t: Tensor) -> bool:
+    """Whether the copy engine takes the memory of (B, H, S, D)."""
+    return t.stride(3) == 1 and tensor_map.can_copy_heads(_heads(t))
+
+
+def _heads(t: Tensor) -> Heads:
+    batch, heads, rows, columns = t.shape
+    row = -(-columns // 8) * 8  # of a single one the stride says nothing
+    strides = (stride if n > 1 else row for n, stride in zip((batch, heads, rows), t.stride(), strict=False))
+    return Heads(t.data_ptr(), (batch, heads, rows, columns), tuple(strides), STORAGE.get(t.dtype, ""))
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+def forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scoring: Scoring, tile: Tile | None = None
+            ) -> tuple[Tensor, Tensor]:
+    """The result, its heads beside each other, and the logarithms of the sums of exponentials (B, H, rows of
+    which there are a multiple of PADDED): infinite where a query has no key.
+
+    q (B, H, S, D), k and v (B, heads, T, D), which `supports` takes; slopes: float32, (B or 1, H).
+    """
+    batch, heads, rows, dim = q.shape
+    kind = _kind(q, slopes, scoring)
+    tile = tile or forward_tile(kind)
+    out, logarithms = allocate(q)
+    kernel = _forward(kind, tile)
+    tiles = -(-rows // (64 * tile.groups))
+    maps = _maps((q, 64 * tile.groups), (k, tile.keys), (v, tile.keys), (out, 16))
+    kernel(q.device, batch * heads * tiles, *maps, 0 if slopes is None else slopes.data_ptr(),
+           logarithms.data_ptr(), heads, heads // k.shape[1], tiles, logarithms.shape[2],
+           0 if slopes is None or slopes.shape[0] == 1 else heads, *_numbers(q, k, scoring),
+           shared=(tile.groups * 64 + 2 * tile.stages * tile.keys) * dim * 2 + 8 * (1 + 4 * tile.stages))
+    return out, logarithms
+
+
+def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and the logarithms, as `forward` gives them."""
+    batch, heads, rows, dim = q.shape
+    padded = (rows + PADDED - 1) // PADDED * PADDED
+    return (q.new_empty(batch, rows, heads, dim).transpose(1, 2),
+            q.new_empty((batch, heads, padded), dtype=torch.float32))
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, totals: Tensor,
+             logarithms: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; the result's: `grad`, which `supports` takes as well. `totals`: the sums of
+    its rows times those of the result, float32, in the shape of the logarithms."""
+    kind = _kind(q, slopes, scoring)
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    numbers = (logarithms.shape[2], 0 if slopes is None or slopes.shape[0] == 1 else heads,
+               *_numbers(q, k, scoring), scoring.scale)
+    pointers = 0 if slopes is None else slopes.data_ptr(), logarithms.data_ptr(), totals.data_ptr()
+    dim, tile = q.shape[3], OF_KEYS[q.shape[3]]
+    tiles = -(-k.shape[2] // 128)
+    _of_keys(kind, tile)(
+        q.device, k.shape[0] * k.shape[1] * tiles,
+        *_maps((k, 128), (v, 128), (q, tile.keys), (grad, tile.keys), (grad_k, 16), (grad_v, 16)), *pointers,
+        heads, group, tiles, *numbers,
+        shared=4 * 128 * dim + tile.stages * (4 * tile.keys * dim + 1024) + 8 * (1 + 2 * tile.stages))
+    tile = OF_QUERIES[dim]
+    rows = 64 * tile.groups
+    tiles = -(-q.shape[2] // rows)
+    _of_queries(kind, tile)(
+        q.device, q.shape[0] * heads * tiles,
+        *_maps((q, rows), (grad, rows), (k, tile.keys), (v, tile.keys), (grad_q, 16)), *pointers,
+        heads, group, tiles, *numbers,
+        shared=4 * dim * (rows + tile.stages * tile.keys) + 8 * (2 + 2 * tile.stages))
+    return grad_q, grad_k, grad_v
+
+
+def _maps(*boxes: tuple[Tensor, int]) -> list[bytes]:
+    return [tensor_map.encode_heads(_heads(t), rows, PANEL) for t, rows in boxes]
+
+
+def _kind(q: Tensor, slopes: Tensor | None, scoring: Scoring) -> Kind:
+    alibi = "NONE" if slopes is None else "LEFT" if scoring.right == 0 else "BOTH"
+    return Kind(STORAGE[q.dtype], q.shape[3], scoring.softcap > 0, alibi)
+
+
+def _numbers(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Any, ...]:
+    left, right = (UNBOUNDED if side < 0 else min(side, UNBOUNDED) for side in (scoring.left, scoring.right))
+    scale, cap = scoring.scale, scoring.softcap
+    return (left, right, scoring.offset, q.shape[2], k.shape[2], scale * _LOG2_E, scale / cap if cap else 0.0,
+            cap * _LOG2_E, 0.75 * cap / scale)
+
+
+# -- their text ------------------------------------------------------------------------------------
+
+_NUMBERS = [*(Field(f"int {name}", "i") for name in (
+                "heads", "group", "tiles", "padded", "slopes_batch", "left", "right", "offset", "queries",
+                "keys")),
+            *(Field(f"float {name}", "f") for name in ("scale", "inner", "cap", "near"))]
+
+
+@functools.cache
+def _forward(kind: Kind, tile: Tile) -> Kernel:
+    fields = [*_map_fields("q", "k", "v", "out"), pointer("float32_t", "slopes"),
+              pointer("float32_t", "logarithms", const=False), *_NUMBERS]
+    constants = [
+        *_constants(kind), f"constexpr int BN = {tile.keys}, GROUPS = {tile.groups}, STAGES = {tile.stages};",
+        *product("multiply_keys", kind.dtype, tile.keys),
+        *product("multiply_values", kind.dtype, kind.dim, in_registers=True, across=True)]
+    return Kernel("attention", "attention_sm90", fields, constants, significant_bits=_BITS[kind.dtype],
+                  block=128 * (tile.groups + 1))
+
+
+@functools.cache
+def _of_keys(kind: Kind, tile: Tile) -> Kernel:
+    return _backward("attention_keys_sm90", ("k", "v", "q", "grad", "grad_k", "grad_v"), kind, tile, [
+        f"constexpr int BN = {tile.keys}, STAGES = {tile.stages};",
+        *product("multiply_rows", kind.dtype, tile.keys),
+        *product("multiply_across", kind.dtype, kind.dim, in_registers=True, across=True)])
+
+
+@functools.cache
+def _of_queries(kind: Kind, tile: Tile) -> Kernel:
+    return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), kind, tile, [
+        f"constexpr int BN = {tile.keys}, GROUPS = {tile.groups}, STAGES = {tile.stages};",
+        *product("multiply_keys", kind.dtype, tile.keys),
+        *product("multiply_values", kind.dtype, kind.dim, in_registers=True, across=True)])
+
+
+def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constants: list[str]) -> Kernel:
+    pointers = [pointer("float32_t", name) for name in ("slopes", "logarithms", "totals")]
+    fields = [*_map_fields(*maps), *pointers, *_NUMBERS, Field("float plain_scale", "f")]
+    return Kernel("attention", stem, fields, [*_constants(kind), *constants],
+                  significant_bits=_BITS[kind.dtype], block=128 * (tile.groups + 1))
+
+
+def _map_fields(*names: str) -> list[Field]:
+    return [Field(f"TensorMap {name}", TENSOR_MAP) for name in names]
+
+
+def _constants(kind: Kind) -> list[str]:
+    return [f"using value_t = {kind.dtype}_t;", f"constexpr int D = {kind.dim};",
+            f"constexpr bool SOFTCAP = {str(kind.softcap).lower()};",
+            f"constexpr Alibi ALIBI = {kind.alibi};"]
+
+
+def product(name: str, dtype: str, n: int, in_registers: bool = False, across: bool = False) -> list[str]:
+    """64 × n products of 16: an instruction that names each of its registers. The first factor lies in shared
+    memory, or `in_registers`: these add to the sums. The second one is a tile, or lies `across` it."""
+    short, count = {"bfloat16": "bf16", "float16": "f16"}[dtype], n // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    a = "const unsigned (&a)[4]" if in_registers else "unsigned long long a"
+    add = "" if in_registers else ", int add"
+    first = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else f"%{count}"
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if in_registers else '"l"(a)'
+    b = count + (4 if in_registers else 1)
+    added = "setp.eq.b32 add, 0, 0" if in_registers else f"setp.ne.b32 add, %{b + 1}, 0"
+    modes = f"1, 1, {int(across)}" if in_registers else f"1, 1, 0, {int(across)}"
+    return [
+        f"__device__ __forceinline__ void {name}(float (&sums)[{count}], {a}, unsigned long long b{add}) {{",
+        f'    asm volatile("{{\\n.reg .pred add;\\n{added};\\n"',
+        f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
+        f'                 "{first}, %{b}, add, {modes};\\n}}"',
+        f"                 : {operands}",
+        f'                 : {inputs}, "l"(b)' + ("" if in_registers else ', "r"(add)') + ");", "}"]
