@@ -6,31 +6,16 @@ import numpy as np
 import pytest
 import torch
 from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
-from torch.nn import functional as F
+from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, pixels
 
 import fusionrt as frt
-from fusionrt.ops import depthwise, depthwise_kernels
-from fusionrt.ops.depthwise_kernels import BLOCK, PLAIN, Form, Geometry, convolving, cut, line_of, weighing
+from fusionrt.ops import depthwise, depthwise_strips
+from fusionrt.ops.depthwise_forms import PLAIN, Form, Geometry, line_of
+from fusionrt.ops.depthwise_strips import BLOCK, convolving, cut, weighing
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
-
-def pairs(*values):
-    return tuple(v if isinstance(v, tuple) else (v, v) for v in values)
-
-
-def images(*shape, dtype=F32, device="cpu"):
-    return torch.randn(shape, dtype=F64, device=device).to(dtype, memory_format=torch.channels_last)
-
-
 # --- what kernels_src/depthwise.cu does with indices, step by step
-
-def digits(task, *bases):
-    for base in bases:
-        yield task % base
-        task //= base
-    yield task
-
 
 class Walk:
     """One kind of convolution, cut as the kernels' host code cuts it."""
@@ -40,7 +25,7 @@ class Walk:
         self.rows, self.columns = (line_of(n, m, k, s, p, d, transposed) for n, m, k, s, p, d in zip(
             source.shape[1:3], result, kernel, *geometry, strict=True))
         form = Form("float32", kernel, self.stride, 1, 0, transposed)
-        widths = columns or depthwise_kernels.widths_of(form)
+        widths = columns or depthwise_strips.widths_of(form)
         self.cut = cut(len(source), source.shape[3], self.rows, self.columns, form, widths, groups)
         self.before = (kernel[0] - 1) // self.stride[0]
 
@@ -52,16 +37,7 @@ class Walk:
             yield image, strip, right, unit, down, min(self.cut.chunk, self.rows.units - unit)
 
 
-def pixels(image, row, columns):
-    """Of a row; zeros outside of the image."""
-    found = np.zeros((len(columns), image.shape[2]))
-    rows, width = image.shape[:2]
-    inside = [k for k, column in enumerate(columns) if 0 <= column < width and 0 <= row < rows]
-    found[inside] = image[row, [columns[k] for k in inside]] if inside else 0
-    return found
-
-
-def convolved(source, taps, result, geometry, transposed=False):
+def convolved(source, taps, result, geometry, transposed):
     """depthwise.cu: `source` (N, H, W, C), `taps` (kH, kW, C)."""
     (kh, kw), (sh, sw) = taps.shape[:2], geometry.stride
     walk = Walk(source, result, (kh, kw), geometry, transposed)
@@ -116,40 +92,16 @@ def weighed(source, grad, kernel, geometry):
     return sums
 
 
-def of_last(array):
-    return torch.from_numpy(array).movedim(-1, 1)
-
-
-@pytest.mark.parametrize("size, kernel, stride, padding, dilation", [
-    ((9, 11), 3, 1, 1, 1), ((5, 6), 3, 2, 1, 1), ((17, 8), (1, 5), 1, (0, 2), 1), ((6, 9), 5, 2, 2, 1),
-    ((12, 10), 3, 1, 2, 2), ((7, 9), (2, 3), (1, 2), (1, 0), 1), ((3, 2), 5, 1, 2, 1), ((1, 4), 3, 2, 1, 1),
-    ((30, 5), 2, 1, 0, 3)], ids=str)
+@pytest.mark.parametrize("size, kernel, stride, padding, dilation", GEOMETRIES, ids=str)
 def test_strips_and_turns_add_up(size, kernel, stride, padding, dilation):
-    kernel, *options = pairs(kernel, stride, padding, dilation)
-    geometry = Geometry(*options)
-    x, weight = torch.randn(2, 3, *size, dtype=F64, requires_grad=True), torch.randn(
-        3, 1, *kernel, dtype=F64, requires_grad=True)
-    y = F.conv2d(x, weight, None, *geometry, groups=3)
-    grad = torch.randn_like(y)
-    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
-    source, up = (t.detach().movedim(1, -1).numpy() for t in (x, grad))
-    taps = weight.detach()[:, 0].movedim(0, -1).numpy()
-    result = geometry.result(size, kernel)
-    torch.testing.assert_close(of_last(convolved(source, taps, result, geometry)), y.detach())
-    found = weighed(source, up, kernel, geometry)
-    torch.testing.assert_close(torch.from_numpy(found).movedim(-1, 0)[:, None], of_weight)
-    if geometry.stride == (1, 1):
-        moved = [d * (k - 1) - p for k, p, d in zip(kernel, geometry.padding, geometry.dilation, strict=True)]
-        geometry, taps = geometry._replace(padding=tuple(moved)), taps[::-1, ::-1]
-    found = convolved(up, taps, size, geometry, geometry.stride != (1, 1))
-    torch.testing.assert_close(of_last(found), of_x)
+    check_gradients(convolved, weighed, size, kernel, stride, padding, dilation)
 
 
 def test_cuts_cover_all_and_fill_a_gpu():
     for n, c, size, k in itertools.product((1, 32), (2, 96, 100, 576), (7, 14, 112), (3, 7)):
         line = line_of(size, size, k, 1, k // 2, 1, False)
         form = Form("float16", (k, k), (1, 1), 2, 0)
-        found = cut(n, c, line, line, form, depthwise_kernels.widths_of(form))
+        found = cut(n, c, line, line, form, depthwise_strips.widths_of(form))
         assert found.lanes * found.slices * 2 >= c > (found.slices - 1) * found.lanes * 2
         assert found.strips * found.columns >= size > (found.strips - 1) * found.columns
         assert found.chunks * found.chunk >= size > (found.chunks - 1) * found.chunk
@@ -161,10 +113,10 @@ def test_cuts_cover_all_and_fill_a_gpu():
 
 # --- the ops of torch's, on a CPU by torch's kernels
 
-GEOMETRIES = [([1, 1], [1, 0], [1, 1]), ([2, 1], [1, 1], [1, 1]), ([1, 1], [2, 2], [2, 2])]
+ATTRIBUTES = [([1, 1], [1, 0], [1, 1]), ([2, 1], [1, 1], [1, 1]), ([1, 1], [2, 2], [2, 2])]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", ATTRIBUTES, ids=str)
 def test_gradients_of_any_order(geometry, device):
     x = images(1, 4, 5, 6, dtype=F64, device=device).requires_grad_()
     weight = torch.randn(4, 1, 3, 3, dtype=F64, device=device, requires_grad=True)
@@ -197,9 +149,14 @@ def test_whose_convolution_it_is():
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x = meta(2, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+    both = {"depthwise", "depthwise_mma"}  # a rehearsal may be for a GPU without matrix units
+    assert used(x, meta(8, 1, 5, 5), groups=8) == both
+    assert used(x, meta(8, 1, 7, 7), meta(8), groups=8, padding="same", residual=x) == both
+    assert used(x, meta(8, 1, 7, 5), groups=8, stride=2, padding=(3, 2)) == both
     assert used(x, meta(8, 1, 3, 3), groups=8) == {"depthwise"}
-    assert used(x, meta(8, 1, 3, 3), meta(8), groups=8, padding="same", residual=x) == {"depthwise"}
-    assert used(x, meta(8, 1, 5, 3), groups=8, stride=2, padding=(2, 1)) == {"depthwise"}
+    assert used(x, meta(8, 1, 9, 9), groups=8, padding=4) == {"depthwise"}
+    assert used(x.float(), meta(8, 1, 3, 3, dtype=F32), groups=8) == {"depthwise"}
+    assert used(x[:, :6], meta(6, 1, 3, 3), groups=6) == {"depthwise"}
     others = [(x.contiguous(), meta(8, 1, 3, 3), {}), (x, meta(16, 1, 3, 3), {}),
               (x, meta(8, 1, 3, 3), {"stride": 3}),
               (x, meta(8, 1, 3, 3), {"stride": (1, 2), "dilation": (2, 1)}),
@@ -219,11 +176,11 @@ FORMS = [("float16", 3, 1, 2), ("bfloat16", 7, 1, 2), ("float32", 5, 2, 2), ("fl
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
     form = Form(dtype, (k, k), (stride, stride), vec, 0)
-    made = [convolving(form._replace(columns=max(depthwise_kernels.widths_of(form))), PLAIN),
-            weighing(form._replace(columns=max(depthwise_kernels.widths_of_gradient(form))))]
+    made = [convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
+            weighing(form._replace(columns=max(depthwise_strips.widths_of_gradient(form))))]
     if stride > 1:
         form = form._replace(transposed=True)
-        made.append(convolving(form._replace(columns=max(depthwise_kernels.widths_of(form))), PLAIN))
+        made.append(convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN))
     for kernel in made:
         found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
@@ -242,20 +199,22 @@ def test_without_elements(device):
 
 # --- on a GPU
 
-CHANNELS, SIZES = (1, 3, 7, 8, 32, 100, 130), ((9, 11), (31, 3))
+# Few: cuDNN plans each of torch's convolutions anew, which takes most of the time.
+SHAPES = (1, 9, 11), (3, 31, 3), (32, 9, 11), (100, 31, 3), (130, 9, 11)
+FEWER_SHAPES = (7, 31, 3), (100, 9, 11)
 OPTIONS = [(3, 1, 1, 1), (5, 2, 2, 1), (7, 1, 3, 1)]
 MORE = [(1, 1, 0, 1), (2, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (4, 2, 1, 1), (5, 1, 2, 1), (6, 1, 3, 1),
         (7, 2, 3, 1), ((3, 5), (2, 1), (1, 2), 1), (9, 1, 4, 1), (11, 2, 5, 1)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, options", [
+@pytest.mark.parametrize("dtype, options_of", [
     *itertools.product((F16, BF16, F32, F64), OPTIONS), *((F16, options) for options in MORE)], ids=str)
-def test_as_accurate_as_torch(dtype, options):
-    kernel, *options = pairs(*options)
+def test_as_accurate_as_torch(dtype, options_of):
+    kernel, *options = pairs(*options_of)
     geometry = Geometry(*options)
     named = dict(zip(("stride", "padding", "dilation"), geometry, strict=True))
-    for channels, size in itertools.product(CHANNELS, SIZES):
+    for channels, *size in SHAPES if options_of in OPTIONS else FEWER_SHAPES:
         if min(geometry.result(size, kernel)) > 0:
             x = images(2, channels, *size, dtype=dtype, device="cuda")
             weight, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in (

@@ -23,7 +23,7 @@ from fusionrt.ops import depthwise, folding
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.cross_entropy import converted
-from fusionrt.ops.depthwise_kernels import RESIDUAL, VALUE, Finish, Geometry, channel
+from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import cast_as_autocast, recorded
 from fusionrt.problem import STORAGE

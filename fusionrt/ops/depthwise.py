@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.ops import depthwise_kernels as kernels
-from fusionrt.ops.depthwise_kernels import PLAIN, Finish, Geometry
+from fusionrt.ops.depthwise_forms import PLAIN, Finish, Geometry
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
 

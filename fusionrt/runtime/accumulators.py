@@ -2,8 +2,9 @@
 from them.
 
 A problem with reduced outputs finds one sum for each; one whose rows lie across memory finds what the one
-pass of its row expressions asks for, in groups: a sum, a maximum, a softmax's (maximum, sum), or the
-moments (count, what the mean lost to rounding, mean, sum of squares about it).
+pass of its row expressions asks for, in groups: a sum, a maximum, the first maximum (and its position), a
+softmax's (maximum, sum), or the moments (count, what the mean lost to rounding, mean, sum of squares about
+it).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from fusionrt.problem import Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.source import U64, Field, Params, pointer
 
-COUNT = {"sum": 1, "max": 1, "softmax": 2, "moments": 4}
-START = {"sum": ("0",), "max": ("-acc_t(inf)",), "softmax": ("-acc_t(inf)", "0"), "moments": ("0",) * 4}
+COUNT = {"sum": 1, "max": 1, "first": 2, "softmax": 2, "moments": 4}
+START = {"sum": ("0",), "max": ("-acc_t(inf)",), "first": ("-acc_t(inf)", "0"),
+         "softmax": ("-acc_t(inf)", "0"), "moments": ("0",) * 4}
 BLOCK, COLUMNS = 512, 16  # of a kernel that joins partial values: threads, columns at most
+SUMS = 4                  # that one launch of sum_partials adds at most
 
 
 class Group(NamedTuple):
@@ -31,6 +34,17 @@ class Group(NamedTuple):
     @property
     def places(self) -> range:
         return range(self.first, self.first + COUNT[self.kind])
+
+
+def sum_fields(acc: str, out: str) -> list[Field]:
+    """Parameters of sum_partials; `out` are SUMS addresses."""
+    return [pointer(acc, "partials"), Field(f"{out}* out[{SUMS}]", f"{SUMS}{U64}"),
+            Field("unsigned long long chunks", U64), Field("unsigned long long kept", U64),
+            Field("int side", "i")]
+
+
+def outs(*addresses: int) -> list[int]:
+    return [*addresses, *(0,) * (SUMS - len(addresses))]
 
 
 def groups(problem: Problem) -> list[Group]:
@@ -84,9 +98,23 @@ def _start(body: Sequence[str]) -> list[str]:
             "#pragma unroll", f"    for (int v = 0; v < W; ++v) {{ {' '.join(body)} }}", "}"]
 
 
-def take(group: Group, x: str) -> str:
-    """The statement that takes an element in."""
-    return f"take_{group.kind}({', '.join(f'values[{k}][v]' for k in group.places)}, {x}, order);"
+def takes(found: Sequence[Group]) -> list[str]:
+    """`take`: N elements of each of W columns. Columns that are reduced as well are neighbours in a row."""
+    lines = [
+        "template <int N, int W> __device__ __forceinline__ void take(acc_t (&values)[VALUES][W], "
+        "const acc_t (&found)[N][GROUPS][W], const Order& order) {",
+        "#pragma unroll",
+        "    for (int v = 0; v < W; ++v) {",
+        "        const Order mine = {order.before, order.at + (COLUMNS_KEPT ? 0 : v), order.apart};",
+    ]
+    for k, g in enumerate(found):
+        lines += [
+            f"        acc_t x{k}[N];",
+            "#pragma unroll",
+            f"        for (int n = 0; n < N; ++n) x{k}[n] = found[n][{k}][v];",
+            f"        take_{g.kind}({', '.join(f'values[{i}][v]' for i in g.places)}, x{k}, mine);",
+        ]
+    return [*lines, "    }", "}"]
 
 
 def side(kept: int, chunks: int) -> int:
@@ -102,12 +130,6 @@ def blocks(kept: int, chunks: int) -> int:
 
 def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:
     """Parameters, their values and functions of the kernel that joins partial values."""
-    found = groups(problem)
-    passes = schedule(problem.roots)[0].found
-    names: dict[Expr, str] = {}
-    for g, f in zip(found, passes, strict=True):
-        names |= f.names(g.first)
-    statements, results = emit(problem.roots, "const auto {} = {};", names)
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields = [
         (pointer("acc_t", "partials"), ("partials",)),
@@ -118,7 +140,24 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
         (Field("int side", "i"), ("side",)),
     ]
     params = Params([field for field, _ in fields])
-    store = [
+    text = [
+        "using index_t = unsigned long long;",
+        params.declaration,
+        f"constexpr int BLOCK = {BLOCK};",
+        *declarations(groups(problem)),
+        *storing(problem),
+    ]
+    return params, tuple(values for _, values in fields), text
+
+
+def storing(problem: Problem) -> list[str]:
+    """`store`: the outputs that follow from values."""
+    found = groups(problem)
+    names: dict[Expr, str] = {}
+    for g, f in zip(found, schedule(problem.roots)[0].found, strict=True):
+        names |= f.names(g.first)
+    statements, results = emit(problem.roots, "const auto {} = {};", names)
+    return [
         "__device__ __forceinline__ void store(const Params& p, index_t n, const acc_t (&values)[VALUES]) {",
         *(f"    const acc_t {name} = p.{name};" for name in problem.scalars),
         *("    " + line for line in statements),
@@ -128,11 +167,3 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
         ),
         "}",
     ]
-    text = [
-        "using index_t = unsigned long long;",
-        params.declaration,
-        f"constexpr int BLOCK = {BLOCK};",
-        *declarations(found),
-        *store,
-    ]
-    return params, tuple(values for _, values in fields), text

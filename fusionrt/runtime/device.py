@@ -20,6 +20,7 @@ from fusionrt.runtime import compiler
 _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _functions: dict[tuple[str, int], int] = {}
+_shared: dict[int, int] = {}  # bytes that a function may have
 _lock = threading.Lock()
 
 
@@ -74,8 +75,9 @@ def function(text: str, entry: str, device: int, name: str) -> int:
 def allow(function: int, shared: int, cluster: int) -> None:
     """What a kernel may not have without asking: more than 48 KB of shared memory, `shared` of them sized at
     the launch, more than 8 blocks in a cluster."""
-    if shared > 32 << 10:
+    if shared > _shared.get(function, 32 << 10):  # never less than other launches were allowed
         driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+        _shared[function] = shared
     if cluster > 8:
         driver().funcSetAttribute(function, _LARGE_CLUSTERS, 1)
 

@@ -52,7 +52,7 @@ class Text:
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {dtype})")
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
-               shared: int = 0, cluster: int = 1) -> None:
+               shared: int = 0, cluster: int = 1, layers: int = 1) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
         shared memory.
 
@@ -68,7 +68,7 @@ class Text:
         packed = [values.get(v, v) if isinstance(v, str) else str(v)
                   for field in source.values for v in field]
         self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
-        self.lines.append(f"launch({function}, {grid}, 1, 1, {block}, 1, 1, {shared}, "
+        self.lines.append(f"launch({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, "
                           f"stream({self.call.device}), {ctypes.addressof(pointers)}, 0)")
 
     def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
@@ -142,7 +142,7 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     if rows is None:
         text.launch(source, pointwise.grid(part, width), pointwise.BLOCK, values)
         return
-    grid, chunks = pointwise.reduction_grid(rows, width, part.across)
+    grid, chunks = pointwise.reduction_grid(part, rows, width)
     if part.across:
         _write_across(text, launch, source, grid, chunks, values)
         return
@@ -151,10 +151,7 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, pointwise.REDUCE_BLOCK, values | {"partials": "p_partials"})
-    for position, (k, dtype) in enumerate(zip(reduced, _sum_dtypes(launch), strict=True)):
-        offset = position * chunks * rows.kept * acc.itemsize
-        _write_sum(text, part, rows, k, dtype, {
-            "partials": f"p_partials + {offset}", **_joined(rows.kept, chunks)})
+    _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, chunks)
 
 
 def _joined(kept: int, chunks: int) -> dict[str, str]:
@@ -163,18 +160,20 @@ def _joined(kept: int, chunks: int) -> dict[str, str]:
 
 def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int, chunks: int,
                   values: dict[str, str]) -> None:
-    """Partial values of all rows, then what follows from them."""
+    """Partial values of all rows, then what follows from them; both at once where one block has a row."""
     part, rows = launch.problem, launch.rows
     assert rows is not None
-    n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
-    text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
-    values = values | {"partials": "partials.data_ptr()", **_joined(rows.kept, chunks)}
-    text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
     for operand, result in zip(part.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
-        values[operand.name] = f"{operand.name}.data_ptr()"
-    blocks = accumulators.blocks(rows.kept, chunks)
-    text.launch(pointwise.generate_join(part), blocks, accumulators.BLOCK, values)
+        values = values | {operand.name: f"{operand.name}.data_ptr()"}
+    if chunks > 1:
+        n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
+        text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
+        values = values | {"partials": "partials.data_ptr()", **_joined(rows.kept, chunks)}
+    text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
+    if chunks > 1:
+        text.launch(pointwise.generate_join(part), accumulators.blocks(rows.kept, chunks), accumulators.BLOCK,
+                    values)
     text.lines += [f"{operand.name} = {operand.name}.contiguous()"
                    for operand, result in zip(part.outputs, text.call.results, strict=True)
                    if tuple(result.walk_strides) != tuple(result.strides)]
@@ -194,30 +193,51 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
         text.lines.append("p_partials = partials.data_ptr()")
         values |= {"partials": "p_partials", "chunks": str(blocks)}
     text.launch(source, blocks * layout.cluster, layout.block, values, shared, layout.cluster)
-    for position, k in enumerate(summed):
-        operand, result = problem.outputs[k], text.call.results[k]
-        text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
-        text.launch(pointwise.generate_sum(problem, operand.dtype), accumulators.blocks(kept, blocks),
-                    accumulators.BLOCK, {
-                        "partials": f"p_partials + {position * blocks * kept * acc.itemsize}",
-                        **_joined(kept, blocks), "out": f"{operand.name}.data_ptr()"})
-        if tuple(result.walk_strides) != tuple(result.strides):
-            text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
+    _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, blocks)
 
 
-def _write_sum(text: Text, part: Problem, rows: Reduction, k: int, dtype: str, values: dict[str, str]
-               ) -> None:
-    """Add the partial sums of output k. Its memory has the order of the walk until the last line."""
+def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
+                chunks: int) -> None:
+    """Add the partial sums of outputs (place, dtype). They keep what `rows` does, or else the columns; their
+    memory has the order of the walk until the last lines."""
+    kept = row_layout.columns(part) if rows is None else rows.kept
+    size = chunks * kept * getattr(torch, part.acc).itemsize
+    before = 0
+    for dtype, group in _together(sums):
+        outs = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), "0")
+        for n, k in enumerate(group):
+            outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
+        values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks)
+        text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks),
+                    accumulators.BLOCK, values, layers=len(group))
+        before += len(group)
+    for k, _ in sums:
+        _finish_sum(text, part, k, rows)
+
+
+def _together(sums: Sequence[tuple[int, str]]) -> list[tuple[str, list[int]]]:
+    """What one launch can add: neighbours of one dtype."""
+    groups: list[tuple[str, list[int]]] = []
+    for k, dtype in sums:
+        if not groups or groups[-1][0] != dtype or len(groups[-1][1]) == accumulators.SUMS:
+            groups.append((dtype, []))
+        groups[-1][1].append(k)
+    return groups
+
+
+def _allocate_sum(text: Text, part: Problem, k: int, kept: int) -> str:
+    """Memory for output k, or for the finer sums that it is made of; its address."""
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    exact = _kept(operand, part) == rows.kept
-    if exact:
+    if _kept(operand, part) == kept:
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
     else:
-        text.allocate(operand.name, (rows.kept,), (1,), getattr(torch, part.acc))
-    grid = accumulators.blocks(rows.kept, int(values["chunks"]))
-    text.launch(pointwise.generate_sum(part, dtype), grid, accumulators.BLOCK,
-                values | {"out": f"{operand.name}.data_ptr()"})
-    if not exact:
+        text.allocate(operand.name, (kept,), (1,), getattr(torch, part.acc))
+    return f"{operand.name}.data_ptr()"
+
+
+def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> None:
+    operand, result = text.call.problem.outputs[k], text.call.results[k]
+    if rows is not None and _kept(operand, part) != rows.kept:
         text.scope |= {f"rows{k}": rows, f"strides{k}": operand.strides, f"sizes{k}": part.sizes,
                        f"result{k}": result}
         text.lines.append(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, "
@@ -237,7 +257,9 @@ def sources(problem: Problem) -> list[pointwise.Source]:
         part = launch.problem
         made.append(pointwise.generate(part, 16, launch.rows))
         if part.across:
-            made.append(pointwise.generate_join(part))
+            final = launch.rows is not None and pointwise.is_final(part, launch.rows,
+                                                                   pointwise.vector_width(part, 16))
+            made += [] if final else [pointwise.generate_join(part)]
         elif launch.rows is not None:
             made += [pointwise.generate_sum(part, dtype) for dtype in _sum_dtypes(launch)]
     return made

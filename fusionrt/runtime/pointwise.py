@@ -22,8 +22,8 @@ from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, as
 BLOCK = 128
 REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
-REDUCE_BLOCKS, ACROSS_BLOCKS = 132 * 16, 132 * 4
-ACROSS_REGISTERS = 120  # of 128
+MULTIPROCESSORS = 132
+REDUCE_BLOCKS = MULTIPROCESSORS * 16
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
 
@@ -215,7 +215,7 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
         geometry.index("count", problem.domain.numel)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
                      f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
-    fields = _fields(problem, geometry, rows is not None)
+    fields = _fields(problem, geometry, rows, width)
     params = Params([field for field, _ in fields])
     functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
                  *_load_text(geometry, modes, rows or walk), *draws_text(problem),
@@ -235,13 +235,15 @@ def _reach(problem: Problem) -> int:
                 for o in (*problem.inputs, *full_outputs(problem))), default=0)
 
 
-def _fields(problem: Problem, geometry: Geometry, reduces: bool
+def _fields(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int
             ) -> list[tuple[Field, tuple[str | int, ...]]]:
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields: list[tuple[Field, tuple[str | int, ...]]] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
-    fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in full_outputs(problem)]
-    if reduces:
+    at_once = rows is not None and is_final(problem, rows, width)
+    written = problem.outputs if at_once else full_outputs(problem)
+    fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in written]
+    if rows is not None and not at_once:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
     fields += random_fields(problem)
     scalars: list[tuple[Field, tuple[str | int, ...]]] = [
@@ -351,9 +353,9 @@ def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
     body += lines
     summed = results if problem.across else [
         result for result, reduced in zip(results, problem.reduced, strict=True) if reduced]
-    body += [accumulators.take(g, result) for g, result in zip(values, summed, strict=True)]
+    body += [f"found[{g}][v] = {result};" for g, result in enumerate(summed)]
     body += [f"{name}[v] = {result};" for name, result in full.items()]
-    running = ", acc_t (&values)[VALUES][W], const Order& order" if values else ""
+    running = ", acc_t (&found)[GROUPS][W]" if values else ""
     return ["#define LANES_OF(pack) static_cast<int>(sizeof(pack.data) / sizeof(pack.data[0]))",
             "template <int W> __device__ __forceinline__ void finish(const Params& p, index_t i, "
             f"const Tile<W>& tile, const Draws<W>& draws{running}) {{",
@@ -389,20 +391,46 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     wide = width > 4
     unroll = 1 if double or wide else REDUCE_UNROLL
     apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
-    min_blocks = 1 if double else 4 - apart if wide and not problem.across else 2
-    if problem.across and not double:  # nothing is written: what is on its way to a thread decides
-        n = accumulators.n_values(values)
-        unroll = next((u for u in (4, 2) if registers(problem, rows, width, u, n) <= ACROSS_REGISTERS), 1)
+    min_blocks = 1 if double else 4 - apart if wide else 2
+    if problem.across:
+        unroll, min_blocks = across_unroll(problem, rows, width)
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
                  f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
-                 f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};"]
+                 f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};",
+                 f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()};",
+                 *accumulators.takes(values)]
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
     geometry.index("groups", rows.n_groups)
-    geometry.index("chunks", n_chunks(rows, width, lanes, problem.across))
-    return constants, [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
+    geometry.index("chunks", n_chunks(problem, rows, width))
+    functions = [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
+    return constants, functions + (accumulators.storing(problem) if is_final(problem, rows, width) else [])
+
+
+def across_unroll(problem: Problem, rows: Reduction, width: int) -> tuple[int, int]:
+    """Packs that a thread of a reduction across memory reads at a time, and blocks of a multiprocessor: it
+    writes nothing, so that what is on its way decides."""
+    if problem.acc == "float64":
+        return 1, across_blocks(problem)
+    # Of moments, the count is one for all columns, and nothing is lost yet.
+    kept = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
+    # More blocks where each has many sums of its own: what follows its last row is time without reading.
+    blocks = across_blocks(problem) + is_final(problem, rows, width)
+    fits = (u for u in (8, 4) if 65536 // (
+        REDUCE_BLOCK * (registers(problem, rows, width, u, kept) - 8)) >= blocks)
+    return next(fits, 2), blocks
+
+
+def across_blocks(problem: Problem) -> int:
+    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time."""
+    return 4 if problem.acc == "float64" else 2
+
+
+def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
+    """Whether every block has all of its sums, and computes the outputs of rows that lie across memory."""
+    return problem.across and n_chunks(problem, rows, width) == 1
 
 
 def n_lanes(rows: Reduction, width: int) -> int:
@@ -413,25 +441,32 @@ def n_lanes(rows: Reduction, width: int) -> int:
     return min(32, 1 << (vectors - 1).bit_length())
 
 
-def reduction_grid(rows: Reduction, width: int, across: bool) -> tuple[int, int]:
+def reduction_grid(problem: Problem, rows: Reduction, width: int) -> tuple[int, int]:
     """Blocks in all, and blocks that share a sum."""
+    chunks = n_chunks(problem, rows, width)
+    return tiles(rows, width) * chunks, chunks
+
+
+def tiles(rows: Reduction, width: int) -> int:
+    """Blocks that have columns, or groups, of their own."""
     lanes = n_lanes(rows, width)
-    chunks = n_chunks(rows, width, lanes, across)
     if rows.keeps_columns:
-        return -(-rows.columns // (lanes * width)) * chunks * rows.n_groups, chunks
-    return -(-rows.n_groups * lanes // REDUCE_BLOCK) * chunks, chunks
+        return -(-rows.columns // (lanes * width)) * rows.n_groups
+    return -(-rows.n_groups * lanes // REDUCE_BLOCK)
 
 
-def n_chunks(rows: Reduction, width: int, lanes: int, across: bool) -> int:
-    """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with
-    work for several iterations each. A constant of the shape, so that results are too."""
-    blocks = ACROSS_BLOCKS if across else REDUCE_BLOCKS
-    vectors = max(1, rows.columns // width)
-    if rows.keeps_columns:
-        tiles, steps = -(-vectors // lanes) * rows.n_groups, rows.n_rows * lanes // REDUCE_BLOCK
+def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
+    """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with work for
+    several iterations each; across memory no more than it holds at a time, as a few that are left over would
+    take as long as all others. A constant of the shape, so that results are too."""
+    lanes, vectors = n_lanes(rows, width), max(1, rows.columns // width)
+    steps = rows.n_rows * lanes // REDUCE_BLOCK if rows.keeps_columns else rows.n_rows * vectors // lanes
+    if problem.across:
+        blocks = MULTIPROCESSORS * across_blocks(problem)
+        wanted = max(2, blocks // tiles(rows, width)) if tiles(rows, width) < blocks else 1
     else:
-        tiles, steps = -(-rows.n_groups * lanes // REDUCE_BLOCK), rows.n_rows * vectors // lanes
-    return max(1, min(-(-blocks // tiles), steps // (2 * REDUCE_UNROLL)))
+        wanted = -(-REDUCE_BLOCKS // tiles(rows, width))
+    return max(1, min(wanted, steps // (2 * REDUCE_UNROLL)))
 
 
 def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -> list[str]:
@@ -451,17 +486,14 @@ def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -
 
 
 def generate_sum(problem: Problem, out_dtype: str) -> Source:
-    """The kernel that adds the partial sums of one reduced output."""
+    """The kernel that adds the partial sums of reduced outputs of one dtype."""
     acc = "float64" if problem.acc == "float64" else "float32"
-    fields = [(pointer(f"{acc}_t", "partials"), ("partials",)),
-              (pointer(f"{out_dtype}_t", "out", const=False), ("out",)),
-              (Field("unsigned long long chunks", U64), ("chunks",)),
-              (Field("unsigned long long kept", U64), ("kept",)), (Field("int side", "i"), ("side",))]
-    params = Params([field for field, _ in fields])
+    params = Params(accumulators.sum_fields(f"{acc}_t", f"{out_dtype}_t"))
     text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {accumulators.BLOCK};"])
-    return Source("sum_partials", text, params, tuple(values for _, values in fields))
+    outs = tuple(f"out{k}" for k in range(accumulators.SUMS))
+    return Source("sum_partials", text, params, (("partials",), outs, ("chunks",), ("kept",), ("side",)))
 
 
 def generate_join(problem: Problem) -> Source:

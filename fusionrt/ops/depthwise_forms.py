@@ -1,0 +1,180 @@
+"""Depthwise convolutions as their kernels see them: geometry, what follows, what a kernel is compiled for and
+launched with. Images are (N, C, H, W) with channels as neighbours in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionrt.expr import Expr, argument, emit, toposort
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import ITEMSIZE, Field, pointer
+
+Tensor = torch.Tensor
+Pair = tuple[int, int]
+Steps = tuple[int, int, int]
+MULTIPROCESSORS = 132  # of a large GPU: how work is cut depends on shapes alone, as sums do
+
+
+class Geometry(NamedTuple):
+    """Of a convolution, for rows and columns."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def result(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
+        rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(
+            size, kernel, *self, strict=True))
+        return rows, columns
+
+
+class Finish(NamedTuple):
+    """The epilogue: `root` in the arguments `value`, `channel0`, ... (uniform: one value a channel; of the
+    dtypes `channels`) and, if `residual`, `residual`."""
+
+    root: Expr
+    channels: tuple[str, ...] = ()
+    residual: bool = False
+
+
+VALUE, RESIDUAL = argument("value"), argument("residual")
+PLAIN = Finish(VALUE)
+
+
+def channel(k: int) -> Expr:
+    return argument(f"channel{k}", True)
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    kernel: Pair
+    stride: Pair
+    vec: int
+    columns: int
+    transposed: bool = False
+    flipped: bool = False
+
+
+class Line(NamedTuple):
+    """A dimension: sizes of source and result, the step between neighbours, the result's elements (of
+    TRANSPOSED: groups of them) of one residue, and where the first one and its first tap are."""
+
+    source: int
+    result: int
+    step: int
+    units: int
+    source_first: int
+    result_first: int
+
+
+def line_of(source: int, result: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool
+            ) -> Line:
+    if not transposed:
+        return Line(source, result, dilation, -(-result // dilation), -padding, 0)
+    beyond = padding % stride
+    return Line(source, result, 1, -(-(result + beyond) // stride),
+                padding // stride - (kernel - 1) // stride, -beyond)
+
+
+def constants(form: Form) -> list[str]:
+    """Lines of a kernel's prologue."""
+    (kh, kw), (sh, sw) = form.kernel, form.stride
+    return [f"using scalar_t = {form.dtype}_t;",
+            f"constexpr int KH = {kh}, KW = {kw}, STRIDE_H = {sh}, STRIDE_W = {sw}, VEC = {form.vec};",
+            *(f"constexpr bool {name} = {str(on).lower()};" for name, on in (
+                ("TRANSPOSED", form.transposed), ("FLIPPED", form.flipped)))]
+
+
+def operands(finish: Finish, also: Sequence[str] = ()) -> list[Field]:
+    """The first fields of a kernel that convolves; `also` of each image's strides."""
+    steps = ("batch", "row", "column", *also)
+    return [pointer("scalar_t", "x"), pointer("scalar_t", "weight"),
+            pointer("scalar_t", "out", const=False), pointer("scalar_t", "residual"),
+            *(pointer(f"{dtype}_t", f"channel{k}") for k, dtype in enumerate(finish.channels)),
+            *(Field(f"long long {image}_{n}", "q") for image in ("x", "out") for n in steps)]
+
+
+def epilogue(finish: Finish) -> list[str]:
+    """`Channels`, `know` (a template, as it stands before the parameters), `finish`. What follows from values
+    of the channel alone is computed once."""
+    elements = [n for n in toposort([finish.root]) if not n.uniform]
+    border = list(dict.fromkeys(a for n in (*elements, finish.root) for a in (*n.args, n)
+                                if isinstance(a, Expr) and a.uniform and a.op != "const"))
+    known, values = emit(border, "const auto {} = {};")
+    names = {n: f"channels.u{k}[v]" for k, n in enumerate(border)}
+    lines, (result,) = emit([finish.root], "const auto {} = {};", names)
+    return [f"constexpr bool RESIDUAL = {str(finish.residual).lower()};", "struct Channels {",
+            *(f"    acc_t u{k}[VEC];" for k in range(len(border))), "};",
+            "template <typename P> __device__ __forceinline__ Channels know(const P& p, int c) {",
+            "    Channels channels;",
+            "#pragma unroll", "    for (int v = 0; v < VEC; ++v) {",
+            *(f"        const acc_t channel{k} = to_acc(p.channel{k}[c + v]);"
+              for k in range(len(finish.channels))),
+            *("        " + line for line in known),
+            *(f"        channels.u{k}[v] = {value};" for k, value in enumerate(values)),
+            "    }", "    return channels;", "}",
+            "__device__ __forceinline__ acc_t finish(const Channels& channels, int v, acc_t value, "
+            "acc_t residual) {",
+            *("    " + line for line in lines), f"    return {result};", "}"]
+
+
+def arithmetic(dtype: str) -> dict[str, Any]:
+    return {"acc": "float64" if dtype == "float64" else "float32",
+            "significant_bits": {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}[dtype]}
+
+
+# -- launches ----------------------------------------------------------------------------------------
+
+class Images(NamedTuple):
+    """Two images of which a kernel reads one and reads or writes the other: what they have in common, their
+    steps from an image, a row, a column to the next, and what divides all addresses (bytes, 16 at most)."""
+
+    dtype: str
+    batch: int
+    channels: int
+    steps: tuple[Steps, Steps]
+    alignment: int
+
+    def unit(self, most: int) -> int:
+        """Neighbouring channels that can be accessed together."""
+        return math.gcd(most, self.channels, *self.steps[0], *self.steps[1],
+                        self.alignment // ITEMSIZE[self.dtype])
+
+
+class Launch(NamedTuple):
+    """`values` follow the addresses of a kernel's operands."""
+
+    kernel: Kernel
+    blocks: int
+    values: tuple[int, ...]
+    shared: int = 0
+
+    def __call__(self, device: torch.device, *operands: Tensor | None) -> None:
+        self.kernel(device, self.blocks, *map(address, operands), *self.values, shared=self.shared)
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
+
+
+def alignment(*tensors: Tensor | None) -> int:
+    low = 16
+    for tensor in tensors:
+        low |= address(tensor)
+    return low & -low
+
+
+def steps(strides: Sequence[int]) -> Steps:
+    """Of an image with such strides."""
+    return strides[0], strides[2], strides[3]
+
+
+def dense_steps(channels: int, size: Pair) -> Steps:
+    return size[0] * size[1] * channels, size[1] * channels, channels

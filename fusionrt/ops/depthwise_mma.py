@@ -1,0 +1,221 @@
+"""Depthwise convolutions of 16-bit images on matrix units, kernels_src/depthwise_mma.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from fusionrt.ops.depthwise_forms import (
+    MULTIPROCESSORS,
+    PLAIN,
+    Finish,
+    Form,
+    Images,
+    Launch,
+    Line,
+    Pair,
+    arithmetic,
+    constants,
+    epilogue,
+    operands,
+)
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, magic
+
+STRIPS, RESULTS = 8, 8              # of a product: strips, and results of each that there is room for
+ROWS = 2                            # of results that a turn finishes, where the stride is 1
+VEC, UNIT = 4, 16                   # channels of a warp; bytes that are copied at a time
+MOST_PIXELS = 128                   # of a row of a block's: its threads fetch two units each
+MOST_SHARED = 99 << 10              # bytes of a block, that any GPU has
+MOST_ROWS, MOST_COLUMNS = 8, 9      # of a kernel's taps, by registers and by the depth of a product
+BYTES_A_CYCLE = 16                  # of memory, a multiprocessor's share
+LATENCY, START = 700, 2             # cycles of a turn when nothing else runs; turns that beginning takes
+UNITS = 2                           # of a pixel that a block has
+
+
+class Cut(NamedTuple):
+    """How the work is shared: blocks are slices of the channels, of tiles of 2^`strips` strips of `columns`
+    results, of residues of columns, of groups of lines, which are chunks of rows, of residues of rows, of
+    images. `pitch` pixels of the source are between strips, `band` in a tile."""
+
+    columns: int
+    strips: int
+    slices: int
+    tiles: int
+    residues: int
+    chunk: int
+    chunks: int
+    lines: int
+    pitch: int
+    band: int
+
+    @property
+    def blocks(self) -> int:
+        return self.slices * self.tiles * self.residues * -(-self.lines // self.bands)
+
+    @property
+    def bands(self) -> int:
+        return STRIPS >> self.strips
+
+    @property
+    def pixels(self) -> int:
+        return self.bands * self.band
+
+
+def serves(form: Form, images: Images) -> bool:
+    kh, kw = form.kernel
+    return has_units(images) and kh <= MOST_ROWS and kw <= MOST_COLUMNS
+
+
+def has_units(images: Images) -> bool:
+    """Whether images are of numbers that matrix units take, in units of 16 bytes."""
+    return images.dtype in ("float16", "bfloat16") and images.unit(8) == 8
+
+
+def depth(form: Form) -> int:
+    return 8 if form.transposed and window(form, RESULTS) <= 8 else 16
+
+
+def window(form: Form, columns: int) -> int:
+    """Pixels of the source that so many results of a strip depend on."""
+    kw, stride = form.kernel[1], form.stride[1]
+    if form.transposed:
+        return (columns - 1) // stride + (kw - 1) // stride + 1
+    return (columns - 1) * stride + kw
+
+
+def rows_of_turn(form: Form) -> Pair:
+    """Of the source that a turn takes, of the result that it finishes."""
+    stride = form.stride[0]
+    if form.transposed:
+        return 1, stride
+    return (ROWS, ROWS) if stride == 1 else (stride, 1)
+
+
+def turns(form: Form, rows: Line) -> int:
+    """Turns that finish rows."""
+    return rows.units if form.transposed else -(-rows.units // rows_of_turn(form)[1])
+
+
+def before(form: Form) -> int:
+    """Turns until the first row is finished."""
+    return -(-((form.kernel[0] - 1) // form.stride[0]) // (1 if form.transposed else rows_of_turn(form)[1]))
+
+
+@functools.lru_cache(1024)
+def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut:
+    """The one that seems fastest."""
+    slices = -(-channels // (UNITS * 8))
+    found = cuts(batch * rows.step, slices, turns(form, rows), before(form), columns, form, depth(form))
+    return min((made for made in found if shared_bytes(made, form) <= MOST_SHARED),
+               key=lambda made: _cycles(made, rows, form))
+
+
+def cuts(images: int, slices: int, units: int, before: int, columns: Line, form: Form, most: int
+         ) -> Iterator[Cut]:
+    """All that there are of images with so many units of rows, with windows of `most` pixels."""
+    stride = form.stride[1]
+    results = columns.units * (stride if form.transposed else 1)
+    for width in range(1, RESULTS + 1):
+        if window(form, width) > most or (form.transposed and width % stride):
+            continue
+        pitch = width // stride if form.transposed else width * stride
+        for strips in range(4):
+            band = ((1 << strips) - 1) * pitch + window(form, width)
+            if band << (3 - strips) > MOST_PIXELS:
+                continue
+            for pieces in range(1, max(1, min(64, units // max(1, before))) + 1):
+                chunk = -(-units // pieces)
+                chunks = -(-units // chunk)
+                yield Cut(width, strips, slices, -(-results // (width << strips)), columns.step, chunk,
+                          chunks, images * chunks, pitch, band)
+
+
+def skipped(made: Cut, rows: Line, form: Form) -> int:
+    """Turns before there is a row of the source."""
+    return max(0, -rows.source_first) // (rows_of_turn(form)[0] * rows.step) if made.chunks == 1 else 0
+
+
+def _cycles(made: Cut, rows: Line, form: Form) -> float:
+    """Estimate of what all blocks take: memory traffic, or instructions, of which a scheduler issues one in
+    two cycles."""
+    rows_in, rows_out = rows_of_turn(form)
+    moved = (rows_in * made.pixels + rows_out * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
+    instructions = 90 + 25 * rows_in + 20 * rows_out + rows_in * pairs(form) * VEC
+    turn = max(moved, instructions * UNITS)  # a unit is two warps
+    together = blocks(form)
+    full, rest = divmod(made.blocks, MULTIPROCESSORS * together)
+    shares = [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
+    each = made.chunk + before(form) - skipped(made, rows, form) + START
+    return each * sum(max(LATENCY, n * turn) for n in shares)
+
+
+def pairs(form: Form) -> int:
+    """Of rows of results that a warp holds."""
+    kh, stride = form.kernel[0], form.stride[0]
+    return -(-(max(kh, stride) if form.transposed else (before(form) + 1) * rows_of_turn(form)[1]) // 2)
+
+
+def blocks(form: Form, finish: Finish = PLAIN) -> int:
+    """That share a multiprocessor, by their registers: sums and products of taps; what an epilogue needs."""
+    products = pairs(form) if form.transposed else rows_of_turn(form)[0] + form.stride[0] * (pairs(form) - 1)
+    numbers = VEC * (4 * pairs(form) + products * depth(form) // 4)
+    return max(2, (4 if numbers <= 64 else 3 if numbers <= 112 else 2) - (finish.root is not PLAIN.root))
+
+
+def stages(form: Form) -> int:
+    """Turns in the ring."""
+    return 4
+
+
+@functools.cache
+def convolving(form: Form, finish: Finish) -> Kernel:
+    return Kernel("depthwise_conv2d", "depthwise_mma", [*operands(finish, ("step",)), *_FIELDS], [
+        *constants(form), *epilogue(finish),
+        f"constexpr int ROWS = {1 if form.transposed else rows_of_turn(form)[1]}, DEPTH = {depth(form)};",
+        f"constexpr int STAGES = {stages(form)}, BLOCKS = {blocks(form, finish)};"],
+        block=STRIPS * RESULTS * UNITS, **arithmetic(form.dtype))
+
+
+def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
+    form = form._replace(vec=VEC)
+    made = cut(images.batch, images.channels, rows, columns, form)
+    return Launch(convolving(form, finish), made.blocks, _values(images, rows, columns, made, form),
+                  shared_bytes(made, form))
+
+
+_SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
+          "source_left", "result_top", "result_left", "dilation_h", "dilation_w", "units", "chunk", "skipped",
+          "columns", "strips", "pitch", "pixels", "row_bytes")
+_DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band")
+_FIELDS = [*(Field(f"int {name}", "i") for name in _SIZES), Field("unsigned lines", "I"),
+          *(Field(f"Divisor {name}", "III") for name in _DIVISORS)]
+
+
+def _values(images: Images, rows: Line, columns: Line, made: Cut, form: Form) -> tuple[int, ...]:
+    """Strides, and values of _FIELDS."""
+    return (*steps(images, rows), images.channels, rows.source, columns.source, rows.result, columns.result,
+            rows.source_first, columns.source_first, rows.result_first, columns.result_first, rows.step,
+            columns.step, turns(form, rows), made.chunk, skipped(made, rows, form), made.columns, made.strips,
+            made.pitch, made.pixels, row_bytes(made, form), made.lines, *divisors(made, rows, columns))
+
+
+def divisors(made: Cut, rows: Line, columns: Line) -> list[int]:
+    return [n for by in (made.slices, made.tiles, columns.step, made.chunks, rows.step, made.band)
+            for n in magic(by)]
+
+
+def steps(images: Images, rows: Line) -> list[int]:
+    """Of both images, and from a row to the next of the same residue."""
+    return [n for image in images.steps for n in (*image, image[1] * rows.step)]
+
+
+def row_bytes(made: Cut, form: Form) -> int:
+    return (made.pixels + depth(form)) * UNITS * UNIT
+
+
+def shared_bytes(made: Cut, form: Form) -> int:
+    rows_in, rows_out = rows_of_turn(form)
+    return (2 * rows_out * STRIPS * RESULTS * UNITS * UNIT
+            + stages(form) * rows_in * row_bytes(made, form))

@@ -1,0 +1,116 @@
+"""The gradient of depthwise convolutions' weights on matrix units, kernels_src/depthwise_mma_backward.cu."""
+
+from __future__ import annotations
+
+import functools
+
+from fusionrt.ops.depthwise_forms import MULTIPROCESSORS, Form, Images, Launch, Line, arithmetic, constants
+from fusionrt.ops.depthwise_mma import (
+    BYTES_A_CYCLE,
+    MOST_SHARED,
+    RESULTS,
+    START,
+    STRIPS,
+    UNIT,
+    Cut,
+    cuts,
+    divisors,
+    has_units,
+    steps,
+    window,
+)
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, pointer
+
+UNITS = 4                   # of a pixel that a block has
+BLOCKS = 2                  # that share a multiprocessor
+LATENCY = 1500              # cycles of a turn when nothing else runs
+MOST_COUNTED = 8            # rows of the gradient that a product has room for
+BEHIND = 24                 # pixels that are read behind those of a row
+WARP_SUMS = 8 * 128 + 4     # numbers
+
+
+def rows(form: Form) -> int:
+    """Of x in a turn."""
+    return 4 if form.kernel[1] <= 4 and counted(form, 4) <= MOST_COUNTED else 2
+
+
+def stages(form: Form) -> int:
+    """Turns in the ring of x."""
+    return 3 if rows(form) == 2 else 2
+
+
+def counted(form: Form, rows: int) -> int:
+    """Rows of the gradient that rows of x meet."""
+    return (form.kernel[0] - 1 + rows) // form.stride[0]
+
+
+def serves(form: Form, images: Images) -> bool:
+    return has_units(images) and form.kernel[1] <= 8 and counted(form, rows(form)) <= MOST_COUNTED
+
+
+@functools.lru_cache(1024)
+def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut:
+    """The one that seems fastest."""
+    before, most = (form.kernel[0] - 1) // form.stride[0], window(form, RESULTS)
+    slices = -(-channels // (UNITS * 8))
+    found = cuts(batch * rows.step, slices, rows.units, before, columns, form, most)
+    return min((made for made in found if shared_bytes(made, form) <= MOST_SHARED),
+               key=lambda made: _cycles(made, form))
+
+
+def _cycles(made: Cut, form: Form) -> float:
+    new = rows(form) // form.stride[0]
+    moved = (rows(form) * made.pixels + new * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
+    turn = max(moved, (210 + 20 * rows(form)) * UNITS)  # instructions, as in depthwise_mma
+    full, rest = divmod(made.blocks, MULTIPROCESSORS * BLOCKS)
+    shares = [BLOCKS] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
+    turns = -(-((made.chunk - 1) * form.stride[0] + form.kernel[0]) // rows(form)) + START
+    return turns * sum(max(LATENCY, n * turn) for n in shares)
+
+
+_SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
+          "source_left", "dilation_h", "dilation_w", "units", "chunk", "columns", "strips", "pitch", "pixels",
+          "row_bytes", "shared_bytes")
+_DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band")
+
+
+@functools.cache
+def weighing(form: Form) -> Kernel:
+    fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
+              pointer("acc_t", "partials", const=False),
+              *(Field(f"long long {image}_{n}", "q") for image in ("x", "grad")
+                for n in ("batch", "row", "column", "step")), *(Field(f"int {size}", "i") for size in _SIZES),
+              Field("unsigned lines", "I"), *(Field(f"Divisor {by}", "III") for by in _DIVISORS)]
+    return Kernel("depthwise_conv2d_backward", "depthwise_mma_backward", fields, [
+        *constants(form), f"constexpr int ROWS = {rows(form)}, SHIFTS = {16 // rows(form)};",
+        f"constexpr int STAGES = {stages(form)}, GRADS = {grads(form)}, BLOCKS = {BLOCKS};"],
+        block=STRIPS * RESULTS * UNITS, **arithmetic(form.dtype))
+
+
+def row_bytes(made: Cut) -> int:
+    return (made.pixels + BEHIND) * UNITS * UNIT
+
+
+def shared_bytes(made: Cut, form: Form) -> int:
+    ring = stages(form) * rows(form) * row_bytes(made) + grads(form) * (STRIPS * RESULTS + 1) * UNITS * UNIT
+    return max(ring, 2 * UNITS * WARP_SUMS * 4)
+
+
+def grads(form: Form) -> int:
+    """Rows in the ring: those that count and those on their way, a multiple of a turn's."""
+    new = rows(form) // form.stride[0]
+    return new * (stages(form) - 1) + -(-counted(form, rows(form)) // new) * new
+
+
+def weight_sums(form: Form, images: Images, lines: Line, columns: Line) -> tuple[Launch, int]:
+    """And how many rows of partial sums it writes."""
+    form = form._replace(vec=8)
+    made = cut(images.batch, images.channels, lines, columns, form)
+    shared = shared_bytes(made, form)
+    values = (
+        *steps(images, lines), images.channels, lines.source, columns.source, lines.result, columns.result,
+        lines.source_first, columns.source_first, lines.step, columns.step, lines.units, made.chunk,
+        made.columns, made.strips, made.pitch, made.pixels, row_bytes(made), shared, made.lines,
+        *divisors(made, lines, columns))
+    return Launch(weighing(form), made.blocks, values, shared), made.blocks // made.slices

@@ -1,0 +1,192 @@
+"""Depthwise convolutions without matrix units, kernels_src/depthwise.cu and depthwise_backward.cu: kernels,
+how their work is cut into blocks, their launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from fusionrt.ops.depthwise_forms import (
+    MULTIPROCESSORS,
+    Finish,
+    Form,
+    Images,
+    Launch,
+    Line,
+    Pair,
+    arithmetic,
+    constants,
+    epilogue,
+    operands,
+)
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
+
+BLOCK = 128
+LANES = 32                  # threads side by side along the channels, at most
+MOST_TAPS, MOST_DOUBLE_TAPS = 121, 49  # of a kernel whose taps are written out, by the registers there are
+MOST_REGISTERS = 230        # by the estimate below: with all 255 the compiler would begin to spill
+STRIDES = (1, 2)
+LOAD_CYCLES = 800
+
+
+class Cut(NamedTuple):
+    """How the work is shared: `lanes` of a slice of the channels; tasks are strips of columns, of a residue
+    of columns, of chunks of rows, of a residue of rows, of images."""
+
+    lanes: int
+    slices: int
+    columns: int
+    strips: int
+    chunk: int
+    chunks: int
+    tasks: int
+
+    @property
+    def blocks(self) -> int:
+        return self.slices * -(-self.tasks // (BLOCK // self.lanes))
+
+
+def lanes_of(channels: int, vec: int) -> Pair:
+    """Lanes and slices: slices of about the same size."""
+    vectors = -(-channels // vec)
+    slices = -(-vectors // LANES)
+    return -(-vectors // slices), slices
+
+
+@functools.lru_cache(1024)
+def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form, widths: tuple[int, ...],
+        groups: int = 0) -> Cut:
+    """The cut that seems fastest. `groups`: blocks of a slice that share all its tasks, where it is fixed."""
+    lanes, slices = lanes_of(channels, form.vec)
+    group = form.stride[1] if form.transposed else 1
+    before = (form.kernel[0] - 1) // form.stride[0]
+    found: list[tuple[float, Cut]] = []
+    for width in widths:
+        strips = -(-columns.units * group // width)
+        for chunks in range(1, max(1, min(64, rows.units // max(1, before))) + 1):
+            chunk = -(-rows.units // chunks)
+            chunks = -(-rows.units // chunk)
+            made = Cut(lanes, slices, width, strips, chunk, chunks,
+                       batch * strips * chunks * rows.step * columns.step)
+            turns = chunk + (before if chunks > 1 else before / 4)  # rows outside of the image take no time
+            if groups:
+                turns *= -(-made.tasks // (groups * (BLOCK // lanes)))
+            found.append((turns * cycles(form, width, groups * slices or made.blocks), made))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def cycles(form: Form, width: int, blocks: int) -> float:
+    """Estimate of what a turn of all blocks takes: instructions, where blocks that share a multiprocessor
+    have more of these than a load takes time."""
+    kw, (sh, sw), taps = form.kernel[1], form.stride, math.prod(form.kernel)
+    if form.transposed:
+        products, window, results = taps * width // sw, width // sw + kw // sw, width * sh
+    else:
+        products, window, results = taps * width, sh * ((width - 1) * sw + kw), width
+    # Each multiprocessor has four schedulers and one path to the weights in its memory.
+    instructions = max(form.vec * products + 5 * (window + results) + taps + 40,
+                       4 * form.vec * taps if form.vec * taps > 20 else 0)
+    full, rest = divmod(blocks, MULTIPROCESSORS * resident(form))
+    together = [resident(form)] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
+    return float(sum(max(LOAD_CYCLES, n * instructions) for n in together))
+
+
+def resident(form: Form) -> int:
+    """Blocks that share a multiprocessor."""
+    return 4 if math.prod(form.kernel) <= 9 else 3 if math.prod(form.kernel) <= 25 else 2
+
+
+# -- what a kernel is given ------------------------------------------------------------------------
+
+_SIZES = ("channels", "lanes", "source_rows", "source_columns", "result_rows", "result_columns",
+          "source_top", "source_left", "result_top", "result_left", "dilation_h", "dilation_w",
+          "source_step", "result_step", "units", "chunk")
+_COUNTS = ("tasks", "groups")
+_DIVISORS = ("slices", "strips", "residues_w", "chunks", "residues_h")
+
+
+def _constants(form: Form) -> list[str]:
+    return [*constants(form), f"constexpr int COLUMNS = {form.columns}, LANES = {LANES};"]
+
+
+_FIELDS = (*(Field(f"int {size}", "i") for size in _SIZES),
+           *(Field(f"unsigned {count}", "I") for count in _COUNTS),
+           *(Field(f"Divisor {by}", "III") for by in _DIVISORS))
+
+
+def _values(images: Images, rows: Line, columns: Line, plan: Cut, groups: int) -> tuple[int, ...]:
+    """Strides, and values of _FIELDS."""
+    apart = (columns.step * column for _, _, column in images.steps)  # pixels of the same residue
+    return (*images.steps[0], *images.steps[1], images.channels, plan.lanes, rows.source, columns.source,
+            rows.result, columns.result, rows.source_first, columns.source_first, rows.result_first,
+            columns.result_first, rows.step, columns.step, *apart, rows.units, plan.chunk, plan.tasks, groups,
+            *(n for by in (plan.slices, plan.strips, columns.step, plan.chunks, rows.step)
+              for n in magic(by)))
+
+
+# -- convolution, and the gradient of its source -----------------------------------------------------
+
+@functools.cache
+def convolving(form: Form, finish: Finish) -> Kernel:
+    return Kernel("depthwise_conv2d", "depthwise", [*operands(finish), *_FIELDS],
+                  [*_constants(form), *epilogue(finish)], block=BLOCK, **arithmetic(form.dtype))
+
+
+def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
+    form = form._replace(vec=_vector(form, images, 49))
+    plan = cut(images.batch, images.channels, rows, columns, form, widths_of(form))
+    kernel = convolving(form._replace(columns=plan.columns), finish)
+    return Launch(kernel, plan.blocks, _values(images, rows, columns, plan, 1))
+
+
+def widths_of(form: Form) -> tuple[int, ...]:
+    """Columns that a thread may have: as many as registers allow."""
+    if form.transposed:
+        return (4, 2) if form.dtype == "float64" else (8, 4, 2)
+    return (4, 2, 1) if form.dtype == "float64" or form.stride[1] > 1 else (8, 7, 4, 2, 1)
+
+
+def _vector(form: Form, images: Images, most: int) -> int:
+    """Channels of a thread: two, with so many taps at most; more would want too many registers."""
+    return 1 if form.dtype == "float64" or math.prod(form.kernel) > most else images.unit(2)
+
+
+# -- the gradient of the weights ---------------------------------------------------------------------
+
+@functools.cache
+def weighing(form: Form) -> Kernel:
+    strides = (f"long long {image}_{n}" for image in ("x", "grad") for n in ("batch", "row", "column"))
+    fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
+              pointer("acc_t", "partials", const=False), *(Field(n, "q") for n in strides),
+              *(Field(f.declaration.replace("result_step", "grad_step"), f.format) for f in _FIELDS)]
+    return Kernel("depthwise_conv2d_backward", "depthwise_backward", fields, _constants(form), block=BLOCK,
+                  **arithmetic(form.dtype))
+
+
+def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
+    """And how many rows of partial sums it writes."""
+    form = form._replace(vec=_vector(form, images, 49 if ITEMSIZE[form.dtype] == 2 else 25))
+    slices = lanes_of(images.channels, form.vec)[1]
+    groups = max(1, 2 * MULTIPROCESSORS // slices)
+    plan = cut(images.batch, images.channels, rows, columns, form, widths_of_gradient(form), groups)
+    groups = min(groups, -(-plan.tasks // (BLOCK // plan.lanes)))
+    kernel = weighing(form._replace(columns=plan.columns))
+    return Launch(kernel, plan.slices * groups, _values(images, rows, columns, plan, groups)), groups
+
+
+def widths_of_gradient(form: Form) -> tuple[int, ...]:
+    """Columns that a thread may have beside sums of all taps, rows of the gradient, a window of x, and both
+    of the next turn."""
+    (kh, kw), (sh, sw), words = form.kernel, form.stride, -(-form.vec * ITEMSIZE[form.dtype] // 4)
+    held = (kh - 1) // sh + 1
+
+    def registers(columns: int) -> int:
+        window = (columns - 1) * sw + kw
+        numbers = form.vec * (kh * kw + held * columns + window)
+        return numbers * (2 if form.dtype == "float64" else 1) + words * (sh * window + columns) + 40
+
+    widths = (8, 7, 4) if form.stride == (1, 1) else (4,)
+    return tuple(n for n in widths if registers(n) <= MOST_REGISTERS) or (2,)
