@@ -9,8 +9,9 @@
 // kernel of a weight's). Several streams may do this at once: they write the same, and `applied` last.
 //
 // The prologue defines weight_t, folded_t and, for bias, running_mean, running_var, bn_weight, bn_bias, `..._t` and
-// `has_...`; LAST, whether the weight lies in memory as channels_last, as `folded` does.
-// Params: the pointers; row, pixels, inner: elements of a channel's weights, taps, channels of x; eps.
+// `has_...`; LAST, whether the weight lies in memory as channels_last, as `folded` does; MANY; and Layer:
+// the pointers; row, pixels, inner: elements of a channel's weights, taps, channels of x; eps.
+// Params are a Layer, or of MANY: layers, and blocks, which say each block's layer and channel.
 
 using uint64_t = unsigned long long;
 
@@ -41,8 +42,7 @@ __device__ __forceinline__ uint64_t hash_of(const weight_t* weights, int row) {
     return shared[0];
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) fold_norm(const __grid_constant__ Params p) {
-    const int channel = blockIdx.x;
+__device__ __forceinline__ void fold(const Layer& p, int channel) {
     const weight_t* weights = p.weight + static_cast<long long>(channel) * p.row;
     acc_t factor = rsqrt(to_acc(p.running_var[channel]) + p.eps), shift = -to_acc(p.running_mean[channel]);
     if constexpr (has_bias) shift += to_acc(p.bias[channel]);
@@ -66,4 +66,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fold_norm(const __grid_const
         __threadfence();
         applied[0] = numbers, applied[1] = hash;
     }
+}
+
+template <class P>
+__device__ __forceinline__ void fold_of_block(const P& p) {
+    if constexpr (MANY) {
+        const int2 at = p.blocks[blockIdx.x];
+        fold(p.layers[at.x], at.y);
+    } else {
+        fold(p, blockIdx.x);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) fold_norm(const __grid_constant__ Params p) {
+    fold_of_block(p);
 }

@@ -13,6 +13,7 @@ import fusionrt as frt
 from fusionrt.op_names import OPS
 from fusionrt.ops import folding
 from fusionrt.runtime import compiler
+from fusionrt.runtime.kernel import Kernel
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -313,9 +314,38 @@ def test_what_was_folded_lives_as_long_as_the_weight():
 @pytest.mark.parametrize("arch", ["sm_75", "sm_120"])
 def test_kernel_compiles(arch):
     for of in (("float32",) * 5, (None, "float16", "float32", None, "bfloat16")):
-        kernel = folding.kernel("float32", "bfloat16", of, False)
-        found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
-        assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0)
+        for many in (False, True):
+            kernel = folding.kernel(folding.Form("float32", "bfloat16", of, False), many)
+            found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
+            assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0)
+
+
+@pytest.mark.gpu
+def test_what_is_repeated_is_looked_at_ahead(monkeypatch):
+    """By one kernel, and as thoroughly: writes that change no version are seen."""
+    layers = [(torch.nn.Conv2d(4, n, 3, bias=n > 5).cuda(), norm_of(n, F32, "cuda")) for n in (5, 8, 33)]
+    launched, launch = [], Kernel.__call__
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *args, **more: (
+        launched.append(self), launch(self, *args, **more)))
+
+    def fold():
+        return [folding.folded(conv.weight, (conv.bias, *norm), 1e-5, F32) for conv, norm in layers]
+
+    ahead = folding.Ahead()
+    with torch.no_grad():
+        with ahead.noting():
+            fold()
+        assert len(launched) == 3 + 2  # of each; of both kinds, with a bias and without
+        for conv, (mean, *_) in layers:
+            conv.weight.data.mul_(2)
+            mean.data.add_(1)
+        launched.clear()
+        with ahead.looking():
+            found = fold()
+        assert len(launched) == 2
+        folding._folded.clear()
+        for ours, alone in zip(found, fold(), strict=True):
+            assert torch.equal(ours[0], alone[0]) and torch.equal(ours[1], alone[1])
 
 
 # --- around torch

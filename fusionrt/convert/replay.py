@@ -168,7 +168,7 @@ class Replays:
     def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
                  ) -> Captured | None:
         """None where that cannot be done, which only trying tells."""
-        graph = torch.cuda.CUDAGraph()
+        graph, norms = torch.cuda.CUDAGraph(), folding.Ahead()
         turn.after_others()
         try:
             with turn.aside():
@@ -178,11 +178,13 @@ class Replays:
                 for k, buffer in buffers.items():
                     buffer.copy_(args[k])
                 before = {k: args[k].detach().clone() for k in self.roles.written}
-                self.run(*given)  # libraries set themselves up for the stream; what is kept is made
+                with norms.noting() if not self.roles.written else contextlib.nullcontext():
+                    self.run(*given)  # libraries set themselves up for the stream; what is kept is made
                 for k, content in before.items():
                     args[k].detach().copy_(content)
-                held = _kept_of(args)
-                results = _into(graph, turn.pool if self.fresh else None, lambda: self.run(*given))
+                held = [*_kept_of(args), norms]
+                results = _into(graph, turn.pool if self.fresh else None,
+                                lambda: _looking(norms, self.run, given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             torch.cuda.synchronize()
             turn.open_pool()
@@ -200,6 +202,11 @@ def _recent(found: OrderedDict[Key, Value], key: Key, make: Callable[[], Value],
             found.popitem(last=False)
     found.move_to_end(key)
     return found[key]
+
+
+def _looking(norms: folding.Ahead, run: Run, given: Sequence[Any]) -> Any:
+    with norms.looking():
+        return run(*given)
 
 
 def _version(t: torch.Tensor) -> int:

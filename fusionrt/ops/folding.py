@@ -3,14 +3,16 @@ weights.
 
 What was folded is kept as long as the weight lives, and made anew when the weight, a statistic or a parameter
 of the norm has other values: that is what a kernel looks at in each call, as versions of tensors do not tell.
-It costs a launch and the reading of the weights.
+It costs a launch and the reading of the weights; where calls are repeated, one launch for all (`Ahead`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import Field, Params, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
@@ -36,20 +38,39 @@ class Folded:
 
 _folded: Any = WeakIdKeyDictionary()
 _refused: set[tuple[Any, ...]] = set()  # kinds of calls that cuDNN has no kernel for
+_ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
+
+
+class Form(NamedTuple):
+    """What a kernel is made for: dtypes, None for what there is not; whether the weight is channels_last."""
+
+    weight: str
+    folded: str
+    of: tuple[str | None, ...]
+    last: bool
+
+
+def layer(form: Form) -> list[Field]:
+    return [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
+            *(Field(f"{kind}* {name}", "Q") for kind, name in (
+                ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
+            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner")), Field("float eps", "f")]
 
 
 @functools.cache
-def kernel(weight: str, folded: str, of: tuple[str | None, ...], last: bool) -> Kernel:
-    """Of these dtypes, None for what there is not; `last`: of a channels_last weight."""
-    constants = [f"using weight_t = {weight}_t;", f"using folded_t = {folded}_t;",
-                 f"constexpr bool LAST = {str(last).lower()};"]
-    for name, dtype in zip(OF_NORM, of, strict=True):
+def kernel(form: Form, many: bool = False) -> Kernel:
+    """`many`: of a list of layers."""
+    constants = [f"using weight_t = {form.weight}_t;", f"using folded_t = {form.folded}_t;",
+                 f"constexpr bool LAST = {str(form.last).lower()}, MANY = {str(many).lower()};"]
+    for name, dtype in zip(OF_NORM, form.of, strict=True):
         constants += [f"constexpr bool has_{name} = {str(dtype is not None).lower()};",
                       f"using {name}_t = {dtype or 'float32'}_t;"]
-    fields = [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
-              *(Field(f"{kind}* {name}", "Q") for kind, name in (
-                  ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
-              *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner")), Field("float eps", "f")]
+    fields = layer(form)
+    if many:
+        constants.append(Params(fields, "Layer").declaration)
+        fields = [pointer("Layer", "layers"), pointer("int2", "blocks")]
+    else:
+        constants.append("struct Params;\nusing Layer = Params;")
     return Kernel("fold_norm", "fold_norm", fields, constants)
 
 
@@ -62,13 +83,68 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     if made is None or made.weight.dtype != dtype or made.weight.shape != weight.shape:
         made = _folded[weight] = Folded(weight, dtype)
     last = weight.is_contiguous(memory_format=torch.channels_last)
-    weight, of = weight if last else weight.contiguous(), [None if t is None else t.contiguous() for t in of]
-    names = (None if t is None else STORAGE[t.dtype] for t in of)
-    tensors = weight, *of, made.weight, made.bias, made.applied
-    kernel(STORAGE[weight.dtype], STORAGE[dtype], tuple(names), last)(
-        weight.device, weight.shape[0], *(0 if t is None else t.data_ptr() for t in tensors),
-        weight[0].numel(), weight[0, 0].numel(), weight.shape[1], eps)
+    given = weight, *of
+    dense = [t if t is None or (t is weight and last) else t.contiguous() for t in given]
+    of_norm = tuple(None if t is None else STORAGE[t.dtype] for t in of)
+    form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
+    tensors = *dense, made.weight, made.bias, made.applied
+    values = (*(0 if t is None else t.data_ptr() for t in tensors), weight[0].numel(), weight[0, 0].numel(),
+              weight.shape[1], eps)
+    ahead = _ahead.get()
+    if ahead is None or not ahead.has(form, values):
+        kernel(form)(weight.device, weight.shape[0], *values)
+        if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
+            ahead.add(form, values, made)
     return made.weight, made.bias
+
+
+class Ahead:
+    """For a sequence of calls that is repeated and writes to none of their arguments: what its first time
+    (`noting`) folds, each later one looks at ahead of all else (`looking`), in one kernel instead of one
+    each."""
+
+    def __init__(self) -> None:
+        self.layers: dict[Form, dict[tuple[Any, ...], Folded]] = {}
+        self.lists: list[tuple[Form, Tensor, Tensor]] = []
+        self.is_noting = False
+
+    def add(self, form: Form, values: tuple[Any, ...], made: Folded) -> None:
+        if self.is_noting:
+            self.layers.setdefault(form, {})[values] = made
+
+    def has(self, form: Form, values: tuple[Any, ...]) -> bool:
+        return not self.is_noting and values in self.layers.get(form, ())
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        token, self.is_noting = _ahead.set(self), True
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+            self.is_noting = False
+        for form, layers in self.layers.items():
+            packer = Params(layer(form)).packer
+            blocks = [(k, channel) for k, made in enumerate(layers.values())
+                      for channel in range(len(made.bias))]
+            text = bytearray(b"".join(packer.pack(*values) for values in layers))
+            device = next(iter(layers.values())).bias.device
+            self.lists.append((form, torch.frombuffer(text, dtype=torch.uint8).to(device),
+                               torch.tensor(blocks, dtype=torch.int32, device=device)))
+        self._look()  # a graph's capture may load no kernel
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        self._look()
+        token = _ahead.set(self)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+
+    def _look(self) -> None:
+        for form, layers, blocks in self.lists:
+            kernel(form, True)(blocks.device, len(blocks), layers.data_ptr(), blocks.data_ptr())
 
 
 def takes(x: Tensor, groups: int) -> bool:
