@@ -42,11 +42,7 @@ class Recorded(torch.autograd.Function):
         ctx.op, ctx.plan, ctx.rng = op, plan, rng
         ctx.set_materialize_grads(False)
         out = plan(*args, rng) if op.streams else plan(*args)
-        if not all(op.differentiable):
-            outputs = out if isinstance(out, tuple) else (out,)
-            fixed = (o for o, d in zip(outputs, op.differentiable, strict=True) if not d)
-            ctx.mark_non_differentiable(*fixed)
-        save(ctx, op, args, out, ctx.needs_input_grad[3:])
+        replay.saving(op, plan, ctx.needs_input_grad[3:], args, out)(ctx, args, out)
         return out
 
     @staticmethod

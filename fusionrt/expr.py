@@ -223,6 +223,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "row_sum": ("row_sum({})", lambda g, out, a: (g,)),
     "row_max": ("row_max({})",
                 lambda g, out, a: (where(a == out, g / row_sum(where(a == out, 1, 0)), 0),)),
+    "row_first": ("row_first({})", lambda *_: (None,)),  # where the first maximum stands
     # Mean, and the sum of the squares of the distances from it, which a kernel finds together.
     "moment_mean": ("moment_mean({})", lambda g, out, a: (g / node("row_size", "row_size"),)),
     "moment_squares": ("moment_squares({}, {})", lambda g, out, a, mean: (2 * g * (a - mean), None)),
@@ -253,7 +254,7 @@ _TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_colu
 _TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,),
                    "relu_dropped": (1,)}
 _LEAVES = frozenset({"arg", "random", "const", "row_size"})
-REDUCTIONS = ("row_sum", "row_max", "row_top", "moment_mean", "moment_squares")
+REDUCTIONS = ("row_sum", "row_max", "row_first", "row_top", "moment_mean", "moment_squares")
 _UNIFORM = frozenset({*REDUCTIONS, "taken", "const", "row_size"})
 _VARYING = frozenset({"random", "is_column", "up_to_column"})
 # Neither language has names for these.

@@ -19,7 +19,8 @@ from fusionrt.runtime import cache, compiler, source
 KERNEL = "list of a warm-up"
 
 
-def identity(architectures: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], backward: bool) -> str:
+def identity(architectures: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], backward: bool
+             ) -> str:
     """The key of such a list."""
     tools = [torch.__version__, compiler.toolchain()]
     if "cpu" in architectures:

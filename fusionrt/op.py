@@ -453,5 +453,10 @@ def pack(outputs: list[torch.Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
+def seen_by_torch(*tensors: torch.Tensor | None) -> bool:
+    """Whether torch, or a subclass of its tensors, must see each operation."""
+    return is_watched() or any(t is not None and type(t) not in PLAIN for t in tensors)
+
+
 def unpack(out: Any) -> tuple[torch.Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)

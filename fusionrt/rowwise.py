@@ -26,6 +26,12 @@ def row_max(a: Any) -> Expr:
     return node("row_max", a)
 
 
+def row_first(a: Any) -> Expr:
+    """The position in the row of the first maximum, to be cast to int64; NaN counts as one. Only a GPU's
+    kernels find it."""
+    return node("row_first", a)
+
+
 def taken(tensor: Expr, column: Expr) -> Expr:
     """The argument `tensor` at `column` of the row, a uniform value; 0 where there is no such column."""
     return node("taken", tensor, column)
@@ -84,17 +90,18 @@ def log_softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
 # -- passes ----------------------------------------------------------------------------------------
 
 class Found(NamedTuple):
-    """What one pass accumulates: a sum, a maximum, a maximum together with a sum of exponentials
-    (Milakov & Gimelshein 2018), or the moments: count, what the mean lost to rounding, mean and sum of
-    squares (Chan et al. 1983)."""
+    """What one pass accumulates: a sum, a maximum, the first maximum and its position, a maximum together
+    with a sum of exponentials (Milakov & Gimelshein 2018), or the moments: count, what the mean lost to
+    rounding, mean and sum of squares (Chan et al. 1983)."""
 
-    kind: str                         # sum, max, softmax, moments
+    kind: str                         # sum, max, first, softmax, moments
     operand: Expr
     values: tuple[Expr | None, ...]   # the nodes that it gives; None is for its own use
 
     def names(self, first: int) -> dict[Expr, str]:
         """The nodes, by means of `values`, of which the first one is this one's."""
-        return {node: f"(values[{k}] + values[{k - 1}])" if node.op == "moment_mean" else f"values[{k}]"
+        forms = {"moment_mean": "(values[{0}] + values[{1}])", "row_first": "index_of(values[{0}])"}
+        return {node: forms.get(node.op, "values[{0}]").format(k, k - 1)
                 for k, node in enumerate(self.values, first) if node is not None}
 
 
@@ -121,7 +128,8 @@ def schedule(roots: Sequence[Expr], online: bool = True) -> list[Pass]:
             level[n] = at + 1
         else:
             kind = {"moment_mean": "moments", "row_top": "max"}.get(n.op, n.op.removeprefix("row_"))
-            found[n] = level[n], Found(kind, operands[0], (None, None, n) if kind == "moments" else (n,))
+            before = {"moments": (None, None), "first": (None,)}.get(kind, ())
+            found[n] = level[n], Found(kind, operands[0], (*before, n))
             level[n] += 1
     last = max([0, *(level[r] for r in roots)])
     return [Pass(tuple(f for at, f in found.values() if at == k),

@@ -14,15 +14,16 @@
 // The prologue defines the constants above, KIND being one of the three, and
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs
 //                                 a thread has of a row
-//   STAGES, STAGE_BYTES           rows in shared memory, bytes of one
+//   STAGES, STAGE_BYTES           rows in shared memory, or parts of them (IN_PARTS); bytes of one
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
 //   Tile<W>, load_tile<W>(...)    the row's operands at W columns; staged_tile<W>(...) from shared memory
-//   fetch(p, row, ...)            have the copy engine bring a row
+//   fetch(p, row, first, end, ...)         have the copy engine bring columns of a row
 //   Known<PASS>, know(...)        uniform expressions of a pass
 //   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums
 //   Values<PASS>::FIRST, COUNT    which of the values this pass finds
-//   identity<PASS>, collect<PASS, W>, join_lanes<PASS, N>    its reductions: start, take in `found`, join lanes
+//   identity<PASS>, join_lanes<PASS, N>                      its reductions: start, join lanes, and take in
+//   collect<PASS, W>(values, found, column)                  `found`, packs of VEC that are STEP apart
 //   store_row(p, row, values)     outputs with one value a row
 
 // ---------------------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
 constexpr column_t STEP = THREADS * VEC;
 constexpr int MOST_SUMS = SUMS ? SUMS : 1, HELD = KIND == REGISTERS ? PACKS : 1, SUMMED = SUMS ? PACKS : 1;
 using SumsOfColumns = acc_t[SUMMED][MOST_SUMS][VEC];
+using Held = Tile<VEC>[HELD][1];
 
 struct Work {
     Row row;
@@ -119,31 +121,46 @@ struct Work {
     const char* stage;
 };
 
-template <int PASS, int W>
-__device__ __forceinline__ void one(const Params& p, const Work& work, const Known<PASS>& known,
-                                    acc_t (&values)[MOST_VALUES], column_t column, const Tile<W>& tile,
-                                    acc_t (&sums)[MOST_SUMS][W]) {
-    acc_t found[MOST_VALUES][W];
-    element<PASS, W>(p, work.row, known, column, tile, found, sums);
-    collect<PASS, W>(values, found);
+// N packs, STEP apart, of which the values are reduced together: what a softmax or the moments do for each pack
+// anew was a fifth of their instructions.
+template <int PASS, int N>
+__device__ __forceinline__ void take(const Params& p, const Work& work, const Known<PASS>& known,
+                                     acc_t (&values)[MOST_VALUES], column_t column, const Tile<VEC> (&tiles)[N],
+                                     acc_t (&sums)[MOST_SUMS][VEC]) {
+    acc_t found[MOST_VALUES][N * VEC];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        acc_t of_pack[MOST_VALUES][VEC];
+        element<PASS, VEC>(p, work.row, known, column + n * STEP, tiles[n], of_pack, sums);
+#pragma unroll
+        for (int k = 0; k < MOST_VALUES; ++k)
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) found[k][n * VEC + v] = of_pack[k][v];
+    }
+    collect<PASS, N * VEC>(values, found, column);
+}
+
+// Every pass reads the row anew: N packs at a time, then half as many, and so on.
+template <int PASS, int N = PACKS>
+__device__ __forceinline__ void stream(const Params& p, const Work& work, const Known<PASS>& known,
+                                       acc_t (&values)[MOST_VALUES], acc_t (&sums)[MOST_SUMS][VEC], column_t column) {
+#pragma unroll 1
+    for (; column + (N - 1) * STEP < work.end; column += N * STEP) {
+        Tile<VEC> tiles[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) tiles[n] = load_tile<VEC>(p, work.row, column + n * STEP);
+        take<PASS>(p, work, known, values, column, tiles, sums);
+    }
+    if constexpr (N > 1) stream<PASS, N / 2>(p, work, known, values, sums, column);
 }
 
 template <int PASS>
-__device__ __forceinline__ void look(const Params& p, const Work& work, Tile<VEC> (&tiles)[HELD],
+__device__ __forceinline__ void look(const Params& p, const Work& work, Held& tiles,
                                      acc_t (&values)[MOST_VALUES], SumsOfColumns& sums) {
     Known<PASS> known;
     know(p, work.row, values, known);
     if constexpr (KIND == STREAMED) {
-        for (column_t column = work.first; column < work.end; column += PACKS * STEP) {
-            Tile<VEC> ahead[PACKS];
-#pragma unroll
-            for (int k = 0; k < PACKS; ++k)
-                if (column + k * STEP < work.end) ahead[k] = load_tile<VEC>(p, work.row, column + k * STEP);
-#pragma unroll
-            for (int k = 0; k < PACKS; ++k)
-                if (column + k * STEP < work.end)
-                    one<PASS, VEC>(p, work, known, values, column + k * STEP, ahead[k], sums[0]);
-        }
+        stream<PASS>(p, work, known, values, sums[0], work.first);
     } else {
         constexpr int UNROLL = KIND == STAGED && !SUMS && PACKS > 4 ? 4 : PACKS;  // all eight at a time spill
 #pragma unroll UNROLL
@@ -152,17 +169,17 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Tile<VEC
             if (column >= work.end) continue;
             if constexpr (KIND == STAGED) {
                 const column_t within = (k * THREADS + work.lane) * VEC;
-                one<PASS, VEC>(p, work, known, values, column, staged_tile<VEC>(work.stage, within),
-                               sums[SUMS ? k : 0]);
+                const Tile<VEC> staged[1] = {staged_tile<VEC>(work.stage, within)};
+                take<PASS>(p, work, known, values, column, staged, sums[SUMS ? k : 0]);
             } else {
-                one<PASS, VEC>(p, work, known, values, column, tiles[k], sums[SUMS ? k : 0]);
+                take<PASS>(p, work, known, values, column, tiles[k], sums[SUMS ? k : 0]);
             }
         }
     }
 }
 
 template <int PASS>
-__device__ __forceinline__ void passes(const Params& p, const Work& work, Tile<VEC> (&tiles)[HELD],
+__device__ __forceinline__ void passes(const Params& p, const Work& work, Held& tiles,
                                        acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange, int& turn) {
     identity<PASS>(values);
     if (work.valid) look<PASS>(p, work, tiles, values, sums);
@@ -171,16 +188,16 @@ __device__ __forceinline__ void passes(const Params& p, const Work& work, Tile<V
         // What the compiler computed of a pack it would otherwise keep for the next pass, in full width.
         if constexpr (KIND == REGISTERS)
 #pragma unroll
-            for (int k = 0; k < PACKS; ++k) hide(tiles[k]);
+            for (int k = 0; k < PACKS; ++k) hide(tiles[k][0]);
         passes<PASS + 1>(p, work, tiles, values, sums, exchange, turn);
     }
 }
 
-__device__ __forceinline__ void load_tiles(const Params& p, const Work& work, Tile<VEC> (&tiles)[HELD]) {
+__device__ __forceinline__ void load_tiles(const Params& p, const Work& work, Held& tiles) {
     if constexpr (KIND == REGISTERS)
 #pragma unroll
         for (int k = 0; k < PACKS; ++k)
-            if (work.first + k * STEP < work.end) tiles[k] = load_tile<VEC>(p, work.row, work.first + k * STEP);
+            if (work.first + k * STEP < work.end) tiles[k][0] = load_tile<VEC>(p, work.row, work.first + k * STEP);
 }
 
 template <typename P>  // whose members exist only where there are sums
@@ -218,7 +235,7 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
     return work;
 }
 
-__device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Tile<VEC> (&tiles)[HELD],
+__device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Held& tiles,
                                        SumsOfColumns& sums, Exchange& exchange, int& turn) {
     acc_t values[MOST_VALUES];
     passes<0>(p, work, tiles, values, sums, exchange, turn);
@@ -229,7 +246,7 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, unsign
 __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned step, unsigned rank,
                                      SumsOfColumns& sums, Exchange& exchange) {
     int turn = 0;
-    Tile<VEC> tiles[HELD];
+    Held tiles;
     Work work = begin(p, base + threadIdx.x / THREADS, rank);
     load_tiles(p, work, tiles);
     opened();
@@ -237,7 +254,7 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
         base += step;
         const bool more = PERSISTENT && base < p.rows;
         Work next = work;
-        Tile<VEC> ahead[HELD];
+        Held ahead;
         if (more) {
             next = begin(p, base + work.team, rank);
             if (next.valid) load_tiles(p, next, ahead);
@@ -246,7 +263,7 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
         if (!more) break;
         work = next;
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) tiles[k] = ahead[k];
+        for (int k = 0; k < HELD; ++k) tiles[k][0] = ahead[k][0];
     }
 }
 
@@ -259,7 +276,13 @@ struct Ring {
     unsigned place = 0, round = 0;
     __device__ __forceinline__ char* stage() const { return memory + place * STAGE_BYTES; }
     __device__ __forceinline__ void fetch_row(const Params& p, unsigned r, unsigned rank) const {
-        if (lane == 0 && r < p.rows) fetch(p, r, rank, stage(), full + place);
+        if (lane == 0 && r < p.rows)
+            fetch(p, r, rank * p.span, min(p.columns, (rank + 1) * p.span), stage(), full + place);
+    }
+    __device__ __forceinline__ void fetch_part(const Params& p, unsigned r, unsigned rank, int k) const {
+        const column_t first = rank * p.span + k * STEP;
+        if (lane == 0 && r < p.rows)
+            fetch(p, r, first, min(min(p.columns, (rank + 1) * p.span), first + STEP), stage(), full + place);
     }
     __device__ __forceinline__ void wait() const { await(full + place, round & 1); }
     __device__ __forceinline__ void advance() {
@@ -275,7 +298,10 @@ __device__ __forceinline__ Ring fill(const Params& p, unsigned base, unsigned st
     barriers_are_made();
     __syncthreads();
     Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], static_cast<int>(threadIdx.x % THREADS)};
-    for (int s = 0; s < STAGES; ++s, ring.advance()) ring.fetch_row(p, base + s * step + team, rank);
+    for (int s = 0; s < STAGES; ++s, ring.advance()) {
+        if constexpr (IN_PARTS) ring.fetch_part(p, base + s / PACKS * step, rank, s % PACKS);
+        else ring.fetch_row(p, base + s * step + team, rank);
+    }
     ring.round = 0;
     opened();
     return ring;
@@ -287,7 +313,7 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
                                             SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, base, step, rank);
     int turn = 0;
-    Tile<VEC> tiles[HELD];
+    Held tiles;
     Work work = begin(p, base + threadIdx.x / THREADS, rank);
     for (; base < p.rows; base += step) {
         const Work next = begin(p, base + step + work.team, rank);  // its uniform operands are on their way
@@ -306,7 +332,7 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
 // and values travel among blocks while they work.
 constexpr bool AHEAD = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
 
-__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Tile<VEC> (&tiles)[HELD],
+__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Held& tiles,
                                            acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange,
                                            int turn) {
     work.stage = ring.stage();
@@ -322,7 +348,7 @@ __device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsig
                                            SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, base, step, rank), left = ring;  // where the next row is, and the last one was
     int turn = 0;
-    Tile<VEC> tiles[HELD];
+    Held tiles;
     acc_t values[MOST_VALUES], ahead[MOST_VALUES];
     Work work = begin(p, base + threadIdx.x / THREADS, rank);
     first_look(p, work, ring, tiles, values, sums, exchange, turn);
@@ -353,6 +379,42 @@ __device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsig
     }
 }
 
+// Rows of two passes of which there is room for little more than one: the places are of parts, each free for the
+// next row as soon as the second pass has read it.
+template <int PASS>
+__device__ __forceinline__ void look_at_parts(const Params& p, const Work& work, acc_t (&values)[MOST_VALUES],
+                                              SumsOfColumns& sums, Ring& ring, unsigned r, unsigned step, unsigned rank) {
+    Known<PASS> known;
+    know(p, work.row, values, known);
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k, ring.advance()) {
+        const column_t column = work.first + k * STEP;
+        if (PASS == 0) ring.wait();
+        if (column < work.end) {
+            const Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
+            take<PASS>(p, work, known, values, column, tile, sums[SUMS ? k : 0]);
+        }
+        if (PASS > 0) {
+            meet();
+            ring.fetch_part(p, r + (k + STAGES) / PACKS * step, rank, (k + STAGES) % PACKS);
+        }
+    }
+}
+__device__ __forceinline__ void walk_in_parts(const Params& p, unsigned r, unsigned step, unsigned rank,
+                                              SumsOfColumns& sums, Exchange& exchange) {
+    Ring ring = fill(p, r, step, rank), first = ring;  // of either pass; a copy for each row made it spill
+    int turn = 0;
+    for (; r < p.rows; r += step) {
+        const Work work = begin(p, r, rank);
+        acc_t values[MOST_VALUES];
+        identity<0>(values);
+        look_at_parts<0>(p, work, values, sums, first, r, step, rank);
+        reduce<0>(values, exchange, turn, work.team, work.lane);
+        look_at_parts<PASSES - 1>(p, work, values, sums, ring, r, step, rank);
+        if (work.lane == 0 && rank == 0) store_row(p, work.row, values);
+    }
+}
+
 #if __CUDA_ARCH__ >= 900
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -364,7 +426,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0, block = blockIdx.x / CLUSTER, blocks = gridDim.x / CLUSTER;
     open(exchange);
     SumsOfColumns sums = {};
-    if constexpr (AHEAD) walk_ahead(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    if constexpr (IN_PARTS) walk_in_parts(p, block, blocks, rank, sums, exchange);
+    else if constexpr (AHEAD) walk_ahead(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     if constexpr (SUMS > 0) store_sums(p, begin(p, 0, rank), sums, block);

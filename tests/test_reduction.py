@@ -11,8 +11,10 @@ import fusionrt as frt
 from fusionrt import stages
 from fusionrt.cpu import threads
 from fusionrt.expr import argument
+from fusionrt.ops import reduction
 from fusionrt.rehearsal import collecting
 from fusionrt.rowwise import log_softmax, softmax, standardize
+from fusionrt.runtime import launch
 
 NAMES = (
     "sum",
@@ -70,7 +72,7 @@ def test_any_dimensions(name, dim, device):
 @names
 def test_accuracy(name, dtype, device):
     x = make((33, 9, 130), dtype, device)
-    for dim in (0, -1, (0, 2)) if dtype in (torch.float32, torch.bfloat16) else (0,):
+    for dim in {torch.float32: (0, -1, (0, 2)), torch.bfloat16: (0, -1)}.get(dtype, (0,)):
         compare(name, x, dim)
 
 
@@ -85,6 +87,62 @@ def test_indices_of_the_first(name, dim, keepdim, device):
         found = op(values, dim, keepdim)
         assert found.dtype == torch.int64
         assert torch.equal(found, op.reference(values, dim, keepdim))
+
+
+EXTREMES = {
+    "ties": lambda x: x,
+    "both zeros": lambda x: torch.where(x.abs() < 2, x * 0, x.abs().neg()),
+    "NaN": lambda x: torch.where(x > 2, math.nan, x),
+    "infinities": lambda x: torch.where(x > 1, math.inf, torch.where(x < -1, -math.inf, x)),
+    "-inf alone": lambda x: torch.full_like(x, -math.inf),
+    "NaN alone": lambda x: torch.full_like(x, math.nan),
+}
+
+
+@pytest.mark.parametrize("special", EXTREMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "shape, dim", [((3, 70_001), 1), ((2000, 24), 0), ((5, 257, 33), 1), ((140_000,), None)]
+)
+def test_indices_of_special_values(shape, dim, dtype, special, device):
+    x = EXTREMES[special](torch.randint(-3, 4, shape, device=device).to(dtype))
+    for op in (frt.argmax, frt.argmin):
+        assert torch.equal(op(x, dim), op.reference(x, dim))
+
+
+def test_indices_far_apart(device):
+    """The first of equal ones in every lane and pack of a row, and of a column."""
+    for columns in (256, 1000, 4096, 50_000):
+        x = torch.zeros(64, columns, device=device)
+        at = torch.randint(columns, (64,), device=device)
+        x[torch.arange(64), at] = 1
+        x[:, -1] = 1
+        assert torch.equal(frt.argmax(x, -1), at)
+        assert torch.equal(frt.argmax(x.t().contiguous(), 0), at)
+
+
+@pytest.mark.gpu
+def test_indices_in_parts(monkeypatch):
+    """Rows of which a kernel holds no positions."""
+    monkeypatch.setattr(reduction, "LONGEST", 100)
+    x = torch.randint(-5, 6, (7, 1030), device="cuda").float()
+    x[3, [150, 900]] = math.nan
+    for op in (frt.argmax, frt.argmin):
+        for keepdim in (False, True):
+            for dim in (None, 0, 1):
+                assert torch.equal(op(x, dim, keepdim), op.reference(x, dim, keepdim))
+
+
+def test_what_an_index_reads():
+    """Nothing but x; and what is reduced within a block is one kernel."""
+    for shape, dim in (((64, 4096), 1), ((4096, 64), 0), ((64, 256, 256), 1), ((1 << 20,), None)):
+        with collecting("cuda") as problems:
+            frt.argmax(torch.empty(shape, device="meta"), dim)
+        assert [[o.name for o in p.inputs] for p in problems] == [["a0"]]
+    with collecting("cuda") as problems:
+        for op in (frt.sum, frt.var, frt.argmax):
+            op(torch.empty(4096, 256, 256, device="meta"), 1)
+    assert [[s.entry for s in launch.sources(p)] for p in problems] == [["pointwise_reduce"]] * 3
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
@@ -240,6 +298,25 @@ def test_long(name, columns, device):
     compare(name, x, -1)
     compare(name, x.t().contiguous(), 0)
     compare(name, x, None)
+
+
+@pytest.mark.parametrize("columns", [2, 24, 64, 200, 256, 392])
+def test_narrow_rows(columns, device):
+    """Several to a warp, whose last ones are not there; many have blocks of their own kind."""
+    for dtype, rows in ((torch.bfloat16, 20_011 if device == "cuda" else 301), (torch.float32, 301)):
+        x = make((rows, columns), dtype, device)
+        for name in ("sum", "var", "logsumexp"):
+            compare(name, x, -1)
+        assert torch.equal(frt.argmax(x, -1), torch.argmax(x, -1))
+
+
+@pytest.mark.parametrize("columns", [300_000, 2_000_000])
+def test_few_long_rows(columns, device):
+    """A cluster each, or a whole device."""
+    x = torch.randn(3, columns, device=device)
+    for name in ("sum", "logsumexp"):
+        compare(name, x, -1)
+        compare(name, x[:1], -1)
 
 
 @pytest.mark.slow

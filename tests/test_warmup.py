@@ -377,16 +377,28 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
             assert any(name.startswith(op) for name in kernels()), op
     for op in pointwise_ops.DIFFERENTIABLE:
         assert any(name.startswith(f"{op}_backward") for name in kernels()), op
-    faulty = [info.metadata for info in compiled()
-              if any(info.metadata[fault] for fault in ("spills", "stack", "warnings"))]
-    assert faulty == []
+    assert faulty() == []
+
+
+def faulty() -> list[dict]:
+    return [info.metadata for info in compiled()
+            if any(info.metadata[fault] for fault in ("spills", "stack", "warnings"))]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", [  # float16 has bfloat16's registers; float64 is on request
-    pytest.param(d, marks=pytest.mark.slow) if d in ("float16", "float64") else d for d in ALL_DTYPES])
+@pytest.mark.parametrize("dtype", [  # the most elements a pack, hence the most registers, and conversions
+    d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.slow) for d in ALL_DTYPES])
 def test_every_kernel_compiles_without_spills(dtype: str) -> None:
     compile_everything(["sm_90"], dtype)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_op_of_every_kind_compiles_for_wider_elements(dtype: str) -> None:
+    kinds = ("argmax", "bias_gelu", "cross_entropy", "gelu_dropout", "layer_norm", "quantize_int8", "softmax",
+             "var")
+    assert warmup("sm_90", kinds, dtype).failed == []
+    assert faulty() == []
 
 
 @needs_nvrtc

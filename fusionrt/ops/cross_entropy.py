@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -26,6 +26,8 @@ from fusionrt import deferred
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dispatch import Run, Sites
+from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
 
 
@@ -37,6 +39,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]        # and its arguments, logits and target first
     reduction: str
     dtype: torch.dtype           # of the result
+    n_classes: int
 
     @property
     def of_classes(self) -> bool:
@@ -52,10 +55,9 @@ class Call(NamedTuple):
         """Whether the kernel over the logits has the result, of the logits' dtype."""
         return self.reduction == "none" and self.dtype == self.args[0].dtype
 
-    @property
-    def n_classes(self) -> int:
-        n: int = self.args[0].shape[-1]
-        return n
+    def without_tensors(self) -> Call:
+        """For what outlives the call."""
+        return self._replace(args=tuple(None if isinstance(a, torch.Tensor) else a for a in self.args))
 
 
 def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
@@ -78,12 +80,10 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
         raise ValueError(f"{op}: {weight_name} must have one value for each of the {n_classes} classes, got "
                          f"shape {tuple(weight.shape)}")
     _check_target(op, input, target, ignore_index)
-    logits = input if input.dim() <= 2 else input.movedim(1, -1)
+    logits, of_classes = _classes_last(input), not target.is_floating_point()
+    target = _classes_last(target) if not of_classes else _one_a_row(target, input)
     named: dict[str, Any] = {}
-    if target.is_floating_point():
-        target = target if target.dim() <= 2 else target.movedim(1, -1)
-    else:
-        target = target.unsqueeze(-1) if input.dim() > 1 else target.view(1)
+    if of_classes:
         named["ignore_index"] = ignore_index
         if logits.stride(-1) != 1 and logits.dim() > 1:
             make = _columns.__wrapped__ if torch.compiler.is_dynamo_compiling() else _columns
@@ -93,7 +93,15 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     named |= {"z_loss": z_loss} if z_loss else {}
     named |= {"softcap": softcap} if softcap is not None else {}
     return Call(op, ("input", "target", *named), (logits, target, *named.values()), reduction,
-                result_dtype(logits.device, logits.dtype))
+                result_dtype(logits.device, logits.dtype), n_classes)
+
+
+def _classes_last(of_all: torch.Tensor) -> torch.Tensor:
+    return of_all if of_all.dim() <= 2 else of_all.movedim(1, -1)
+
+
+def _one_a_row(target: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return target.unsqueeze(-1) if input.dim() > 1 else target.view(1)
 
 
 def result_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -127,30 +135,78 @@ def _columns(n_classes: int, device: torch.device) -> torch.Tensor:
     return torch.arange(n_classes, dtype=torch.int32, device=device)
 
 
+sites = Sites()
+
+
 def _run(call: Call, in_place: bool) -> Any:
+    return _chosen(call, in_place)(*call.args)
+
+
+def _chosen(call: Call, in_place: bool) -> Run:
+    """What to do with the arguments of this call and of others like it."""
     with_gradient = torch.is_grad_enabled() and any(
         isinstance(a, torch.Tensor) and a.requires_grad for a in call.args)
     if in_place:
         _check_in_place(call.op, call.args[0])
     if with_gradient and not is_watched() and not any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in call.args[1:]):
-        return CrossEntropy.apply(call.args[0], call, in_place)
-    return _of_operators(call, with_gradient)
+        kernels = Kernels(call, in_place)
+        return lambda *args: CrossEntropy.apply(args[0], kernels, args)
+    losses_of_rows, reduction = _forward(call, with_gradient)
+    return lambda *args: reduction(args, *losses_of_rows(*args))[0]
 
 
-def _of_operators(call: Call, with_gradient: bool) -> Any:
-    """Two operators, each with derivatives of any order of its own."""
-    losses, stats = _losses(call, with_gradient)
-    if call.reduction == "none":
-        check_classes(call)
-        return losses.squeeze(-1)
-    return reduced(call, losses, stats[0] if call.has_shares else None)[0]
+def _repeated(call: Call, in_place: bool) -> Run:
+    """As `_run`, for the user's tensors of another call of the kind."""
+    run, of_classes, op = _chosen(call, in_place), call.of_classes, call.op
+    place = call.params.index("weight") - 2 if "weight" in call.params else None
+    rest = [None if k == place else a for k, a in enumerate(call.args[2:])]
+
+    def again(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> Any:
+        more = rest if place is None else [*rest[:place], weight, *rest[place + 1:]]
+        if in_place:
+            _check_in_place(op, input)
+        last = _one_a_row(target, input) if of_classes else _classes_last(target)
+        return run(_classes_last(input), last, *more)
+
+    return again
 
 
-def _losses(call: Call, with_gradient: bool) -> tuple[Any, list[Any]]:
-    found = losses_of(call.params, with_gradient, call.rounds)(*call.args)
-    losses, *stats = found if isinstance(found, tuple) else (found,)
-    return losses, stats
+def _forward(call: Call, with_gradient: bool) -> tuple[Run, Run]:
+    """Two operators, each with derivatives of any order of its own: (losses, share of the mean or None,
+    [what the gradient reads]) of the arguments; the result and what it was divided by of all that."""
+    kernel, has_shares = losses_of(call.params, with_gradient, call.rounds), call.has_shares
+    dim, call = call.args[0].dim(), call.without_tensors()
+    reduce = None if call.reduction == "none" else reducing(call, dim)
+
+    def losses_of_rows(*args: Any) -> tuple[Any, Any, list[Any]]:
+        found = kernel(*args)
+        losses, *stats = found if isinstance(found, tuple) else (found,)
+        return losses, stats[0] if has_shares else None, stats
+
+    def reduction(args: Sequence[Any], losses: Any, share: Any, stats: Any) -> tuple[Any, Any]:
+        if reduce is None:
+            check_classes(call, args)
+            return losses.squeeze(-1), None
+        return cast(tuple[Any, Any], reduce(args, losses, share))
+
+    return losses_of_rows, reduction
+
+
+class Kernels:
+    """Of a call whose logits alone need a gradient."""
+
+    def __init__(self, call: Call, in_place: bool) -> None:
+        self.call, self.in_place = call.without_tensors(), in_place
+        self.losses, self.reduction = _forward(call, True)
+        self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
+        self.launches = Sites()
+
+    def launch(self, args: list[Any]) -> Any:
+        """The kernel of the gradient."""
+        tensors, operator = [a for a in args if isinstance(a, torch.Tensor)], self.gradient.operator
+        run = self.launches.find((), tensors) or self.launches.keep((), tensors, operator.plan(args))
+        return run(*args)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -158,37 +214,34 @@ class CrossEntropy(torch.autograd.Function):
     is differentiated in turn, the operators are."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, call: Call, in_place: bool) -> torch.Tensor:
-        losses, stats = _losses(call, True)
-        if call.reduction == "none":
-            check_classes(call)
-            result, count = losses.squeeze(-1), None
-        else:
-            result, count = reduced(call, losses, stats[0] if call.has_shares else None)
-        ctx.kernel = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
-        ctx.in_place, ctx.count = in_place, None if isinstance(count, torch.Tensor) else count
-        ctx.call = call._replace(args=tuple(None if isinstance(a, torch.Tensor) else a for a in call.args))
+    def forward(ctx: Any, logits: torch.Tensor, kernels: Kernels, args: Sequence[Any]) -> torch.Tensor:
+        losses, share, stats = kernels.losses(*args)
+        result, count = kernels.reduction(args, losses, share, stats)
+        is_tensor = isinstance(count, torch.Tensor)
+        ctx.kernels, ctx.count = kernels, None if is_tensor else count
         found = (losses, *stats)
-        ctx.save_for_backward(count if ctx.count is None else None, *(found[k] for k in ctx.kernel.saved),
-                              *(a for a in call.args if isinstance(a, torch.Tensor)))
-        return result
+        ctx.save_for_backward(count if is_tensor else None, *(found[k] for k in kernels.gradient.saved),
+                              *(a for a in args if isinstance(a, torch.Tensor)))
+        return cast(torch.Tensor, result)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        kernel, (count, *saved) = ctx.kernel, ctx.saved_tensors
-        stats, tensors = saved[:len(kernel.saved)], iter(saved[len(kernel.saved):])
-        call: Call = ctx.call._replace(args=tuple(next(tensors) if a is None else a for a in ctx.call.args))
+        kernels, (count, *saved) = ctx.kernels, ctx.saved_tensors
+        call, n = kernels.call, len(kernels.gradient.saved)
+        tensors = iter(saved[n:])
+        args = [next(tensors) if a is None else a for a in call.args]
         if torch.is_grad_enabled() or is_watched() or is_batched(grad_output):
-            if ctx.in_place:
+            if kernels.in_place:
                 raise RuntimeError(f"{call.op}: inplace_backward has no second derivative")
             with torch.enable_grad():
-                result = _of_operators(call, True)
-            return *torch.autograd.grad(result, call.args[0], grad_output, create_graph=True), None, None
+                losses_of_rows, reduction = _forward(call._replace(args=tuple(args)), True)
+                result = reduction(args, *losses_of_rows(*args))[0]
+            return *torch.autograd.grad(result, args[0], grad_output, create_graph=True), None, None
         incoming = grad_output.unsqueeze(-1) if call.reduction == "none" else grad_output
         divisor = [ctx.count if count is None else count] if call.reduction == "mean" else []
-        grad = kernel.operator.launch([*call.args, *stats, incoming, *divisor])
-        if ctx.in_place:  # whoever saved the logits is told
-            torch.autograd.graph.increment_version(call.args[0])
+        grad = kernels.launch([*args, *saved[:n], incoming, *divisor])
+        if kernels.in_place:  # whoever saved the logits is told
+            torch.autograd.graph.increment_version(args[0])
             grad = grad.detach()
         return grad, None, None
 
@@ -202,32 +255,36 @@ def _check_in_place(op: str, logits: torch.Tensor) -> None:
                          f"got strides {logits.stride()} of shape {tuple(logits.shape)}")
 
 
-def reduced(call: Call, losses: Any, share: Any) -> tuple[Any, Any]:
-    """The sum or mean of losses with size 1 in the last dimension, and what it divided by."""
-    mean, rows = call.reduction == "mean", losses.numel()
+def reducing(call: Call, dim: int) -> Run:
+    """The sum or mean of losses with size 1 in the last of `dim` dimensions, and what it divided by: a
+    function of the arguments, the losses and, where the mean divides by weights, these."""
+    mean, of_classes, n_classes = call.reduction == "mean", call.of_classes, call.n_classes
+    params = ["loss", "target", "ignore_index", "n_classes"] if of_classes else ["loss", "factor"]
+    params += ["share"] if call.has_shares else []
+    kernel = reduction_of(tuple(params), mean, str(call.dtype).removeprefix("torch."), dim)
+
+    def run(args: Sequence[Any], losses: torch.Tensor, share: Any) -> tuple[Any, Any]:
+        rows = losses.numel()
+        if of_classes:
+            found = kernel(losses, args[1], args[2], n_classes, *(() if share is None else (share,)))
+            _check(call, args, found[1])
+        else:
+            found = (kernel(losses, 1 / max(1, rows) if mean else 1.0),)
+        if not mean:
+            return found[0], 1
+        return found[0] if rows else found[0] * math.nan, found[2] if of_classes else rows
+
+    return run
+
+
+def check_classes(call: Call, args: Sequence[Any]) -> None:
     if call.of_classes:
-        named = {"loss": losses, "target": call.args[1], "ignore_index": call.args[2],
-                 "n_classes": call.n_classes} | ({} if share is None else {"share": share})
-    else:
-        named = {"loss": losses, "factor": 1 / max(1, rows) if mean else 1.0}
-    kernel = reduction_of(tuple(named), mean, str(call.dtype).removeprefix("torch."), losses.dim())
-    found = kernel(*named.values())
-    result, *more = found if isinstance(found, tuple) else (found,)
-    if more:
-        _check(call, more[0])
-    if not mean:
-        return result, 1
-    return result if rows else result * math.nan, more[1] if more else rows
+        _check(call, args, count_wrong(args[1], args[2], call.n_classes))
 
 
-def check_classes(call: Call) -> None:
-    if call.of_classes:
-        _check(call, count_wrong(call.args[1], call.args[2], call.n_classes))
-
-
-def _check(call: Call, wrong: torch.Tensor) -> None:
-    target = call.args[1] if wrong.device.type == "cpu" else None
-    deferred.check(wrong, functools.partial(_wrong_classes, call.op, call.n_classes, call.args[2], target))
+def _check(call: Call, args: Sequence[Any], wrong: torch.Tensor) -> None:
+    target = args[1] if wrong.device.type == "cpu" else None
+    deferred.check(wrong, functools.partial(_wrong_classes, call.op, call.n_classes, args[2], target))
 
 
 def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Tensor | None, count: int
@@ -279,10 +336,20 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
 
         cross_entropy(torch.randn(8, 512), torch.randint(512, (8,)), label_smoothing=0.1)
     """
-    arrays = {"input": input, "target": target, "weight": weight}
-    if any(map(is_foreign, arrays.values())):
-        (input, target, weight), restore = converted("cross_entropy", arrays)
+    tensors, key = (input, target, weight), None
+    if not torch.compiler.is_dynamo_compiling():
+        key = (ignore_index, reduction, label_smoothing, z_loss, softcap, inplace_backward, weight is None,
+               getattr(input, "shape", None), torch.is_grad_enabled())
+        run = sites.find(key, tensors)
+        if run is not None:
+            return run(*tensors)
+    if any(map(is_foreign, tensors)):
+        (input, target, weight), restore = converted(
+            "cross_entropy", {"input": input, "target": target, "weight": weight})
         return restore(cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing,
                                      z_loss=z_loss, softcap=softcap, inplace_backward=inplace_backward))
-    return _run(checked("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing,
-                        z_loss, softcap), inplace_backward)
+    call = checked("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing, z_loss,
+                   softcap)
+    if key is None or seen_by_torch(*tensors):
+        return _run(call, inplace_backward)
+    return sites.keep(key, tensors, _repeated(call, inplace_backward))(*tensors)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, where
+from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, toposort, where
 from fusionrt.fusion import fuse_named
 from fusionrt.op import SCALAR, Operator
 from fusionrt.row_fusion import per_call, row_operator
@@ -101,9 +101,18 @@ def gradient_of(params: tuple[str, ...], is_result: bool, mean: bool, in_place: 
     n = len(gradient.params)
     incoming, count = argument(f"a{n - 1}", True), argument(f"a{n}", True)
     roots = substitute(gradient.outputs, {incoming: incoming / count}) if mean else gradient.outputs
-    definition = gradient.name, [*gradient.params, "count"][:n + mean], roots, gradient.targets
+    definition = gradient.name, [*gradient.params, "count"][:n + mean], _settled(roots), gradient.targets
     operator = RowOperator(*definition, {*gradient.uniform, n})
     return Gradient(operator.over({0: 0}) if in_place else operator, gradient.saved)
+
+
+def _settled(roots: Sequence[Expr]) -> list[Expr]:
+    """With the first of two products that are added rounded by itself. A compiler joins one of them with the
+    addition, not the same one in every kernel: the gradient in place would have other bits."""
+    rounded = {n.args[0]: node("mul_rn", *n.args[0].args) for n in toposort(roots)
+               if n.op == "add" and not n.uniform
+               and all(isinstance(a, Expr) and a.op == "mul" for a in n.args) and isinstance(n.args[0], Expr)}
+    return substitute(roots, rounded)
 
 
 @per_call

@@ -24,7 +24,7 @@ from fusionrt.array import is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
-from fusionrt.op import Operator, unpack
+from fusionrt.op import Operator, seen_by_torch, unpack
 from fusionrt.ops import linear
 from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
@@ -210,7 +210,7 @@ def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[An
            tensors: Sequence[Any]) -> Any:
     """`make` gives the function of the hidden layer."""
     given = linear.cast_as_autocast(*tensors)
-    if key is None or linear.seen_by_torch(*given):
+    if key is None or seen_by_torch(*given):
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator

@@ -26,7 +26,7 @@ from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
 from fusionrt.expr import Expr
-from fusionrt.op import FLOATS, PLAIN, Operator, unpack
+from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
 from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
@@ -264,11 +264,6 @@ def inferring(operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor, b
         return plans[0](*args, operator.draw(x.device)) if operator.streams else plans[0](*args)
 
     return run
-
-
-def seen_by_torch(*tensors: Tensor | None) -> bool:
-    """Whether torch, or a subclass of its tensors, must see each operation."""
-    return is_watched() or any(t is not None and type(t) not in PLAIN for t in tensors)
 
 
 def recorded(*tensors: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fusionrt.array import is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.ops.cross_entropy import Call, check_classes, checked, converted, reduced, result_dtype
+from fusionrt.ops.cross_entropy import Call, check_classes, checked, converted, reducing, result_dtype
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
@@ -98,9 +98,9 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     if grad_output is not None:
         return found
     if reduction == "none":
-        check_classes(call)
+        check_classes(call, call.args)
         return [losses.squeeze(-1).to(dtype)]
-    result, count = reduced(call, losses, shares)
+    result, count = reducing(call, losses.dim())(call.args, losses, shares)
     count = torch.as_tensor(count, dtype=losses.dtype, device=hidden.device)
     return [result, count.reshape(()), *found]
 

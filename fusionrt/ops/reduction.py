@@ -22,13 +22,15 @@ from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, sqrt, where
 from fusionrt.expr import abs_ as absolute
+from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import Run, per_call, row_operator
-from fusionrt.rowwise import row_max, softmax_terms
+from fusionrt.rowwise import row_first, row_max, softmax_terms
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
 INDICES_HELD = 1 << 20  # indices of longer rows are made anew for each call
 EXACT_IN_FLOAT = 1 << 24
+LONGEST = 1 << 31       # row of which a GPU's kernels find positions
 OPS = ("sum", "mean", "max", "min")
 
 
@@ -60,10 +62,14 @@ def _logsumexp(x: Expr) -> tuple[Expr, ...]:
     return where(most == math.inf, most, most + log(total)), most, total
 
 
-def _first(x: Expr, index: Expr, least: bool) -> Expr:
+def _first(x: Expr) -> tuple[Expr, ...]:
     """The index of the first NaN, or else of the first maximum."""
-    x = -x if least else x
-    return cast(-row_max(where((x == row_max(x)) | (x != x), -index, -math.inf)), "int64")
+    return (cast(row_first(x), "int64"),)
+
+
+def _first_of(x: Expr, index: Expr) -> tuple[Expr, ...]:
+    """The same for a CPU, which finds only values, by means of all indices."""
+    return (cast(-row_max(where((x == row_max(x)) | (x != x), -index, -math.inf)), "int64"),)
 
 
 # Each gives its result and, after it, the values that its gradient would have to find again.
@@ -76,8 +82,10 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "std": _deviation,
     "norm": lambda x: (_root(row_sum(x * x)), row_sum(x * x)),
     "logsumexp": _logsumexp,
-    "argmax": lambda x, index: (_first(x, index, False),),
-    "argmin": lambda x, index: (_first(x, index, True),),
+    "argmax": _first,
+    "argmin": lambda x: _first(-x),
+    "argmax of indices": _first_of,
+    "argmin of indices": lambda x, index: _first_of(-x, index),
 }
 # Of no elements. Maxima have no such value.
 _OF_NOTHING = {
@@ -96,21 +104,14 @@ def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> 
     mapped = map or _same
 
     def expression(x: Expr, correction: float = 1.0, index: Any = None) -> tuple[Expr, ...]:
-        more = {"var": (correction,), "std": (correction,), "argmax": (index,), "argmin": (index,)}.get(
-            kind, ()
-        )
+        more = {"correction": (correction,), "index": (index,)}.get(second, ())
         found = _EXPRESSIONS[kind](mapped(x), *more)
         return tuple(found) if recorded else tuple(found[:1])
 
-    params = {
-        "var": ("x", "correction"),
-        "std": ("x", "correction"),
-        "argmax": ("x", "index"),
-        "argmin": ("x", "index"),
-    }.get(kind, ("x",))
+    second = "correction" if kind in ("var", "std") else "index" if kind.endswith("of indices") else ""
     return row_operator(
         expression,
-        params,
+        ("x", second) if second else ("x",),
         name=name,
         row_dims=row_dims,
         rounded=frozenset({0}),
@@ -169,9 +170,24 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
     # A maximum of the elements themselves is as exact in x's dtype.
     recorded = x.requires_grad and torch.is_grad_enabled() and not (kind == "max" and map is None)
     if kind in ("argmax", "argmin"):
-        recorded, more = False, (_indices(math.prod([x.shape[d] for d in reduced]), x.device),)
+        recorded, n = False, math.prod([x.shape[d] for d in reduced])
+        if device_type(x) == "cpu":
+            kind, more = f"{kind} of indices", (_indices(n, x.device),)
+        elif n > LONGEST:
+            return _of_parts(op, x, reduced[0], keepdim)
     out = _operator(op, kind, map, len(reduced), recorded)(x if order is None else x.permute(order), *more)
     return (out[0] if isinstance(out, tuple) else out).view(shape)
+
+
+def _of_parts(op: str, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
+    """The index of the first maximum or minimum of rows whose positions a kernel does not hold."""
+    parts = x.split(LONGEST, dim)
+    found = [_reduce(op, op, part, dim, True) for part in parts]
+    tops = torch.stack([part.gather(dim, index) for part, index in zip(parts, found, strict=True)])
+    best = (tops.argmax if op == "argmax" else tops.argmin)(0, keepdim=True)
+    indices = torch.stack([index + k * LONGEST for k, index in enumerate(found)])
+    index = indices.gather(0, best)[0]
+    return index if keepdim else index.squeeze(dim)
 
 
 def _of_nothing(op: str, kind: str, x: torch.Tensor, reduced: tuple[int, ...], keepdim: bool) -> torch.Tensor:

@@ -25,6 +25,8 @@ MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
 PART, MOST_PASSING = 32 << 10, 6  # bytes of a row that a block takes, such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
+FEW_ROWS = 8               # long rows that take a cluster each
+MANY_ROWS = 16384          # from which on, if they are narrow, they wait for blocks to begin
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
 
 
@@ -38,6 +40,7 @@ class Layout(NamedTuple):
     stages: int              # rows that a block has in shared memory
     blocks: int              # that a multiprocessor holds at a time
     persistent: bool
+    in_parts: bool = False   # stages are parts of rows, `packs` of them a row
 
     @property
     def block(self) -> int:
@@ -107,7 +110,7 @@ def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
 def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     """`clusters`: of an architecture that has them, and the copy engine."""
     if not any(problem.reduced) and looks(problem) == 1:
-        return _streamed(problem, width(problem, alignment))
+        return _streamed(problem, width(problem, alignment), clusters)
     in_registers = _in_registers(problem, width(problem, alignment))
     if in_registers is not None and not any(problem.reduced):
         return in_registers
@@ -115,7 +118,7 @@ def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
         staged = _staged(problem, width(problem, alignment))
         if staged is not None:
             return staged
-    return in_registers or _streamed(problem, width(problem, alignment))
+    return in_registers or _streamed(problem, width(problem, alignment), clusters)
 
 
 def takes_sums(problem: Problem, clusters: bool) -> bool:
@@ -152,7 +155,8 @@ def stage_bytes(problem: Problem, made: Layout) -> int:
 
 
 def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:
-    return -(-span(problem, made) * ITEMSIZE[operand.dtype] // 128) * 128
+    columns = made.threads * made.width if made.in_parts else span(problem, made)
+    return -(-columns * ITEMSIZE[operand.dtype] // 128) * 128
 
 
 def can_be_staged(problem: Problem) -> bool:
@@ -194,13 +198,34 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
     packs = -(-packs_a_row // threads)
     if packs > most:
         return None
-    rows = max(1, (128 if threads <= 32 or not summed else 256) // threads)
+    # Blocks begin a few hundred nanoseconds apart: with less than 8 KB each, rows would wait for them.
+    small = n_rows(problem) >= MANY_ROWS and packs * of_row < 16
+    rows = max(1, (256 if (threads > 32 if summed else small) else 128) // threads)
     needed = (48 if summed else 44) * _word(problem) + packs * (of_row * (2 if summed else 1) + of_sums)
     return Layout("registers", pack, packs, threads, rows, 1, 0, _blocks(needed, threads * rows), summed)
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
-    return _staying(problem, pack) if any(problem.reduced) else _passing(problem, pack)
+    if any(problem.reduced):
+        return _at_full_width(problem, pack) or _staying(problem, pack) or _in_parts(problem, pack)
+    return _with_weights(problem, pack) or _passing(problem, pack)
+
+
+def _with_weights(problem: Problem, pack: int) -> Layout | None:
+    """Blocks that stay find their part of the weights in the L1, where others would read it from the L2 for
+    every row. For sums alone: joining moments takes longer than the weights do."""
+    weights = any(not varies(o, problem) for o in problem.inputs)
+    passes = schedule(with_sums(problem.roots))
+    sums = all(f.kind == "sum" for one in passes for f in one.found)
+    fitting = len(held(problem)) == 1 and len(passes) == 2 and _word(problem) == 1 and not problem.streams
+    if not (weights and sums and fitting):
+        return None
+    for packs, blocks, most in ((2, 3, 8), (4, 2, 16), (8, 1, 16)):
+        cluster = _power(-(-columns(problem) // (512 * packs * pack)))
+        if cluster <= most:
+            made = Layout("staged", pack, packs, 512, 1, cluster, 3, blocks, True)
+            return made if stage_bytes(problem, made) * 3 * blocks <= SHARED else None
+    return None
 
 
 def _passing(problem: Problem, pack: int) -> Layout | None:
@@ -221,6 +246,29 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
             if part <= PART:
                 break
     return found
+
+
+def _at_full_width(problem: Problem, pack: int) -> Layout | None:
+    """Blocks of 512 threads with two packs each, two of them on a multiprocessor: as many threads as have the
+    registers for sums."""
+    _, of_sums = _a_pack(problem, pack)
+    packs_a_row = -(-columns(problem) // pack)
+    cluster = _power(-(-packs_a_row // 1024))
+    if of_sums > 8 or _word(problem) != 1 or problem.streams or cluster > CLUSTERS[-1]:
+        return None
+    made = Layout("staged", pack, 2, 512, 1, cluster, 3, 2, True)
+    mostly_used = packs_a_row > 768 * cluster
+    return made if mostly_used and stage_bytes(problem, made) * 6 <= SHARED else None
+
+
+def _in_parts(problem: Problem, pack: int) -> Layout | None:
+    """Rows of which the largest clusters hold one and a part of the next."""
+    _, of_sums = _a_pack(problem, pack)
+    packs = -(-columns(problem) // (512 * pack * CLUSTERS[-1]))
+    made = Layout("staged", pack, packs, 512, 1, CLUSTERS[-1], packs + 2, 1, True, True)
+    two_passes = len(schedule(with_sums(problem.roots))) == 2
+    fits = packs * of_sums <= 64 and shared_bytes(problem, made) <= SHARED
+    return made if two_passes and fits and _word(problem) == 1 else None
 
 
 def _staying(problem: Problem, pack: int) -> Layout | None:
@@ -257,13 +305,23 @@ def looks(problem: Problem) -> int:
                for one in schedule(with_sums(problem.roots)))
 
 
-def _streamed(problem: Problem, pack: int) -> Layout:
+def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
+    """Threads take several turns, so that what they do once a row counts little. Few rows have all threads
+    that they can use; a single long one (the losses of a batch) is shared by a cluster."""
     of_row, _ = _a_pack(problem, pack)
     packs_a_row = -(-columns(problem) // pack)
-    packs = 1 if any(problem.reduced) else max(1, min(4, 16 // of_row))
-    threads = min(512, max(min(8, _power(packs_a_row)), _power(-(-packs_a_row // (2 * packs)))))
-    if n_rows(problem) < 1024:
-        threads = min(512, _power(packs_a_row))
-    rows = max(1, 128 // threads)
+    packs = 1 if any(problem.reduced) else 1 << (max(1, min(4, 16 // of_row)).bit_length() - 1)
+    block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, min(8, _power(packs_a_row))
+    one_turn = _power(-(-packs_a_row // packs))
+    sums_alone = _word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
+    if sums_alone and one_turn <= 8 and n_rows(problem) >= MANY_ROWS:
+        fit = _blocks(max(40, 24 + packs * of_row), block)
+        return Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
+    threads = min(512, _power(packs_a_row))
+    if n_rows(problem) >= 1024:  # four turns, or eight where blocks would be large
+        threads = max(line, min(256, one_turn // 4), min(512, one_turn // 8))
+    rows = max(1, block // threads)
     blocks = _blocks(48 * _word(problem) + packs * of_row, threads * rows)
-    return Layout("streamed", pack, packs, threads, rows, 1, 0, blocks, False)
+    few = clusters and n_rows(problem) <= FEW_ROWS
+    cluster = min(8, _power(packs_a_row // (threads * packs))) if few else 1
+    return Layout("streamed", pack, packs, threads, rows, cluster, 0, blocks, False)

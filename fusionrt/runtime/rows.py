@@ -109,7 +109,8 @@ class Text:
         lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
                  f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
                  f"STAGES = {max(1, made.stages)}, MIN_BLOCKS = {made.blocks};",
-                 f"constexpr bool PERSISTENT = {str(made.persistent).lower()};",
+                 f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
+                 f"IN_PARTS = {str(made.in_parts).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)};"]
         at = 0
         for o in held(self.problem):
@@ -134,9 +135,8 @@ class Text:
                  *(f"    row.{o.name} = {place[o]};" for o in (*inputs, *outputs)),
                  *(f"    row.{o.name} = to_acc(load_pack<1>({place[o]}).data[0]);" for o in uniform),
                  "    return row;", "}",
-                 f"{INLINE} void fetch(const Params& p, unsigned r, unsigned rank, char* stage, ",
-                 "        Barrier* full) {", *coordinates,
-                 "    const column_t first = rank * p.span, end = min(p.columns, first + p.span);",
+                 f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
+                 "        char* stage, Barrier* full) {", *coordinates,
                  "    const column_t count = first < end ? end - first : 0;",
                  f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in held(self.problem))});",
                  "    if (!count) return;",
@@ -299,14 +299,15 @@ class Text:
                 mine = ", ".join(f"values[{i}]" for i in at)
                 made["identity"] += [f"values[{i}] = {start};"
                                      for i, start in zip(at, accumulators.START[f.kind], strict=True)]
-                made["collect"].append(f"collect_{f.kind}({mine}, found[{at[0]}]);")
+                made["collect"].append(f"collect_first<VEC, THREADS * VEC>({mine}, found[{at[0]}], column);"
+                                       if f.kind == "first" else f"collect_{f.kind}({mine}, found[{at[0]}]);")
                 made["join_lanes"].append(f"join_lanes_{f.kind}<N>({mine});")
             for name, body in made.items():
                 bodies[name].append(f"    if constexpr (PASS == {k}) {{ {' '.join(body)} }}")
         values = ARRAY.format("values")
         return [*lines, f"template <int PASS> {INLINE} void identity({values}) {{", *bodies["identity"], "}",
                 f"template <int PASS, int W> {INLINE} void collect({values}, "
-                "const acc_t (&found)[VALUES ? VALUES : 1][W]) {", *bodies["collect"], "}",
+                "const acc_t (&found)[VALUES ? VALUES : 1][W], column_t column) {", *bodies["collect"], "}",
                 f"template <int PASS, int N> {INLINE} void join_lanes({values}) {{",
                 *bodies["join_lanes"], "}"]
 
