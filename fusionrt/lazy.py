@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from fusionrt.collector import paused
+
 
 def attach(package: str, modules: Mapping[str, str], submodules: Collection[str]
            ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -20,12 +22,17 @@ def find(package: str, name: str, home: Mapping[str, str], submodules: Collectio
     """What `package`'s `__getattr__` answers. `home` names the module of each name, with `:other` where it
     bears another name there, `:other()` where the answer is that function's, asked anew each time."""
     if name in submodules:
-        return importlib.import_module(f"{package}.{name}")
+        return _imported(f"{package}.{name}")
     if name not in home:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module, _, attribute = home[name].partition(":")
-    value = getattr(importlib.import_module(module), attribute.removesuffix("()") or name)
+    value = getattr(_imported(module), attribute.removesuffix("()") or name)
     if attribute.endswith("()"):
         return value()
     vars(sys.modules[package])[name] = value
     return value
+
+
+def _imported(module: str) -> Any:
+    with paused():
+        return importlib.import_module(module)

@@ -7,18 +7,17 @@ loads it: a warm process never imports Numba (half a second).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import gc
 import hashlib
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusionrt import collector
 from fusionrt.runtime import cache
 
 # Numba's calling convention: status = f(result*, exception**, arguments...)
@@ -98,23 +97,10 @@ def build(text: str, accuracy: str, name: str) -> cache.Entry:
                            types.CPointer(types.float64), types.int64, types.int64)
     compiling = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
                      no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # no objects, so no counting
-    with _collector_paused():
+    with collector.paused():
         result = next(iter(compiling(scope["kernel"]).overloads.values()))
     return cache.Entry({"kernel": name, "arch": "cpu", "target": target().split()[0],
                         "symbol": result.fndesc.llvm_func_name}, result.library._get_compiled_object())
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A compilation makes a million objects; walking torch's beside them again and again takes a tenth of
-    its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @functools.cache

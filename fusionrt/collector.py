@@ -1,0 +1,19 @@
+"""Python's collector of cycles, out of the way for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """For what makes many objects that stay: walking torch's million beside them takes 80 ms a time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
