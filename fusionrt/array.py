@@ -32,6 +32,15 @@ def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
                         f"viewed as a tensor: {error}") from error
 
 
+def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+    """All as torch tensors, and what a result becomes: torch's among other arrays decide, as they may
+    need a gradient."""
+    found = {name: to_torch(a, op, name) if is_foreign(a) else (a, None) for name, a in arrays.items()}
+    restore = next(back for _, back in found.values() if back is not None)
+    has_torch = any(isinstance(a, torch.Tensor) for a in arrays.values())
+    return [a for a, _ in found.values()], (lambda result: result) if has_torch else restore
+
+
 class _Writeable:
     """Read-only memory shown as writeable: torch warns about the former, and we never write to inputs."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fusionrt import dispatch, layout, random, rehearsal
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_watched, record
 from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
@@ -166,15 +166,8 @@ class Operator:
         return self.launch(resolved, *args[n:])
 
     def _call_foreign(self, args: Args) -> Any:
-        converted, restore = [], None
-        for name, a in zip(self.params, args, strict=True):
-            if is_foreign(a):
-                a, back = to_torch(a, self.name, name)
-                restore = restore or back
-            converted.append(a)
-        out = self(*converted)
-        if restore is None or any(isinstance(a, torch.Tensor) for a in args):
-            return out  # among other arrays torch's tensors decide: they may need a gradient
+        tensors, restore = converted(self.name, dict(zip(self.params, args, strict=True)))
+        out = self(*tensors)
         return tuple(map(restore, out)) if isinstance(out, tuple) else restore(out)
 
     # -- checks ----------------------------------------------------------------------------------

@@ -26,6 +26,16 @@ class Gradient(NamedTuple):
     backward: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 
 
+def no_second_derivatives(op: str) -> Gradient:
+    """Of an op's backward pass that has no derivatives."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(f"{op}: no second derivatives; differentiate fusionrt.{op}.reference "
+                                  "instead")
+
+    return Gradient(lambda args, out: (), refuse)
+
+
 class StructuredOp:
     """`schema` is torch.library's; `run` computes the op on CUDA, CPU and meta tensors alike, `fake` only
     allocates its results; arguments are passed by position.

@@ -12,8 +12,7 @@
 //                             and grad: BN, of gradients: 16); slopes, logarithms, totals: sums of grad out;
 //                             heads, group, tiles: of keys, padded, slopes_batch, left, right, offset, queries,
 //                             keys, scale, inner, cap, near; plain_scale: of scores
-//   multiply_rows(sums, a, b, add)     64 × BN products of 16, both in shared memory
-//   multiply_across(sums, a, b)        64 × D, a in registers, b across
+//   Tiles, Across             as attention_sm90.cuh says, of BN and of D columns
 
 constexpr int GROUPS = 2, BM = 64 * GROUPS;
 constexpr unsigned K_BYTES = BM * D * 2, TILE_BYTES = BN * D * 2, NUMBERS_BYTES = BN * 4;
@@ -34,21 +33,20 @@ __device__ __forceinline__ const float* numbers_of(const QueryRing& queries) {
     return reinterpret_cast<const float*>(queries.tile() + 2 * TILE_BYTES);
 }
 
-struct Place { int row; Head key; Range tiles; };  // of queries
+struct KeyPlace { int row; Head key; Range tiles; };  // of queries
 
-__device__ __forceinline__ Place place(const Params& p) {
+__device__ __forceinline__ KeyPlace place_of(const Params& p) {
     const int kv_heads = p.heads / p.group, number = blockIdx.x / p.tiles, row = blockIdx.x % p.tiles * BM;
-    const Band band = {p.left, p.right, p.offset, p.queries, p.keys};
-    return {row, {number % kv_heads, number / kv_heads}, tiles_of_queries<BM, BN>(band, row)};
+    return {row, {number % kv_heads, number / kv_heads}, tiles_of_queries<BM, BN>(band_of(p), row)};
 }
 // The n-th step of a block's walk.
 struct Step { Head query; int row; };
-__device__ __forceinline__ Step step_of(const Params& p, const Place& at, int n) {
+__device__ __forceinline__ Step step_of(const Params& p, const KeyPlace& at, int n) {
     const int count = at.tiles.last - at.tiles.first;
     return {{at.key.head * p.group + n / count, at.key.batch}, (at.tiles.first + n % count) * BN};
 }
 
-__device__ __forceinline__ void load(const Params& p, const Place& at) {
+__device__ __forceinline__ void load(const Params& p, const KeyPlace& at) {
     expect(barriers(), 2 * K_BYTES);
     load_panels<D, BM>(memory, &p.k, at.row, at.key, barriers());
     load_panels<D, BM>(values_memory(), &p.v, at.row, at.key, barriers());
@@ -134,29 +132,7 @@ __device__ __forceinline__ void differentiate(const Rows& rows, const float* tot
     }
 }
 
-// a: 64 rows of a tile of BM; b: a tile of BN rows.
-__device__ __forceinline__ void order(const unsigned char* a, const unsigned char* b, Scores& s) {
-    const unsigned long long first = describe(a), second = describe(b);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-        multiply_rows(s, first + (i / 4 * BM * 128 + i % 4 * 32 >> 4), second + (i / 4 * BN * 128 + i % 4 * 32 >> 4),
-                      i > 0);
-    commit_products();
-}
-
-__device__ __forceinline__ void order_across(const Pairs& a, const unsigned char* b, Sums& sums) {
-    const unsigned long long second = describe_across(b, BN * 128);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < BN / 16; ++i) {
-        const unsigned part[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
-        multiply_across(sums, part, second + (i * 16 * 128 >> 4));
-    }
-    commit_products();
-}
-
-__device__ __forceinline__ void walk(const Params& p, const Place& at, unsigned group, unsigned lane, const Rows& rows,
+__device__ __forceinline__ void walk(const Params& p, const KeyPlace& at, unsigned group, unsigned lane, const Rows& rows,
                                      Sums& grad_k, Sums& grad_v) {
     const unsigned char *k = memory + group * 64 * 128, *v = values_memory() + group * 64 * 128;
     const int steps = (at.tiles.last - at.tiles.first) * p.group;
@@ -170,24 +146,25 @@ __device__ __forceinline__ void walk(const Params& p, const Place& at, unsigned 
                                           : p.slopes[step.query.batch * p.slopes_batch + step.query.head] * LOG2_E;
         const float* numbers = numbers_of(queries);
         await(queries.full(), queries.parity);
-        order(k, queries.tile(), s);
-        order(v, queries.tile() + TILE_BYTES, grads);
+        order_tiles<value_t, D, BM, BN>(k, queries.tile(), s);
+        order_tiles<value_t, D, BM, BN>(v, queries.tile() + TILE_BYTES, grads);
         wait_for_products<1>();
         hold(s);
         weigh(p, rows, slope, step.row, numbers, s, weights);
-        order_across(weights, queries.tile() + TILE_BYTES, grad_v);
+        order_across<value_t, D, BN>(weights, queries.tile() + TILE_BYTES, grad_v);
         wait_for_products<1>();
         hold(grads);
         differentiate(rows, numbers + BN, s, grads);
         pack<value_t>(grads, of_scores);
-        order_across(of_scores, queries.tile(), grad_k);
+        order_across<value_t, D, BN>(of_scores, queries.tile(), grad_k);
         wait_for_products<0>();
         hold(grad_k), hold(grad_v);
+        __syncwarp();  // all lanes have read their numbers
         release(queries.empty(), lane);
     }
 }
 
-__device__ __forceinline__ void compute(const Params& p, const Place& at, unsigned group) {
+__device__ __forceinline__ void compute(const Params& p, const KeyPlace& at, unsigned group) {
     const unsigned lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16;
     const int first = at.row + group * 64;
     const Rows rows = {first, at.row + static_cast<int>(row + lane / 4), static_cast<int>(lane % 4 * 2)};
@@ -210,14 +187,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) attention_keys_sm90(const
         barriers_are_made();
     }
     __syncthreads();
-    const Place at = place(p);
-    const unsigned group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one number for a warp
-    if (group == GROUPS) {
-        give_registers<24>();
-        if (threadIdx.x % 128 == 0) load(p, at);
-        __syncwarp();
-    } else {
-        take_registers<240>();
-        compute(p, at, group);
-    }
+    const KeyPlace at = place_of(p);
+    divide_block<GROUPS>([&] { load(p, at); }, [&](unsigned group) { compute(p, at, group); });
 }

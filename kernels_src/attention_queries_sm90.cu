@@ -8,8 +8,7 @@
 //                             of k and v: BN, of grad_q: 16); slopes, logarithms, totals: sums of grad out;
 //                             heads, group, tiles, padded, slopes_batch, left, right, offset, queries, keys,
 //                             scale, inner, cap, near; plain_scale: of scores
-//   multiply_keys(sums, a, b, add)     64 × BN products of 16, both in shared memory
-//   multiply_values(sums, a, b)        64 × D, a in registers, b across
+//   Tiles, Across             as attention_sm90.cuh says, of BN and of D columns
 
 constexpr int BM = 64 * GROUPS;
 constexpr unsigned Q_BYTES = BM * D * 2, TILE_BYTES = BN * D * 2;
@@ -24,15 +23,6 @@ __device__ __forceinline__ Barrier* barriers() {
     return reinterpret_cast<Barrier*>(memory + 2 * Q_BYTES + 2 * STAGES * TILE_BYTES);
 }
 __device__ __forceinline__ KeyRing ring() { return {memory + 2 * Q_BYTES, barriers() + 2}; }
-
-struct Place { int row; Head query, key; Range tiles; };
-
-__device__ __forceinline__ Place place(const Params& p) {
-    const int number = blockIdx.x / p.tiles, head = number % p.heads, batch = number / p.heads;
-    const int row = (p.tiles - 1 - blockIdx.x % p.tiles) * BM;
-    const Band band = {p.left, p.right, p.offset, p.queries, p.keys};
-    return {row, {head, batch}, {head / p.group, batch}, tiles_of_keys<BM, BN>(band, row)};
-}
 
 __device__ __forceinline__ void load(const Params& p, const Place& at) {
     load_tile<D, BM>(memory, &p.q, at.row, at.query, barriers());
@@ -70,10 +60,6 @@ __device__ __forceinline__ Rows rows_of(const Params& p, const Place& at, int ro
     return rows;
 }
 
-__device__ __forceinline__ bool has_edge(const Params& p, int first, int key) {
-    return key + BN > p.keys || key + BN - 1 > first + p.right || key < first + 63 - p.left;
-}
-
 // Products q k^T to weights times the derivatives of scores; see `score` in attention_sm90.cu.
 template <bool NEAR> __device__ __forceinline__ void weigh(const Scoring& scoring, const Rows& rows, int key,
                                                            Scores& s) {
@@ -96,24 +82,7 @@ __device__ __forceinline__ void weigh(const Params& p, const Rows& rows, int fir
     const Scoring scoring = {p.scale, p.inner, p.cap, p.near};
     if (SOFTCAP && are_near(scoring, s)) weigh<true>(scoring, rows, key, s);
     else weigh<false>(scoring, rows, key, s);
-    if (has_edge(p, first, key)) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int from = key + rows.column, position = rows.position + 8 * r;
-            exclude(s, r, position - p.left - from, min(position + p.right, p.keys - 1) - from, 0);
-        }
-    }
-}
-
-// a: 64 rows of a tile of BM; b: a tile of BN rows.
-__device__ __forceinline__ void order(const unsigned char* a, const unsigned char* b, Scores& s) {
-    const unsigned long long first = describe(a), second = describe(b);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-        multiply_keys(s, first + (i / 4 * BM * 128 + i % 4 * 32 >> 4), second + (i / 4 * BN * 128 + i % 4 * 32 >> 4),
-                      i > 0);
-    commit_products();
+    if (has_edge<BN>(p, first, key)) mask(p, rows.position, key + rows.column, 0, s);
 }
 
 __device__ __forceinline__ void compute(const Params& p, const Place& at, unsigned group) {
@@ -131,8 +100,8 @@ __device__ __forceinline__ void compute(const Params& p, const Place& at, unsign
     await(barriers() + 1, 0);
     for (int tile = at.tiles.last - 1; tile >= at.tiles.first; --tile) {
         await(keys.full(), keys.parity);
-        order(q, keys.tile(), s);
-        order(grad, keys.tile() + TILE_BYTES, of_scores);
+        order_tiles<value_t, D, BM, BN>(q, keys.tile(), s);
+        order_tiles<value_t, D, BM, BN>(grad, keys.tile() + TILE_BYTES, of_scores);
         wait_for_products<1>();
         hold(s);
         weigh(p, rows, first, tile * BN, s);
@@ -141,14 +110,7 @@ __device__ __forceinline__ void compute(const Params& p, const Place& at, unsign
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) of_scores[i] = s[i] * (of_scores[i] - rows.total[i / 2 % 2]);
         pack<value_t>(of_scores, pairs);
-        const unsigned long long k = describe_across(keys.tile(), BN * 128);
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < BN / 16; ++i) {
-            const unsigned part[4] = {pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]};
-            multiply_values(sums, part, k + (i * 16 * 128 >> 4));
-        }
-        commit_products();
+        order_across<value_t, D, BN>(pairs, keys.tile(), sums);
         wait_for_products<0>();
         hold(sums);
         release(keys.empty(), lane);
@@ -167,14 +129,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) attention_queries_sm90(co
         barriers_are_made();
     }
     __syncthreads();
-    const Place at = place(p);
-    const unsigned group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one number for a warp
-    if (group == GROUPS) {
-        give_registers<24>();
-        if (threadIdx.x % 128 == 0) load(p, at);
-        __syncwarp();
-    } else {
-        take_registers<GROUPS == 2 ? 240 : 160>();
-        compute(p, at, group);
-    }
+    const Place at = place_of<BM, BN>(p);
+    divide_block<GROUPS>([&] { load(p, at); }, [&](unsigned group) { compute(p, at, group); });
 }

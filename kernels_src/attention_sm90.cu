@@ -14,8 +14,7 @@
 //                             tiles: of queries; padded: rows of logarithms; slopes_batch: their stride;
 //                             left, right, offset, queries, keys: see Band; scale, inner, cap, near: see
 //                             Scoring
-//   multiply_keys(sums, a, b, add)     64 × BN products of 16, both in shared memory
-//   multiply_values(sums, a, b)        64 × D, a in registers, b across
+//   Tiles, Across             as attention_sm90.cuh says, of BN and of D columns
 
 constexpr int BM = 64 * GROUPS;
 constexpr unsigned Q_BYTES = BM * D * 2, TILE_BYTES = BN * D * 2;
@@ -31,16 +30,6 @@ __device__ __forceinline__ Barrier* barriers() {
 __device__ __forceinline__ KeyRing ring_of_keys() { return {memory + Q_BYTES, barriers() + 1}; }
 __device__ __forceinline__ KeyRing ring_of_values() {
     return {memory + Q_BYTES + STAGES * TILE_BYTES, barriers() + 1 + 2 * STAGES};
-}
-
-struct Place { int row; Head query, key; Range tiles; };
-
-// Of a block: the last queries, which have most keys if only those on their left count, first.
-__device__ __forceinline__ Place place(const Params& p) {
-    const int number = blockIdx.x / p.tiles, head = number % p.heads, batch = number / p.heads;
-    const int row = (p.tiles - 1 - blockIdx.x % p.tiles) * BM;
-    const Band band = {p.left, p.right, p.offset, p.queries, p.keys};
-    return {row, {head, batch}, {head / p.group, batch}, tiles_of_keys<BM, BN>(band, row)};
 }
 
 __device__ __forceinline__ void load(const Params& p, const Place& at) {
@@ -79,22 +68,9 @@ template <bool NEAR> __device__ __forceinline__ void score(const Scoring& scorin
     }
 }
 
-__device__ __forceinline__ void mask(const Params& p, const Rows& rows, int key, Scores& s) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int from = key + rows.column, position = rows.position + 8 * r;
-        exclude(s, r, position - p.left - from, min(position + p.right, p.keys - 1) - from, -infinite());
-    }
-}
-
 __device__ __forceinline__ Scoring scoring_of(const Params& p) { return {p.scale, p.inner, p.cap, p.near}; }
 __device__ __forceinline__ float scale_of(const Params& p) {  // of what `score` makes
     return ALIBI == NONE ? factor<SOFTCAP>(scoring_of(p)) : 1.0f;
-}
-
-// Whether a query of this warpgroup does not attend to a key of the tile.
-__device__ __forceinline__ bool has_edge(const Params& p, int first, int key) {
-    return key + BN > p.keys || key + BN - 1 > first + p.right || key < first + 63 - p.left;
 }
 
 __device__ __forceinline__ float over_quad_max(float x) {
@@ -135,26 +111,6 @@ __device__ __forceinline__ void exponentials(const Params& p, Rows& rows, Scores
 
 // ---------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void order_scores(unsigned group, const KeyRing& keys, Scores& s) {
-    const unsigned long long q = describe(memory + group * 64 * 128), k = describe(keys.tile());
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-        multiply_keys(s, q + (i / 4 * BM * 128 + i % 4 * 32 >> 4), k + (i / 4 * BN * 128 + i % 4 * 32 >> 4), i > 0);
-    commit_products();
-}
-
-__device__ __forceinline__ void order_out(const KeyRing& values, const Weights& weights, Out& out) {
-    const unsigned long long v = describe_across(values.tile(), BN * 128);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < BN / 16; ++i) {
-        const unsigned part[4] = {weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3]};
-        multiply_values(out, part, v + (i * 16 * 128 >> 4));
-    }
-    commit_products();
-}
-
 __device__ __forceinline__ void await_turn(unsigned group) {
     asm volatile("bar.sync %0, 256;" :: "r"(1 + group) : "memory");
 }
@@ -166,7 +122,7 @@ __device__ __forceinline__ void weigh(const Params& p, Rows& rows, int first, in
     const Scoring scoring = scoring_of(p);
     if (SOFTCAP && are_near(scoring, s)) score<true>(scoring, rows, key, s);
     else score<false>(scoring, rows, key, s);
-    if (has_edge(p, first, key)) mask(p, rows, key, s);
+    if (has_edge<BN>(p, first, key)) mask(p, rows.position, key + rows.column, -infinite(), s);
     exponentials(p, rows, s, factors);
 }
 
@@ -177,9 +133,10 @@ __device__ __forceinline__ void attend(const Params& p, const Place& at, unsigne
     Weights weights;
     float factors[2];
     const int first = at.row + group * 64 + p.offset;
+    const unsigned char* q = memory + group * 64 * 128;
     await(barriers(), 0);
     await(keys.full(), 0);
-    order_scores(group, keys, s);
+    order_tiles<value_t, D, BM, BN>(q, keys.tile(), s);
     wait_for_products<0>();
     hold(s);
     release(keys.empty(), lane);
@@ -189,9 +146,9 @@ __device__ __forceinline__ void attend(const Params& p, const Place& at, unsigne
     for (int tile = at.tiles.last - 2; tile >= at.tiles.first; --tile) {
         await(keys.full(), keys.parity);
         if (group > 0 || tile < at.tiles.last - 2) await_turn(group);
-        order_scores(group, keys, s);
+        order_tiles<value_t, D, BM, BN>(q, keys.tile(), s);
         await(values.full(), values.parity);
-        order_out(values, weights, out);
+        order_across<value_t, D, BN>(weights, values.tile(), out);
         if (group + 1 < GROUPS || tile > at.tiles.first) give_turn(group + 1 < GROUPS ? group + 1 : 0);
         wait_for_products<1>();
         hold(s);
@@ -212,7 +169,7 @@ __device__ __forceinline__ void attend(const Params& p, const Place& at, unsigne
         pack<value_t>(s, weights);
     }
     await(values.full(), values.parity);
-    order_out(values, weights, out);
+    order_across<value_t, D, BN>(weights, values.tile(), out);
     wait_for_products<0>();
     hold(out);
 }
@@ -262,17 +219,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) attention_sm90(const __gr
         barriers_are_made();
     }
     __syncthreads();
-    const Place at = place(p);
-    const unsigned group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one number for a warp
-    if (group == GROUPS) {
-        give_registers<24>();
-        if (threadIdx.x % 128 == 0) {
+    const Place at = place_of<BM, BN>(p);
+    divide_block<GROUPS>([&] { 
             prefetch_map(&p.q), prefetch_map(&p.k), prefetch_map(&p.v), prefetch_map(&p.out);
             load(p, at);
-        }
-        __syncwarp();
-    } else {
-        take_registers<GROUPS == 2 ? 240 : 160>();
-        compute(p, at, group);
-    }
+         }, [&](unsigned group) { compute(p, at, group); });
 }

@@ -40,6 +40,36 @@ __device__ __forceinline__ unsigned long long describe_across(const void* shared
     return (static_cast<unsigned long long>(1) << 62) | (static_cast<unsigned long long>(1024 >> 4) << 32)
            | (static_cast<unsigned long long>(panel_bytes >> 4) << 16) | ((shared_address(shared) & 0x3ffff) >> 4);
 }
+
+// 64 × N products of 16 of T, whose instructions name each of their registers: the prologue defines
+//   Tiles<T, N>::multiply(sums, a, b, add)    both in shared memory
+//   Across<T, N>::multiply(sums, a, b)        a in registers, b across; adds
+template <typename T, int N> struct Tiles;
+template <typename T, int N> struct Across;
+
+// Orders s = a b^T. a: 64 rows of a tile of ROWS; b: a tile of N rows; D columns.
+template <typename T, int D, int ROWS, int N> __device__ __forceinline__ void order_tiles(
+    const unsigned char* a, const unsigned char* b, float (&s)[N / 2]) {
+    const unsigned long long first = describe(a), second = describe(b);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+        Tiles<T, N>::multiply(s, first + (i / 4 * ROWS * 128 + i % 4 * 32 >> 4),
+                              second + (i / 4 * N * 128 + i % 4 * 32 >> 4), i > 0);
+    commit_products();
+}
+// Orders sums += a b. a: 64 × N; b: a tile of N rows of D columns.
+template <typename T, int D, int N> __device__ __forceinline__ void order_across(
+    const unsigned (&a)[N / 4], const unsigned char* b, float (&sums)[D / 2]) {
+    const unsigned long long second = describe_across(b, N * 128);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < N / 16; ++i) {
+        const unsigned part[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
+        Across<T, D>::multiply(sums, part, second + (i * 16 * 128 >> 4));
+    }
+    commit_products();
+}
 // No use of a register may move up to before a wait that stands in front of this.
 template <int N> __device__ __forceinline__ void hold(float (&values)[N]) {
 #pragma unroll
@@ -77,6 +107,25 @@ template <int ROWS, int TILE> __device__ __forceinline__ Range tiles_of_queries(
     const int low = max(row - b.offset - b.right, 0);
     const int high = min(min(row + ROWS, b.keys) - b.offset + b.left, b.queries);
     return {low / TILE, high > low ? (high + TILE - 1) / TILE : low / TILE};
+}
+
+template <typename Params> __device__ __forceinline__ Band band_of(const Params& p) {
+    return {p.left, p.right, p.offset, p.queries, p.keys};
+}
+
+// Whether one of 64 queries, the first of which has the position `first`, does not attend to a key of a tile.
+template <int TILE, typename Params> __device__ __forceinline__ bool has_edge(const Params& p, int first, int key) {
+    return key + TILE > p.keys || key + TILE - 1 > first + p.right || key < first + 63 - p.left;
+}
+
+// What a block has: ROWS queries of a head, and the tiles of keys that they attend to.
+struct Place { int row; Head query, key; Range tiles; };
+
+// The last queries, which have most keys if only those on their left count, come first.
+template <int ROWS, int TILE, typename Params> __device__ __forceinline__ Place place_of(const Params& p) {
+    const int number = blockIdx.x / p.tiles, head = number % p.heads, batch = number / p.heads;
+    const int row = (p.tiles - 1 - blockIdx.x % p.tiles) * ROWS;
+    return {row, {head, batch}, {head / p.group, batch}, tiles_of_keys<ROWS, TILE>(band_of(p), row)};
 }
 
 // A score, in units of log2, is scale product or cap tanh(inner product), and then -slope |distance|.
@@ -125,6 +174,15 @@ template <int N> __device__ __forceinline__ void exclude(unsigned (&pairs)[N], i
         if (8 * i + 1 < low || 8 * i + 1 > high) pairs[2 * i + r] &= 0xffffu;
     }
 }
+// Keys, those of a tile from `key` on, that a thread's queries do not attend to: `value` in their place.
+template <typename Params, int N> __device__ __forceinline__ void mask(const Params& p, int position, int key,
+                                                                       float value, float (&s)[N]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int at = position + 8 * r;
+        exclude(s, r, at - p.left - key, min(at + p.right, p.keys - 1) - key, value);
+    }
+}
 // As the first factor of another product.
 template <typename T, int N> __device__ __forceinline__ void pack(const float (&values)[N], unsigned (&pairs)[N / 2]) {
 #pragma unroll
@@ -134,6 +192,20 @@ template <typename T, int N> __device__ __forceinline__ void pack(const float (&
 __device__ __forceinline__ void release(Barrier* empty, unsigned lane) {
     if (lane == 0) arrive(empty);
 }
+// One thread of the last warpgroup fills rings, the others compute.
+template <int GROUPS, typename Load, typename Compute> __device__ __forceinline__ void divide_block(
+    const Load& load, const Compute& compute) {
+    const unsigned group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one number for a warp
+    if (group == GROUPS) {
+        give_registers<24>();
+        if (threadIdx.x % 128 == 0) load();
+        __syncwarp();
+    } else {
+        take_registers<GROUPS == 2 ? 240 : 160>();
+        compute(group);
+    }
+}
+
 // The threads of one warpgroup; barriers from 1 on.
 __device__ __forceinline__ void sync_group(unsigned barrier) {
     asm volatile("bar.sync %0, 128;" :: "r"(barrier) : "memory");

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import array, op
+from fusionrt import array
 
 
 class Held:
@@ -50,12 +50,12 @@ def seen(monkeypatch):
     """The tensors that arrays became."""
     tensors = []
 
-    def spy(*args):
-        tensor, restore = array.to_torch(*args)
+    def spy(*args, to_torch=array.to_torch):
+        tensor, restore = to_torch(*args)
         tensors.append(tensor)
         return tensor, restore
 
-    monkeypatch.setattr(op, "to_torch", spy)
+    monkeypatch.setattr(array, "to_torch", spy)
     return tensors
 
 

@@ -6,74 +6,18 @@ import threading
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_as_accurate, captured, wide
+from attention_cases import DIM, heads, same
+from checking import BF16, F16, F32, F64, captured
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt.bench import memory
 from fusionrt.ops import attention_chunks as chunks
 from fusionrt.ops import attention_path as path
 from fusionrt.ops.attention_masked import prepared
 
 INF = math.inf
-DIM = 32
 HALF_KEPT = 0.25  # a probability that cuDNN has as well
-
-
-def heads(*lengths, n=4, batch=2, dim=DIM, dtype=F32, device="cpu"):
-    """(batch, n, length, dim) for each length."""
-    return [torch.randn(batch, n, length, dim, dtype=F64).to(device, dtype) for length in lengths]
-
-
-def evaluated(function, args, grad_output, **options):
-    args = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
-    leaves = [a for a in args if a.requires_grad]
-    out = function(*args, **options)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_output.to(out.dtype))
-
-
-def same(q, k, v, *, function=frt.attention, mask=None, **options):
-    """As accurate as the formula, result and gradients of q, k, v and a mask that is added."""
-    graded = mask is not None and mask.is_floating_point()
-    fixed = options if graded or mask is None else {**options, "mask": mask}
-    operands = (q, k, v, *([mask] if graded else []))
-
-    def call(of):
-        return lambda q, k, v, mask=None, **more: of(q, k, v, **({"mask": mask} if graded else {}), **more)
-
-    with torch.no_grad():
-        shape = call(function.reference)(*operands, **fixed).shape
-    grad = torch.randn(shape, dtype=F64, device=q.device)
-    found = evaluated(call(function), operands, grad.to(q.dtype), **fixed)
-    theirs = evaluated(call(function.reference), operands, grad.to(q.dtype), **fixed)
-    exact = evaluated(call(function.reference), [wide(t) for t in operands], grad.to(q.dtype).double(),
-                      **{name: wide(value) for name, value in fixed.items()})
-    # Of a score's gradient two terms cancel, each of which is a product of rows of the gradient and of v.
-    of_scores = grad.norm(dim=-1).max() * v.double().norm(dim=-1).max() * q.shape[-1] ** -0.5
-    if q.is_cuda and q.dtype == F32 and function is frt.attention and options.keys() <= {"causal", "scale"}:
-        theirs = [*worse(theirs, evaluated(call(sdpa), operands, grad.to(q.dtype), **fixed), exact)]
-    lost = 2.0**-48 if q.dtype == F64 else 2.0**-22
-    for ours, torchs, truth, other in zip(found, theirs, exact, (v, k, q, v, v), strict=False):
-        terms = max(truth.abs().max(), of_scores * other.double().abs().max())
-        assert_as_accurate(ours, torchs, truth, extra=terms.item() * lost)
-    return found
-
-
-def sdpa(q, k, v, mask=None, causal=False, scale=None):
-    """torch's fused kernels: of float32 their products are of three parts of fewer bits."""
-    if causal and mask is not None:  # torch takes one of both
-        diagonal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        mask = mask & diagonal if mask.dtype == torch.bool else mask.masked_fill(~diagonal, -INF)
-        causal = False
-    q, k, v = (t.contiguous() for t in (q, k, v))  # a kernel refuses rows at odd addresses
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
-
-
-def worse(formula, kernel, exact):
-    for a, b, truth in zip(formula, kernel, exact, strict=True):
-        first, second = ((t.double() - truth).abs().nan_to_num().max() for t in (a, b))
-        yield a if first > second else b
 
 
 # --- against the formula
@@ -294,73 +238,6 @@ def test_everything_is_dropped(device):
     assert not frt.attention(q, k, v, dropout_p=1.0, softcap=1.0).any()
 
 
-# --- heads side by side, parts, CPU
-
-
-def test_multihead(device):
-    q, k, v = (torch.randn(2, n, 64, device=device) for n in (40, 30, 30))
-    same(q, k, v, function=in_heads(4), causal=True)
-    same(q, k, v, function=in_heads(4), mask=torch.rand(4, 40, 30, device=device) < 0.7)
-    same(q, k[..., :32], v[..., :32], function=in_heads(4), enable_gqa=True, window=6)
-    for options in ({"causal": True}, {"softcap": 2.0}):
-        out = frt.multihead_attention(q, q, q, 4, **options)
-        assert out.is_contiguous() and out._base is not None, "merging the heads is a view"
-
-
-def in_heads(n):
-    def function(q, k, v, **options):
-        return frt.multihead_attention(q, k, v, n, **options)
-
-    function.reference = lambda q, k, v, **options: frt.multihead_attention.reference(q, k, v, n, **options)
-    return function
-
-
-@pytest.mark.parametrize("shape", [(33, 16), (3, 33, 16), (2, 3, 33, 16)], ids=str)
-def test_parts(shape, device):
-    q, k, v = (torch.randn(*shape[:-2], n, 16, device=device, dtype=F64) for n in (33, 21, 21))
-    passed = torch.rand(33, 21, device=device) < 0.6
-    assert_close(frt.attention_score(q, k), q @ k.mT / 4)
-    assert_close(frt.attention_score(q, k, 2.0), q @ k.mT * 2)
-    weights = frt.attention_score_softmax(q, k, 0.3, passed)
-    assert_close(weights, frt.attention_score_softmax.reference(q, k, 0.3, passed))
-    assert_close(frt.attention_apply(weights, v), weights @ v)
-    assert torch.autograd.gradcheck(lambda q, k: frt.attention_score(q, k), (
-        q[..., :2, :3].requires_grad_(), k[..., :2, :3].requires_grad_()))
-
-
-def test_on_a_cpu():
-    q, k, v = heads(90, 70, 70)
-    mask = (torch.rand(2, 1, 90, 70) < 0.7).int()
-    mask[:, :, 3] = 0
-    same(q, k, v, function=frt.cpu_fused_attention)
-    whole = frt.cpu_fused_attention(q, k, v, mask)
-    assert not whole[:, :, 3].any()
-    for chunk_size in (7, 64):
-        assert_close(frt.optimized_cpu_attention(q, k, v, chunk_size, mask), whole)
-    grad = torch.randn_like(whole)
-    assert_close(*(evaluated(f, (q, k, v), grad, mask=mask)
-                   for f in (frt.cpu_fused_attention, frt.optimized_cpu_attention)))
-    assert_close(whole, frt.cpu_fused_attention.reference(q, k, v, mask))
-
-
-def test_memory_of_a_chunk():
-    q, k, v = (t.requires_grad_() for t in heads(1024, 1024, 1024, n=2, dim=8, batch=1))
-    scores, chunk = 2 * 1024 * 1024 * 4, 2 * 64 * 1024 * 4  # bytes
-
-    def peak(function, *more, backward=False):
-        def call():
-            out = function(q, k, v, *more)
-            return torch.autograd.grad(out.sum(), (q, k, v)) if backward else out
-
-        call()
-        return memory.measure(call, q.device).peak
-
-    operands = 10 * q.nbytes
-    assert scores < peak(frt.cpu_fused_attention) < 2 * scores
-    assert peak(frt.optimized_cpu_attention) < 2 * chunk + operands < scores / 2
-    assert peak(frt.optimized_cpu_attention, backward=True) < 4 * chunk + 2 * operands < scores / 2
-
-
 # --- torch's machinery
 
 
@@ -515,29 +392,6 @@ REFUSED = [
 def test_errors(args, options, error, text):
     with pytest.raises(error, match=text):
         frt.attention(*args, **options)
-
-
-def test_errors_of_others():
-    x = torch.ones(2, 5, 12)
-    for function, args, text in (
-            (frt.multihead_attention, (x, x, x, 5),
-             "multihead_attention: num_heads must divide the width of q, 12, got 5"),
-            (frt.multihead_attention, (x, x[..., :5], x, 4), "k must be whole heads of 3 columns"),
-            (frt.multihead_attention, (x, x, x[:, :2], 4), "multihead_attention: q, k and v must have"),
-            (frt.attention_score, (x, x[..., :5]), r"attention_score: q and k must have shapes \(..., S, D"),
-            (frt.attention_apply, (x, x[:, :2]), "attention_apply: weights and v must have shapes"),
-            (frt.optimized_cpu_attention, (Q, Q, Q, 0), "chunk_size must be at least 1, got 0")):
-        with pytest.raises(ValueError, match=text):
-            function(*args)
-    with pytest.raises(TypeError, match="attention_apply: v must be a tensor or an array, got int"):
-        frt.attention_apply(x, 3)
-
-
-@pytest.mark.gpu
-def test_cpu_functions_refuse_a_gpu():
-    q = torch.ones(1, 1, 2, 2, device="cuda")
-    with pytest.raises(TypeError, match="cpu_fused_attention: q must be a CPU tensor, got one on cuda:0"):
-        frt.cpu_fused_attention(q, q, q)
 
 
 # --- on a GPU

@@ -64,7 +64,7 @@ def _computed(n: Node) -> Any:
         with modes[0], torch.no_grad():
             found = (getattr(args[0], target)(*args[1:], **kwargs) if n.op == "call_method"
                      else target(*args, **kwargs))
-    except Exception:
+    except Exception:  # of any operator: a view that there is not of these strides, a dtype, a shape
         return None
     for new, old in zip(tensors(found), tensors(value(n)), strict=False):
         if old.requires_grad and new.is_floating_point():

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, repeated
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 

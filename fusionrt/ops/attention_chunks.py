@@ -21,7 +21,7 @@ from fusionrt.ops.attention_rows import Form, Values, gradients, weights
 from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import row_operator
-from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 
 Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)
@@ -326,11 +326,6 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     return *(x.new_empty(x.shape) for x in (q, k, v)), of_mask
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError("attention: no second derivatives; differentiate fusionrt.attention.reference "
-                              "instead")
-
-
 def _save(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
     return *args[:6], *out
 
@@ -347,7 +342,7 @@ _OPTIONS = "float scale, int left, int right, SymInt offset, float softcap, floa
 backward_op = StructuredOp(
     f"attention_chunks_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor most, Tensor factor, "
     f"bool[] needed, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)", _run_backward, _fake_backward,
-    Gradient(lambda args, out: (), _refuse))
+    no_second_derivatives("attention"))
 _op = StructuredOp(f"attention_chunks({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _run, _fake,
                    Gradient(_save, _backward))
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fusionrt.ops.attention_chunks import Options, totals_of
 from fusionrt.runtime import attention as kernels
 from fusionrt.runtime.attention import Scoring
-from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 
 Tensor = torch.Tensor
 
@@ -48,11 +48,6 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) ->
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError("attention: no second derivatives; differentiate fusionrt.attention.reference "
-                              "instead")
-
-
 def _save(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
     return *args[:4], *out
 
@@ -66,7 +61,7 @@ _SCORING = "float scale, int left, int right, SymInt offset, float softcap"
 _backward_op = StructuredOp(
     "attention_hopper_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, "
     f"Tensor logarithms, {_SCORING}) -> (Tensor, Tensor, Tensor)", _run_backward, _fake_backward,
-    Gradient(lambda args, out: (), _refuse))
+    no_second_derivatives("attention"))
 _op = StructuredOp(f"attention_hopper(Tensor q, Tensor k, Tensor v, Tensor? slopes, {_SCORING}) "
                    "-> (Tensor, Tensor)", _run, _fake, Gradient(_save, _backward))
 

@@ -20,7 +20,7 @@ from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.rowwise import row_max
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
-from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 
 Tensor = torch.Tensor
 ALIGNED = 16  # elements: of rows of what is added
@@ -127,11 +127,6 @@ def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor, 
     return tuple(found[:3])
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError("attention: no second derivatives; differentiate fusionrt.attention.reference "
-                              "instead")
-
-
 def _save(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
     return *args[:4], *out
 
@@ -145,7 +140,7 @@ _OPTIONS = "str way, bool causal, float dropout_p, float scale"
 _backward_op = StructuredOp(
     "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor added, Tensor out, "
     f"Tensor logarithms, Tensor seed, Tensor offset, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _run_backward,
-    _run_backward, Gradient(lambda args, out: (), _refuse))
+    _run_backward, no_second_derivatives("attention"))
 _op = StructuredOp(
     f"masked_attention(Tensor q, Tensor k, Tensor v, Tensor added, Tensor first, {_OPTIONS}, bool recorded) "
     "-> (Tensor, Tensor, Tensor, Tensor)", _run, _attend, Gradient(_save, _backward))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusionrt.activation import resolve
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import Make, public
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import group_norm
@@ -32,7 +32,6 @@ from fusionrt.ops.convolution_path import (
     with_activation,
     with_norm,
 )
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 
 IMAGES, CHANNELS = (32, 64, 56, 56), 64  # of the examples

@@ -15,14 +15,13 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.activation import Epilogue, activated, finishing, resolve
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.expr import Expr, rsqrt
 from fusionrt.op import FLOATS, PLAIN, Operator
 from fusionrt.ops import depthwise, folding
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import batch_norm
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import cast_as_autocast, recorded

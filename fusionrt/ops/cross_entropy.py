@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from fusionrt import deferred
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
@@ -294,15 +294,6 @@ def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Ten
         such = f" such as {target[(target != ignore_index) & ((target < 0) | (target >= n_classes))][0]}"
     return (f"{op}: target must be in [0, {n_classes}) or ignore_index ({ignore_index}), got {count} other "
             f"value{'s' * (count > 1)}{such}")
-
-
-def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """All as torch tensors, and what a result becomes: torch's among other arrays decide, as they may
-    need a gradient."""
-    found = {name: to_torch(a, op, name) if is_foreign(a) else (a, None) for name, a in arrays.items()}
-    restore = next(back for _, back in found.values() if back is not None)
-    has_torch = any(isinstance(a, torch.Tensor) for a in arrays.values())
-    return [a for a, _ in found.values()], (lambda result: result) if has_torch else restore
 
 
 def _example(make: Make) -> tuple[Any, ...]:

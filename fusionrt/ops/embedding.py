@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from fusionrt import indices, random
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, backward, is_watched, transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.library import Transformed
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding_kernels import (
     MOST_ROWS,

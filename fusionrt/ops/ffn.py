@@ -20,13 +20,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusionrt.activation import activated, finishing, resolve
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
 from fusionrt.op import Operator, seen_by_torch, unpack
 from fusionrt.ops import linear
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
 from fusionrt.ops.pointwise import is_tanh

@@ -21,13 +21,12 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.activation import finishing, resolve
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
 from fusionrt.expr import Expr
 from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.random import Rng

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.ops.cross_entropy import Call, check_classes, checked, converted, reducing, result_dtype
+from fusionrt.ops.cross_entropy import Call, check_classes, checked, reducing, result_dtype
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 
 CHUNK_BYTES = 1 << 29     # of logits, at most

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import DTYPES, check_angles, checked_dim, checked_positions, checked_tables
 from fusionrt.ops.rotary_kernels import Options as Rotary

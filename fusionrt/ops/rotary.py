@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from fusionrt import indices
-from fusionrt.array import is_foreign
+from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
-from fusionrt.ops.cross_entropy import converted
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp

@@ -163,34 +163,26 @@ _NUMBERS = [*(Field(f"int {name}", "i") for name in (
 def _forward(kind: Kind, tile: Tile) -> Kernel:
     fields = [*_map_fields("q", "k", "v", "out"), pointer("float32_t", "slopes"),
               pointer("float32_t", "logarithms", const=False), *_NUMBERS]
-    constants = [
-        *_constants(kind), f"constexpr int BN = {tile.keys}, GROUPS = {tile.groups}, STAGES = {tile.stages};",
-        *product("multiply_keys", kind.dtype, tile.keys),
-        *product("multiply_values", kind.dtype, kind.dim, in_registers=True, across=True)]
+    constants = [*_constants(kind, tile), f"constexpr int GROUPS = {tile.groups};"]
     return Kernel("attention", "attention_sm90", fields, constants, significant_bits=_BITS[kind.dtype],
                   block=128 * (tile.groups + 1))
 
 
 @functools.cache
 def _of_keys(kind: Kind, tile: Tile) -> Kernel:
-    return _backward("attention_keys_sm90", ("k", "v", "q", "grad", "grad_k", "grad_v"), kind, tile, [
-        f"constexpr int BN = {tile.keys}, STAGES = {tile.stages};",
-        *product("multiply_rows", kind.dtype, tile.keys),
-        *product("multiply_across", kind.dtype, kind.dim, in_registers=True, across=True)])
+    return _backward("attention_keys_sm90", ("k", "v", "q", "grad", "grad_k", "grad_v"), kind, tile, [])
 
 
 @functools.cache
 def _of_queries(kind: Kind, tile: Tile) -> Kernel:
-    return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), kind, tile, [
-        f"constexpr int BN = {tile.keys}, GROUPS = {tile.groups}, STAGES = {tile.stages};",
-        *product("multiply_keys", kind.dtype, tile.keys),
-        *product("multiply_values", kind.dtype, kind.dim, in_registers=True, across=True)])
+    return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), kind, tile,
+                     [f"constexpr int GROUPS = {tile.groups};"])
 
 
 def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constants: list[str]) -> Kernel:
     pointers = [pointer("float32_t", name) for name in ("slopes", "logarithms", "totals")]
     fields = [*_map_fields(*maps), *pointers, *_NUMBERS, Field("float plain_scale", "f")]
-    return Kernel("attention", stem, fields, [*_constants(kind), *constants],
+    return Kernel("attention", stem, fields, [*_constants(kind, tile), *constants],
                   significant_bits=_BITS[kind.dtype], block=128 * (tile.groups + 1))
 
 
@@ -198,29 +190,32 @@ def _map_fields(*names: str) -> list[Field]:
     return [Field(f"TensorMap {name}", TENSOR_MAP) for name in names]
 
 
-def _constants(kind: Kind) -> list[str]:
-    return [f"using value_t = {kind.dtype}_t;", f"constexpr int D = {kind.dim};",
+def _constants(kind: Kind, tile: Tile) -> list[str]:
+    return [f"using value_t = {kind.dtype}_t;",
+            f"constexpr int D = {kind.dim}, BN = {tile.keys}, STAGES = {tile.stages};",
             f"constexpr bool SOFTCAP = {str(kind.softcap).lower()};",
-            f"constexpr Alibi ALIBI = {kind.alibi};"]
+            f"constexpr Alibi ALIBI = {kind.alibi};",
+            *_product("Tiles", kind.dtype, tile.keys), *_product("Across", kind.dtype, kind.dim)]
 
 
-def product(name: str, dtype: str, n: int, in_registers: bool = False, across: bool = False) -> list[str]:
-    """64 × n products of 16: an instruction that names each of its registers. The first factor lies in shared
-    memory, or `in_registers`: these add to the sums. The second one is a tile, or lies `across` it."""
-    short, count = {"bfloat16": "bf16", "float16": "f16"}[dtype], n // 2
+def _product(of: str, dtype: str, n: int) -> list[str]:
+    """`Tiles` or `Across` of n columns, as attention_sm90.cuh declares them."""
+    across, count = of == "Across", n // 2
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    a = "const unsigned (&a)[4]" if in_registers else "unsigned long long a"
-    add = "" if in_registers else ", int add"
-    first = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else f"%{count}"
-    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if in_registers else '"l"(a)'
-    b = count + (4 if in_registers else 1)
-    added = "setp.eq.b32 add, 0, 0" if in_registers else f"setp.ne.b32 add, %{b + 1}, 0"
-    modes = f"1, 1, {int(across)}" if in_registers else f"1, 1, 0, {int(across)}"
+    a, add = ("const unsigned (&a)[4]", "") if across else ("unsigned long long a", ", int add")
+    first = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if across else f"%{count}"
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if across else '"l"(a)'
+    b = count + (4 if across else 1)
+    added = "setp.eq.b32 add, 0, 0" if across else f"setp.ne.b32 add, %{b + 1}, 0"
+    modes = "1, 1, 1" if across else "1, 1, 0, 0"
     return [
-        f"__device__ __forceinline__ void {name}(float (&sums)[{count}], {a}, unsigned long long b{add}) {{",
-        f'    asm volatile("{{\\n.reg .pred add;\\n{added};\\n"',
-        f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
-        f'                 "{first}, %{b}, add, {modes};\\n}}"',
-        f"                 : {operands}",
-        f'                 : {inputs}, "l"(b)' + ("" if in_registers else ', "r"(add)') + ");", "}"]
+        f"template <> struct {of}<value_t, {n}> {{",
+        f"    static __device__ __forceinline__ void multiply(float (&sums)[{count}], {a}, "
+        f"unsigned long long b{add}) {{",
+        f'        asm volatile("{{\\n.reg .pred add;\\n{added};\\n"',
+        f'                     "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
+        f'                     "{first}, %{b}, add, {modes};\\n}}"',
+        f"                     : {operands}",
+        f'                     : {inputs}, "l"(b)' + ("" if across else ', "r"(add)') + ");", "    }", "};"]
