@@ -10,14 +10,19 @@ output. MB: memory at the peak of a call, what CUDA graphs keep included. conver
 validating.
 
 --all: every model. --resume, --seconds: in pieces of a few minutes; so do --only, --precisions, --batches.
+--prepare: compiling is most of the time; what torch.compile keeps on disk is made for many rows at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import multiprocessing
+import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -60,15 +65,19 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32" if on_gpu else "1", help="default: %(default)s")
     parser.add_argument("--against", default="compile,reduce" if on_gpu else "",
                         help="besides eager; default: %(default)s")
+    parser.add_argument("--prepare", type=int, metavar="N", help="by so many processes")
     options = parser.parse_args()
     table = cells(NAMES if options.all else FEW, parser.get_default("precisions"),
                   parser.get_default("batches"))
     chosen = cells(script.names(options.only) or (NAMES if options.all else FEW), options.precisions,
                    options.batches)
     run = script.results(f"models-{kind()}", __doc__, options, chosen != table and not options.resume)
-    for cell in remaining(run, present(run, chosen[:2] if options.quick else chosen), options):
+    against = script.names(options.against)
+    prepare = functools.partial(compile_all, against=against, processes=options.prepare)
+    for cell in remaining(run, present(run, chosen[:2] if options.quick else chosen), options,
+                          prepare if options.prepare else None):
         try:
-            run.add(**cell, **measured(**cell, against=script.names(options.against)))
+            run.add(**cell, **measured(**cell, against=against))
         except Exception as error:
             run.add(**cell, error=why(error))
         release()
@@ -117,6 +126,23 @@ def made(name: str, precision: str, batch: int, device: str) -> tuple[nn.Module,
         return model.to(device, dtype), Inputs((torch.randn(batch, 3, 224, 224).to(device, dtype),))
     model = build(name, random_init=True).to(device, dtype)
     return model, example_inputs(name, model, batch, device)
+
+
+def compile_all(cells: Sequence[Row], against: Sequence[str], processes: int) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(functools.partial(compile_row, against=against), cells))
+
+
+@torch.no_grad()
+def compile_row(cell: Row, against: Sequence[str]) -> None:
+    try:
+        original, inputs = made(**cell, device="cuda" if kind() == "gpu" else "cpu")
+        for variant in against:
+            compiled(original, inputs, COMPILED[variant])()
+    except Exception:  # whatever it is, the row will say it
+        pass
+    release()
 
 
 # -- one row ---------------------------------------------------------------------------------------

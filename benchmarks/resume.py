@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fusionrt.bench.results import Results, Row, load
 
@@ -20,15 +20,18 @@ def add_resume(parser: argparse.ArgumentParser, seconds: float) -> None:
                         help="begin no row after that (default: %(default)s)")
 
 
-def remaining(run: Results, cells: Sequence[Row], options: argparse.Namespace) -> Iterator[Row]:
-    """The cells, each the settings of a row, that the file has no row of, until time is up. A row that
-    failed counts as none."""
-    start = time.perf_counter()
+def remaining(run: Results, cells: Sequence[Row], options: argparse.Namespace,
+              prepare: Callable[[Sequence[Row]], object] | None = None) -> Iterator[Row]:
+    """The cells, each the settings of a row, that the file has no row of, until time is up, which begins
+    after `prepare` has seen them. A row that failed counts as none."""
     if options.resume and run.path is not None and run.path.exists():
         for row in load(run.path)["rows"]:
             if "error" not in row:
                 run.add(**row)
     todo = [cell for cell in cells if not any(cell.items() <= row.items() for row in run.rows)]
+    if prepare is not None:
+        prepare(todo)
+    start = time.perf_counter()
     for done, cell in enumerate(todo):
         if time.perf_counter() - start > options.seconds:
             run.note(f"{len(todo) - done} rows are left: --resume goes on")

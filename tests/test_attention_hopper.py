@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
+from attention_cases import heads, same
 from checking import BF16, F16, captured
-from test_attention import heads, same
 
 import fusionrt as frt
 from fusionrt.ops import attention_path as path
