@@ -6,14 +6,16 @@ does (`is_compiling`), and sees one opaque functional op with a fake implementat
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusionrt import random
 from fusionrt.autograd import Dispatched, backward, forward_ad, restore, save, transforms_active
-from fusionrt.op import OPERATORS, Operator
+from fusionrt.op import OPERATORS, SCALAR, Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
 _overloads: dict[str, Any] = {}
@@ -117,7 +119,36 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
     torch.library.register_fake(f"fusionrt::{name}", fake, lib=_library)
     torch.library.register_autograd(f"fusionrt::{name}", backwards, setup_context=setup_context,
                                     lib=_library)
+    torch.library.register_vmap(f"fusionrt::{name}", functools.partial(_vmapped, op), lib=_library)
     return getattr(torch.ops.fusionrt, name).default
+
+
+def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """torch.vmap's rule: one call on tensors that have the batch in front, where that means the same."""
+    n = len(op.params)
+    args = tuple(a if dim is None else a.movedim(dim, 0) for a, dim in zip(args, in_dims, strict=True))
+    of_one = [a if dim is None else a.new_empty(a.shape[1:], device="meta")
+              for a, dim in zip(args, in_dims, strict=True)][:n]
+    shape = torch.broadcast_shapes(*(a.shape for a in of_one if isinstance(a, torch.Tensor)))
+
+    def widened(a: torch.Tensor, dim: int | None) -> torch.Tensor:
+        a = a.expand(info.batch_size, *a.shape) if dim is None else a
+        return a.reshape(info.batch_size, *[1] * (len(shape) + 1 - a.dim()), *a.shape[1:])
+
+    wide = [widened(a, dim) if isinstance(a, torch.Tensor) else a
+            for a, dim in zip(args[:n], in_dims, strict=False)]
+    elementwise = type(op) is Operator and SCALAR not in op.targets and not op.streams
+    if elementwise and op.output_dtypes(wide) == op.output_dtypes(of_one):
+        out = apply(op, wide, None)
+        shapes = op.output_shapes(of_one, shape)
+        if isinstance(out, tuple):
+            return tuple(o.reshape(info.batch_size, *s) for o, s in zip(out, shapes, strict=True)), (0,) * len(out)
+        return out.reshape(info.batch_size, *shapes[0]), 0
+    each = [overload(op, of_one)(*(a if dim is None else a[i] for a, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)]
+    if isinstance(each[0], tuple):
+        return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * len(each[0])
+    return torch.stack(each), 0
 
 
 def packed(rng: random.Rng, device: torch.device | None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 import fusionrt as frt
 from fusionrt import library, reference
+from fusionrt.op import Operator
 
 
 @frt.fuse
@@ -477,6 +478,30 @@ def test_func_transforms(device):
             (lambda f: func.vmap(func.vmap(func.grad(f), (None, 0)), (None, 0)), x[None])):
         ours, theirs = both(transform)
         assert_close(ours(bias, data), theirs(bias, data))
+
+
+def test_vmap_is_one_call(device, monkeypatch):
+    x, bias = torch.randn(6, 5, 8, device=device), torch.randn(8, device=device)
+    calls, launch = [], Operator.launch
+    monkeypatch.setattr(Operator, "launch", lambda op, *args: calls.append(op.name) or launch(op, *args))
+
+    def a_row(op):
+        return torch.func.grad(lambda bias, x: op(x, bias).square().sum())
+
+    assert_close(torch.func.vmap(a_row(frt.bias_gelu), (None, 0))(bias, x),
+                 torch.stack([a_row(reference.bias_gelu)(bias, row) for row in x]))
+    assert len(calls) == 2
+    assert_close(torch.vmap(frt.add_relu, (2, None), 1)(x, bias[:5]),
+                 torch.vmap(reference.add_relu, (2, None), 1)(x, bias[:5]))
+    assert len(calls) == 3
+
+
+def test_vmap_promotes_as_each_call_does(device):
+    x, scale = torch.randn(6, 5, 8, device=device).half(), torch.randn(6, device=device)
+    for op in (frt.mish_scale, reference.mish_scale):  # a tensor without dimensions does not widen another
+        each = torch.vmap(op)(x, scale)
+        assert each.dtype == torch.float16
+        assert torch.equal(each, torch.stack([op(a, b) for a, b in zip(x, scale, strict=True)]))
 
 
 def test_vmap_of_dropout(device):
