@@ -1,5 +1,5 @@
-// Ampere: copies into shared memory that pass no register, products of 16-bit matrices by a warp. On what came
-// before it these names exist, so that code which is never chosen there compiles.
+// Ampere: products of 16-bit matrices by a warp. On what came before it these names exist, so that code which is never
+// chosen there compiles.
 
 namespace fusionrt {
 
@@ -7,26 +7,12 @@ namespace fusionrt {
 template <typename T> __device__ __forceinline__ void keep(T& x) { asm volatile("" : "+r"(x)); }
 
 #if __CUDA_ARCH__ >= 800
-__device__ __forceinline__ unsigned shared_address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
 // A number that the compiler does not know: a zero that it knows it would make anew each time.
 __device__ __forceinline__ unsigned unknown(const void* shared) {
     unsigned x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(shared)));
     return x;
 }
-// 16 bytes, or as many zeros.
-__device__ __forceinline__ void copy_or_clear(unsigned shared, const void* global, bool copies) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared), "l"(global), "r"(copies ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last COUNT groups of this thread's copies are there.
-template <int COUNT> __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(COUNT) : "memory");
-}
-
 // d += a b for matrices of 16 x DEPTH and DEPTH x 8, DEPTH 8 or 16. Of lane 4 g + t: a[0] is row g, columns 2t and
 // 2t + 1, a[1] row g + 8, a[2] and a[3] columns 8 further; b[0] is rows 2t and 2t + 1 of column g, b[1] rows 8
 // further; d0, d1 are row g, columns 2t and 2t + 1, d2, d3 row g + 8.
@@ -54,10 +40,6 @@ __device__ __forceinline__ void multiply(bfloat16_t, float& d0, float& d1, float
 }
 #else
 __device__ __forceinline__ unsigned unknown(const void*) { return 0; }
-__device__ __forceinline__ unsigned shared_address(const void*) { return 0; }
-__device__ __forceinline__ void copy_or_clear(unsigned, const void*, bool) {}
-__device__ __forceinline__ void commit_copies() {}
-template <int COUNT> __device__ __forceinline__ void wait_for_copies() {}
 template <int DEPTH, typename T>
 __device__ __forceinline__ void multiply(T, float&, float&, float&, float&, const unsigned (&)[DEPTH / 4],
                                          const unsigned (&)[DEPTH / 8]) {}

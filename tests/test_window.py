@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrt.data import sliding_window
+from fusionrt.data import sliding_window, window_gpu
+from fusionrt.data.window_rows import Request, Rows
+from fusionrt.runtime import compiler
 
 OPS = ("sum", "mean", "min", "max", "var", "std")
 ops = pytest.mark.parametrize("op", OPS)
@@ -107,12 +109,37 @@ def test_long_windows_on_a_gpu(op, shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_long_windows_on_a_gpu_are_those_of_a_cpu(dtype):
+    """Which of equal elements an extreme is: there are few different ones."""
+    for shape, dim, window in (((2, 90_001), 1, 40_003), ((9001, 5), 0, 4000), ((3, 20_000), 1, 3001)):
+        x, found = torch.randint(-3, 4, shape).to(dtype), []
+        for device in ("cpu", "cuda"):
+            leaf = x.detach().clone().to(device).requires_grad_()
+            sliding_window(leaf, window, "max", dim=dim, padding="causal").sum().backward()
+            found.append(leaf.grad.cpu())
+        assert torch.equal(*found)
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_more_elements_than_32_bits_count():
     x = torch.full((2049, 2**20), 0.5, dtype=torch.bfloat16, device="cuda")
     x[-1, -3:] = 4
     assert sliding_window(x, 4, "sum")[-1, -4:].tolist() == [2.0, 5.5, 9.0, 12.5][:4]
     assert float(sliding_window(x, 4, "max")[-1, -1]) == 4.0
+
+
+@pytest.mark.parametrize(("op", "dtype", "inner", "window"), [
+    ("mean", torch.float32, 1, 64), ("std", torch.float32, 1, 8), ("max", torch.bfloat16, 1, 4096),
+    ("mean", torch.float32, 2048, 64), ("std", torch.float32, 2048, 512), ("std", torch.bfloat16, 2048, 64)],
+    ids=str)
+def test_registers_suffice(op, dtype, inner, window):
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    rows = Rows(16, 65536, inner, 65536 * inner, inner)
+    kernel = window_gpu.plan(Request(op, window, 1, 0, 0, 1, 1.0), rows, dtype, False).kernel
+    entry, _ = compiler.cubin(kernel.text, kernel.stem, "sm_90", kernel.name)
+    assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings"))
 
 
 def test_layouts_keep_their_order_of_dimensions(device):
@@ -157,6 +184,16 @@ def test_data_far_from_zero_keeps_its_variance(device, mean):
     constant = torch.full((3000,), 1234.567, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         assert not sliding_window(constant.to(dtype), 50, "var").any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_outlier_costs_windows_no_accuracy(device, dtype):
+    x = numbers((1, 30_000), dtype, device, 0)
+    x[0, 15_000] = 700
+    for window in (9, 300, 3000, 14_000):
+        y = sliding_window(x, window, "var", stride=7)
+        exact = [reduced(x.double()[:, k:k + window], "var") for k in range(0, 30_001 - window, 7)]
+        assert_near(y, torch.stack(exact, -1), dtype)
 
 
 def test_correction_and_few_elements(device):

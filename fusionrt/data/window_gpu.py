@@ -3,73 +3,181 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fusionrt.data.window_rows import Request, Rows
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import Field, magic, pointer, template
 
-BLOCK = 256
 RADIX = 16    # the template's
 LEVELS = 8    # 16^8 tiles are more than a dimension has
+SHARED = 64 << 10   # bytes that any device gives a block
+ROOM = 200 << 10    # that blocks of several tiles share, on a large device
 TOTAL, EXTREME, MOMENTS = range(3)
 FAMILIES = {"sum": TOTAL, "mean": TOTAL, "min": EXTREME, "max": EXTREME, "var": MOMENTS, "std": MOMENTS}
-STATES = (1, 2, 3)    # numbers that a family keeps of a range
+STATES = (1, 1, 3)    # numbers that a family keeps of a range
 WINDOWS, CHUNKS, FOLDS, MIDDLES = range(4)
 _MEMBERS = ("chunks", "heads", "folded", "middles")
-_SIZES = ("outer", "n", "inner", "outer_step", "step", "results", "tiles", "groups", "chunk_tiles", "span",
-          "left", "window", "min_periods")
+_SIZES = ("outer", "inner", "outer_step", "step", "tiles", "chunk_tiles", "span")
+_SCALARS = ("inverse", "share", "correction")
+_INTEGERS = ("n", "results", "dense", "left", "window", "min_periods", "stride", "gap", "head", "levels",
+             "chunks_at", "beyond_at")
+_DIVISORS = ("by_groups", "by_tiles")
+
+
+class Shape(NamedTuple):
+    """Of a block: threads, columns, elements of a thread, blocks that share a multiprocessor at least, tiles
+    that it takes one after the other."""
+
+    block: int
+    lanes: int
+    items: int
+    resident: int
+    tiles: int
+
+    @property
+    def tile(self) -> int:
+        return self.block // self.lanes * self.items
 
 
 def accumulated(op: str, dtype: torch.dtype) -> torch.dtype:
-    """What the arithmetic is done in: sums of float32 in double, which costs memory-bound kernels nothing."""
+    """What the arithmetic is done in: sums of float32 in double."""
     if dtype == torch.float64 or (dtype == torch.float32 and op not in ("min", "max")):
         return torch.float64
     return torch.float32
 
 
 def items(op: str, dtype: torch.dtype, indexed: bool, lanes: int) -> int:
-    """Elements of a thread, as many as registers allow."""
-    if FAMILIES[op] == MOMENTS:
-        return 4 if lanes == 1 and dtype.itemsize >= 4 else 8
-    return 16 if lanes == 32 and dtype != torch.float64 and not indexed else 8
+    """Elements of a thread: as many as registers allow, an odd number of words of shared memory."""
+    family, size = FAMILIES[op], dtype.itemsize
+    if indexed or size == 8:
+        return 5 if family == MOMENTS else 7 if size == 8 else 14 if size == 2 and lanes == 1 else 9
+    if family == MOMENTS:
+        return 18 if size == 2 and lanes == 1 else 11
+    if size == 2 and lanes == 1:
+        return 30
+    return 13 if family == TOTAL and lanes > 1 else 15
 
 
-def resident(op: str, dtype: torch.dtype, indexed: bool, lanes: int) -> int:
-    """Blocks that share a multiprocessor, at least: one loads while another computes."""
-    if indexed and dtype == torch.float64:
+def lanes_of(inner: int, dtype: torch.dtype, window: int) -> int:
+    """Columns that a block has, a power of two: 64 bytes of them, or 32 if many rows have to fit."""
+    if inner == 1:
         return 1
-    if FAMILIES[op] == MOMENTS and dtype.itemsize >= 4 and lanes > 1:
-        return 1
-    return 3 if lanes == 1 and FAMILIES[op] == TOTAL else 2
+    width = 32 if 128 < window <= 1024 else 64
+    return min(width // dtype.itemsize, 1 << (inner - 1).bit_length())
 
 
-def lanes_of(inner: int) -> int:
-    """Columns that a block has, a power of two."""
-    return min(32, 1 << (inner - 1).bit_length()) if inner > 1 else 1
+def resident_threads(op: str, dtype: torch.dtype, lanes: int) -> int:
+    """Of a multiprocessor at least: with more, registers would not suffice."""
+    family, size = FAMILIES[op], dtype.itemsize
+    if family == MOMENTS:
+        return 768 if size == 2 else 640
+    if size == 8 or (family == TOTAL and lanes > 1):
+        return 768
+    return 896 if (size == 2 and lanes == 1) or (size == 4 and op == "mean") else 1024
+
+
+def shape(request: Request, dtype: torch.dtype, indexed: bool, inner: int) -> Shape:
+    """As measured: what computes much takes several tiles, whose copies are on their way meanwhile."""
+    lanes, moments = lanes_of(inner, dtype, request.window), FAMILIES[request.op] == MOMENTS
+    block = 128 if (request.window <= 1024 if lanes == 1 else moments) else 256
+    tiles = 1 if indexed else 4 if moments else 1 if lanes == 1 and request.window <= 128 else 2
+    return Shape(block, lanes, items(request.op, dtype, indexed, lanes),
+                 resident_threads(request.op, dtype, lanes) // block, tiles)
 
 
 @functools.cache
-def kernel(op: str, dtype: torch.dtype, indexed: bool, lanes: int, stage: int) -> Kernel:
-    name = str(dtype).removeprefix("torch.")
-    acc = str(accumulated(op, dtype)).removeprefix("torch.")
+def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int, window: int = 0) -> Kernel:
+    """`window`: one that is shorter than a thread's items, or 0."""
+    name, acc = str(dtype).removeprefix("torch."), accumulated(op, dtype)
     flags = {"MEAN": op == "mean", "LARGEST": op == "max", "INDEXED": indexed, "ROOT": op == "std"}
     constants = [
-        f"using scalar_t = {name}_t;", "struct State;", f"constexpr int STAGE = {stage};",
-        f"constexpr int LANES = {lanes}, ITEMS = {items(op, dtype, indexed, lanes)};",
-        f"constexpr int RESIDENT = {resident(op, dtype, indexed, lanes)};",
+        f"using scalar_t = {name}_t;", "struct State;",
+        f"constexpr int LANES = {shape.lanes}, ITEMS = {shape.items};",
+        f"constexpr int RESIDENT = {shape.resident}, TILES = {shape.tiles};",
+        f"constexpr int FAMILY = {FAMILIES[op]}, WINDOW = {window}, STAGE = {stage};",
         *(f"constexpr bool {flag} = {str(on).lower()};" for flag, on in flags.items()),
-        f"constexpr int FAMILY = {FAMILIES[op]};"]
+        template("window_ranges.cuh")]
+    scalars = [Field(f"acc_t {name}", "d" if acc == torch.float64 else "f") for name in _SCALARS]
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "out", const=False),
               pointer("int", "index", const=False), *(Field(f"State* {name}", "Q") for name in _MEMBERS),
               Field(f"const State* folds[{LEVELS}]", "Q" * LEVELS),
-              *(Field(f"long long {name}", "q") for name in _SIZES), Field("double inverse", "d"),
-              Field("double correction", "d"), Field("int segment", "i"), Field("int levels", "i"),
-              Field("unsigned stride", "I")]
-    return Kernel(f"sliding_window {op}", "window", fields, constants, acc=acc,
-                  significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53), block=BLOCK)
+              *(Field(f"long long {name}", "q") for name in _SIZES), *scalars,
+              *(Field(f"int {name}", "i") for name in _INTEGERS),
+              *(Field(f"Divisor {name}", "III") for name in _DIVISORS), Field("int wide", "i")]
+    return Kernel(f"sliding_window {op}", "window", fields, constants,
+                  acc=str(acc).removeprefix("torch."), block=shape.block,
+                  significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53))
+
+
+class Plan(NamedTuple):
+    """What calls of one kind have in common."""
+
+    shape: Shape
+    gap: int            # elements between the two ends of a window that are in shared memory, or 0
+    shared: int         # bytes of that
+    tiles: int
+    groups: int
+    aligned: bool
+    numbers: dict[str, Any]
+    values: list[Any]   # of the fields from _SIZES to _DIVISORS
+    kernel: Kernel
+
+
+@functools.lru_cache(256)
+def plan(request: Request, rows: Rows, dtype: torch.dtype, indexed: bool) -> Plan:
+    size, window, dense = dtype.itemsize, request.window, request.dense(rows.n)
+    fitting = shape(request, dtype, indexed, rows.inner)
+    room = min(ROOM // fitting.resident, SHARED)
+    while fitting.tiles > 1 and _shared(request, dtype, indexed, fitting, 0)[0] > room:
+        fitting = fitting._replace(tiles=fitting.tiles - 1)
+    while min(_shared(request, dtype, indexed, fitting, gap)[0] for gap in (0, 1)) > SHARED:
+        fitting = fitting._replace(block=fitting.block // 2)
+    gap = 0 if _shared(request, dtype, indexed, fitting, 0)[0] <= SHARED else window - fitting.tile
+    shared, chunks_at, beyond_at = _shared(request, dtype, indexed, fitting, gap)
+    # Tiles of a row that is one window begin up to 16 bytes before it.
+    shift = 16 // size - 1 if fitting.lanes == 1 and request.stride == 1 else 0
+    tiles, groups = -(-(dense + shift) // (fitting.tile * fitting.tiles)), -(-rows.inner // fitting.lanes)
+    freedom = window - request.correction
+    numbers = {**rows._asdict(), **request._asdict(), "tiles": tiles, "dense": dense, "gap": gap,
+               **dict.fromkeys(("chunk_tiles", "span", "head", "levels"), 0), "inverse": 1 / window,
+               "share": 1 / freedom if freedom > 0 else math.inf, "results": request.results(rows.n),
+               "chunks_at": chunks_at, "beyond_at": beyond_at}
+    return Plan(fitting, gap, shared, tiles, groups,
+                all(a * size % 16 == 0 for a in (rows.inner, rows.outer_step, rows.step)), numbers,
+                _values(numbers, groups),
+                kernel(request.op, dtype, indexed, fitting, WINDOWS, window if window < fitting.items else 0))
+
+
+def _values(numbers: dict[str, Any], groups: int) -> list[Any]:
+    named = [numbers[name] for name in (*_SIZES, *_SCALARS, *_INTEGERS)]
+    return [*named, *magic(groups), *magic(numbers["tiles"])]
+
+
+def _shared(request: Request, dtype: torch.dtype, indexed: bool, shape: Shape, gap: int
+            ) -> tuple[int, int, int]:
+    """Bytes of shared memory, at which of them chunks begin, at which element what follows the gap."""
+    size, tile, window = dtype.itemsize, shape.tile, request.window
+    rows = tile if gap else tile * shape.tiles + window - 1
+    near = _rounded((rows * shape.lanes + shape.items) * size + 32)
+    far = near if gap else 0
+    chunks = (shape.block // shape.lanes + (tile if gap else window) // shape.items) * shape.lanes
+    kept = chunks * _state(request.op, dtype, indexed) if window >= shape.items else 0
+    staged = tile * shape.lanes * max(size, 4 * indexed)
+    return max(near + far + kept, staged), near + far, near // size
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _state(op: str, dtype: torch.dtype, indexed: bool) -> int:
+    """Bytes of what is kept of a range: numbers, and the place of an extreme, in as many bytes as those."""
+    return accumulated(op, dtype).itemsize * (STATES[FAMILIES[op]] + indexed)
 
 
 class _Launch:
@@ -77,64 +185,55 @@ class _Launch:
 
     def __init__(self, request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor,
                  index: torch.Tensor | None) -> None:
-        self.request, self.x, self.rows, self.op = request, x, rows, request.op
-        self.lanes = lanes_of(rows.inner)
-        self.kernel = functools.partial(kernel, self.op, x.dtype, index is not None, self.lanes)
-        self.tile = BLOCK // self.lanes * items(self.op, x.dtype, index is not None, self.lanes)
-        # Tiles of a row that is one window begin up to 16 bytes before it.
-        shift = 16 // x.element_size() - 1 if self.lanes == 1 and request.stride == 1 else 0
-        self.tiles = -(-(request.dense(rows.n) + shift) // self.tile)
-        self.values: dict[str, Any] = {
-            **dict.fromkeys(_MEMBERS, 0), **rows._asdict(), "x": _address(x), "out": _address(out),
-            "index": 0 if index is None else _address(index), "folds": [0] * LEVELS,
-            "results": request.results(rows.n), "tiles": self.tiles, "groups": -(-rows.inner // self.lanes),
-            "chunk_tiles": 0, "span": 0, "left": request.left, "window": request.window,
-            "min_periods": request.min_periods, "inverse": 1 / request.window,
-            "correction": request.correction, "segment": min(request.window - 1, self.tile), "levels": 0,
-            "stride": request.stride}
+        self.request, self.x, self.rows, self.indexed = request, x, rows, index is not None
+        self.plan = plan(request, rows, x.dtype, self.indexed)
+        self.tensors = _address(x), _address(out), 0 if index is None else _address(index)
+        self.wide = self.plan.aligned and self.tensors[0] % 16 == 0
 
     def run(self) -> None:
-        kept = self.middles() if self.request.window - 1 > self.tile else None
-        self.launch(WINDOWS, self.rows.outer * self.tiles * self.values["groups"])
-        del kept  # memory goes back to torch, in the order of the stream
+        memory = self.middles() if self.plan.gap else None  # goes back to torch, in the order of the stream
+        self.launch(self.plan.kernel, self.rows.outer * self.plan.tiles * self.plan.groups, self.plan.values,
+                    middles=0 if memory is None else _address(memory))
 
-    def launch(self, stage: int, blocks: int, **values: Any) -> None:
-        v = {**self.values, **values}
-        self.kernel(stage)(self.x.device, blocks, v["x"], v["out"], v["index"], *(v[m] for m in _MEMBERS),
-                           *v["folds"], *(v[s] for s in _SIZES), v["inverse"], v["correction"], v["segment"],
-                           v["levels"], v["stride"])
+    def launch(self, kernel: Kernel, blocks: int, values: Sequence[Any], chunks: int = 0, heads: int = 0,
+               folded: int = 0, middles: int = 0, folds: Sequence[int] = ()) -> None:
+        kernel(self.x.device, blocks, *self.tensors, chunks, heads, folded, middles, *folds,
+               *[0] * (LEVELS - len(folds)), *values, self.wide, shared=self.plan.shared)
 
-    def middles(self) -> list[torch.Tensor]:
+    def stage(self, stage: int, blocks: int, changed: dict[str, int], **memory: Any) -> None:
+        made = kernel(self.request.op, self.x.dtype, self.indexed, self.plan.shape, stage)
+        self.launch(made, blocks, _values({**self.plan.numbers, **changed}, self.plan.groups), **memory)
+
+    def middles(self) -> torch.Tensor:
         """What all windows of a tile have beyond it, before their ends."""
-        rows, outer_inner = self.rows, self.rows.outer * self.rows.inner
-        span, head = divmod(self.request.window - 1 - self.tile, self.tile)
-        chunk_tiles = self.tiles + span + 1
-        kept = [self.states(outer_inner * chunk_tiles) for _ in range(2)]
-        self.values |= {"chunk_tiles": chunk_tiles, "chunks": _address(kept[0]), "heads": _address(kept[1])}
-        self.launch(CHUNKS, rows.outer * chunk_tiles * self.values["groups"], tiles=chunk_tiles, segment=head)
-        levels = [kept[0]]
+        made, outer_inner = self.plan, self.rows.outer * self.rows.inner
+        span, head = divmod(made.gap, made.shape.tile)
+        chunk_tiles = made.tiles + span + 1
+        sizes, each = {"chunk_tiles": chunk_tiles}, _blocks(outer_inner * chunk_tiles, made.shape)
+        levels, heads = [self.states(outer_inner * chunk_tiles)], self.states(outer_inner * chunk_tiles)
+        self.stage(CHUNKS, self.rows.outer * chunk_tiles * made.groups, {"tiles": chunk_tiles, "head": head},
+                   chunks=_address(levels[0]), heads=_address(heads))
         while RADIX ** len(levels) <= span:
             levels.append(self.states(outer_inner * chunk_tiles))
-            self.launch(FOLDS, _blocks(outer_inner * chunk_tiles), chunks=_address(levels[-2]),
-                        folded=_address(levels[-1]), span=RADIX ** (len(levels) - 2))
-        kept += [*levels[1:], self.states(outer_inner * self.tiles)]
-        addresses = [_address(level) for level in levels]
-        self.values["middles"] = _address(kept[-1])
-        self.launch(MIDDLES, _blocks(outer_inner * self.tiles), span=span, levels=len(levels),
-                    folds=addresses + [0] * (LEVELS - len(levels)))
-        return kept
+            self.stage(FOLDS, each, {**sizes, "span": RADIX ** (len(levels) - 2)},
+                       chunks=_address(levels[-2]), folded=_address(levels[-1]))
+        between = self.states(outer_inner * made.tiles)
+        self.stage(MIDDLES, _blocks(outer_inner * made.tiles, made.shape),
+                   {**sizes, "span": span, "levels": len(levels)}, heads=_address(heads),
+                   middles=_address(between), folds=[_address(level) for level in levels])
+        return between
 
     def states(self, count: int) -> torch.Tensor:
-        bytes_of_one = accumulated(self.op, self.x.dtype).itemsize * STATES[FAMILIES[self.op]]
-        return torch.empty(count * bytes_of_one, dtype=torch.uint8, device=self.x.device)
+        size = count * _state(self.request.op, self.x.dtype, self.indexed)
+        return torch.empty(size, dtype=torch.uint8, device=self.x.device)
+
+
+def _blocks(threads: int, shape: Shape) -> int:
+    return -(-threads // shape.block)
 
 
 def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.data_ptr()
-
-
-def _blocks(threads: int) -> int:
-    return -(-threads // BLOCK)
 
 
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None

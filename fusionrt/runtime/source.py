@@ -15,15 +15,17 @@ from typing import NamedTuple
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
             "int16": 2, "int32": 4, "int64": 8, "bool": 1}
 # Template -> headers beside the prelude.
-HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh",),
-           "join_partials": ("reductions.cuh",), "rotary": ("indices.cuh", "rotary.cuh"),
+HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh", "copies.cuh"),
+           "join_partials": ("reductions.cuh",), "pointwise_resident": ("reductions.cuh", "resident.cuh"),
+           "rotary": ("indices.cuh", "rotary.cuh"),
            "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
-           "tokens": ("indices.cuh",), "gemm_sm90": ("hopper.cuh", "sm90.cuh"),
+           "tokens": ("indices.cuh",), "squeeze_excite": ("hopper.cuh",),
+           "gemm_sm90": ("hopper.cuh", "sm90.cuh"),
            **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                            ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
-           "depthwise": ("depthwise.cuh",), "depthwise_mma": ("depthwise.cuh", "mma.cuh"),
-           "depthwise_mma_backward": ("depthwise.cuh", "mma.cuh"),
-           "depthwise_backward": ("depthwise.cuh",)}
+           "depthwise": ("depthwise.cuh",), "depthwise_mma": ("depthwise.cuh", "copies.cuh", "mma.cuh"),
+           "depthwise_mma_backward": ("depthwise.cuh", "copies.cuh", "mma.cuh"),
+           "depthwise_backward": ("depthwise.cuh",), "window": ("copies.cuh",)}
 
 
 def directory() -> Path:

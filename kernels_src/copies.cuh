@@ -1,0 +1,44 @@
+// Ampere: copies into shared memory that pass no register. On what came before it these names exist, so that code which
+// is never chosen there compiles.
+
+namespace fusionrt {
+
+#if __CUDA_ARCH__ >= 800
+constexpr bool COPIES_PASS_BY = true;
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned to, const char* from) {
+    if constexpr (BYTES > 16) {
+        copy_bytes<16>(to, from);
+        copy_bytes<BYTES - 16>(to + 16, from + 16);
+    } else if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
+    }
+}
+// 16 bytes, or as many zeros.
+__device__ __forceinline__ void copy_or_clear(unsigned shared, const void* global, bool copies) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared), "l"(global), "r"(copies ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last COUNT groups of this thread's copies are there.
+template <int COUNT> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(COUNT) : "memory");
+}
+#else
+constexpr bool COPIES_PASS_BY = false;
+__device__ __forceinline__ unsigned shared_address(const void*) { return 0; }
+template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned, const char*) {}
+__device__ __forceinline__ void copy_or_clear(unsigned, const void*, bool) {}
+__device__ __forceinline__ void commit_copies() {}
+template <int COUNT> __device__ __forceinline__ void wait_for_copies() {}
+#endif
+
+template <typename T, int W> __device__ __forceinline__ void copy_pack(Pack<T, W>& to, const T* from) {
+    copy_bytes<Pack<T, W>::BYTES>(shared_address(&to), reinterpret_cast<const char*>(from));
+}
+
+}  // namespace fusionrt
