@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import fusionrt.ops  # noqa: F401  (fills the catalogue)
 from fusionrt.catalogue import OPS
 
 FAMILIES = {"pointwise": "Chains", "dropout": "With dropout", "quantize": "int8",

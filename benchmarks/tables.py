@@ -100,7 +100,6 @@ def _count(n: int) -> str:
 
 def ops(folder: Path) -> str:
     """From the catalogue: call, and the first line of the docstring."""
-    import fusionrt.ops  # noqa: F401
     from fusionrt.catalogue import OPS
     lines = ["| op | computes |", "| --- | --- |"]
     for module, title in FAMILIES.items():

@@ -17,6 +17,7 @@ import time
 from benchmarks import script
 from benchmarks.script import ROOT
 from fusionrt.bench.results import Row, kind
+from fusionrt.precompile import MAX_JOBS
 
 CODE = """
 import dataclasses, json, sys
@@ -54,7 +55,7 @@ def _warm_up(folder: str, arch: str, ops: str, dtypes: str) -> Row:
     summary = json.loads(done.stdout.splitlines()[-1])
     return {"seconds": summary["seconds"], "process_s": taken, "compiled": summary["compiled"],
             "present": summary["present"], "failed": len(summary["failed"]),
-            "MB": summary["bytes"] / 1e6, "jobs": min(8, os.cpu_count() or 1)}
+            "MB": summary["bytes"] / 1e6, "jobs": min(MAX_JOBS, os.cpu_count() or 1) + 1}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _FUNCTIONS = (
     "maximum", "minimum", "normcdf", "normpdf", "rsqrt", "sin", "sqrt", "trunc", "where",
 )
 _HOME = {
-    **{op: "fusionrt.ops" for ops in op_names.OPS.values() for op in ops},
+    **{op: f"fusionrt.ops.{module}" for op, module in op_names.MODULE.items()},
     **dict.fromkeys(_FUNCTIONS, "fusionrt.expr"),
     "abs": "fusionrt.expr:abs_", "pow": "fusionrt.expr:power", "round": "fusionrt.expr:round_",
     "fuse": "fusionrt.fusion:fuse", "kept": "fusionrt.fusion:kept", "TraceError": "fusionrt.expr",
@@ -51,10 +51,41 @@ if TYPE_CHECKING:
     from fusionrt.convert.model import auto_convert_model as auto_convert_model
     from fusionrt.convert.validate import validate_optimization as validate_optimization
     from fusionrt.diagnosis import doctor as doctor
+    from fusionrt.errors import CaptureError as CaptureError
+    from fusionrt.errors import CompileError as CompileError
+    from fusionrt.expr import TraceError as TraceError
+    from fusionrt.expr import abs_ as abs  # noqa: F401  public by this name
+    from fusionrt.expr import cast as cast
+    from fusionrt.expr import clamp as clamp
+    from fusionrt.expr import cos as cos
+    from fusionrt.expr import erf as erf
+    from fusionrt.expr import exp as exp
+    from fusionrt.expr import exp2 as exp2
+    from fusionrt.expr import expm1 as expm1
+    from fusionrt.expr import floor as floor
+    from fusionrt.expr import log as log
+    from fusionrt.expr import log1p as log1p
+    from fusionrt.expr import log2 as log2
+    from fusionrt.expr import maximum as maximum
+    from fusionrt.expr import minimum as minimum
+    from fusionrt.expr import normcdf as normcdf
+    from fusionrt.expr import normpdf as normpdf
+    from fusionrt.expr import power as pow  # noqa: F401  public by this name
+    from fusionrt.expr import round_ as round  # noqa: F401  public by this name
+    from fusionrt.expr import rsqrt as rsqrt
+    from fusionrt.expr import sin as sin
+    from fusionrt.expr import sqrt as sqrt
+    from fusionrt.expr import trunc as trunc
+    from fusionrt.expr import where as where
     from fusionrt.fusion import fuse as fuse
     from fusionrt.fusion import kept as kept
     from fusionrt.ops import *  # noqa: F403
     from fusionrt.precompile import warmup as warmup
+    from fusionrt.runtime.cache import CacheWarning as CacheWarning
+    from fusionrt.runtime.cache import MissingKernelError as MissingKernelError
+
+    CUDA_AVAILABLE: bool
+    EXTENSION_LOADED: bool
 
 
 def __getattr__(name: str) -> Any:

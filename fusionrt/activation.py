@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
-from fusionrt.op_names import OPS
+from fusionrt.op_names import OPS as NAMES
 from fusionrt.row_fusion import Epilogue, Run, per_call, row_operator
 
 
@@ -22,12 +23,10 @@ def resolve(op: str, activation: Any) -> Epilogue:
     if activation is None:
         return None
     if isinstance(activation, str):
-        if activation not in OPS["activations"]:
+        if activation not in NAMES["activations"]:
             raise ValueError(f"{op}: activation must be None, a function of one traced value, or one of "
-                             f"{', '.join(OPS['activations'])}, got {activation!r}")
-        from fusionrt.ops import activations  # whose package imports this module
-        function: Epilogue = getattr(activations, activation)
-        return function
+                             f"{', '.join(NAMES['activations'])}, got {activation!r}")
+        return OPS[activation]
     if not callable(activation):
         raise TypeError(f"{op}: activation must be None, a name, or a function of one traced value, got "
                         f"{type(activation).__name__}")

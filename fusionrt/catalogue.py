@@ -1,12 +1,17 @@
-"""The registry of public ops: what the README table, the tests, the benchmarks and warmup go through."""
+"""The registry of public ops: what the README table, the tests, the benchmarks and warmup go through.
+
+Ops are lazy: the module that declares one is imported when someone asks for it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol, TypeVar, cast
 
 from fusionrt.fusion import Fused, fuse_named, on_device
+from fusionrt.op_names import MODULE
 
 # make(*shape) gives one tensor of the dtype in question: how an op's typical arguments are written.
 Make = Callable[..., Any]
@@ -25,7 +30,31 @@ class Op(Protocol):
     def reference(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-OPS: dict[str, Op] = {}
+class Catalogue(MutableMapping[str, Op]):
+    """The ops by name: going through the names imports nothing, going through the ops all of them."""
+
+    def __init__(self) -> None:
+        self._declared: dict[str, Op] = {}
+
+    def __getitem__(self, name: str) -> Op:
+        if name not in self._declared and name in MODULE:
+            importlib.import_module(f"fusionrt.ops.{MODULE[name]}")
+        return self._declared[name]
+
+    def __setitem__(self, name: str, op: Op) -> None:
+        self._declared[name] = op
+
+    def __delitem__(self, name: str) -> None:
+        del self._declared[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*MODULE, *self._declared]))
+
+    def __len__(self) -> int:
+        return len(MODULE.keys() | self._declared.keys())
+
+
+OPS = Catalogue()
 F = TypeVar("F", bound=Callable[..., Any])
 # Of the examples: any size that is not small gives the same kernels. They differ, to be told apart.
 ROWS, COLUMNS = 8192, 4096

@@ -9,10 +9,12 @@ and what to run then. Everything else goes to `Operator.__call__`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -79,7 +81,7 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     tensors = [p.name for p in params if p.name not in numbers]
     arguments = ", ".join(p.name for p in params)
     kinds = "".join(f" and _type({n}) in _numbers" for n in numbers)
-    text = f"""def {operator.name}{_parameters(params)}:
+    text = f"""def entry{_parameters(params)}:
     if _is_compiling() or _forward_ad._current_level >= 0:
         return _general({arguments})
     try:
@@ -93,9 +95,18 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
         "_is_compiling": torch.compiler.is_dynamo_compiling, "_forward_ad": forward_ad, "_type": type,
         "_general": general, "_local": operator.local, "_numbers": _NUMBERS,
         **{f"_default_{p.name}": p.default for p in params}}
-    exec(compile(text, f"<fusionrt entry of {operator.name}>", "exec"), scope)
-    made: Run = scope[operator.name]
-    return made
+    exec(_compiled(text), scope)
+    made = scope["entry"]
+    made.__name__ = made.__qualname__ = operator.name
+    made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
+        co_name=operator.name, co_filename=f"<fusionrt entry of {operator.name}>")
+    return cast(Run, made)
+
+
+@functools.lru_cache(256)
+def _compiled(text: str) -> CodeType:
+    """Many ops have the same parameters."""
+    return compile(text, "<fusionrt entry>", "exec")
 
 
 def _parameters(params: list[inspect.Parameter]) -> str:

@@ -2,7 +2,7 @@
 
 Every op has an example of its arguments. Run on meta tensors it computes nothing and lists the
 kernels that it would need, forward and backward; those are compiled on several threads, which
-NVRTC serves in parallel.
+NVRTC serves in parallel, from the first one that is listed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import inspect
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fusionrt import inventory
-from fusionrt import ops as catalogue_modules
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
+from fusionrt.collector import paused
 from fusionrt.op import Operator
+from fusionrt.op_names import ALIASES
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import cache, compiler, device, launch
@@ -30,6 +31,7 @@ from fusionrt.runtime import cache, compiler, device, launch
 DTYPES = ("float32", "bfloat16", "float16")  # float64 on request
 MAX_JOBS = 8  # a compile takes a few hundred megabytes
 SHOWN = 5     # failures, as text
+LARGE_BLOCK = 31 << 20  # bytes; the limit follows none above 32 MiB
 FEW_ROWS = 512  # of which kernels over rows give each to more threads
 # Keyword of an op -> its values. Each combination may be another kernel.
 VARIANTS = {"approximate": ("none", "tanh"), "training": (True, False), "bias_first": (True, False)}
@@ -37,6 +39,7 @@ VARIANTS = {"approximate": ("none", "tanh"), "training": (True, False), "bias_fi
 Names = str | Iterable[Any] | None
 Progress = Callable[[int, int, str], object]  # kernels done, kernels in all, name of the last one
 Failure = tuple[str, str, str]  # kernel or op, architecture, reason
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,8 +98,8 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     no GPU is needed. `ops`: names; by default all, and the optimizers. `dtypes`: float32, bfloat16 and
     float16 by default, or "all", which adds float64. `module`: modules whose fused functions to compile
     as well; such a function may have an attribute `example`, as the ops of the catalogue have.
-    `backward`: gradients too. `jobs`: threads. `columns`: lengths of the last dimension, as 768 or
-    "768,3072".
+    `backward`: gradients too. `jobs`: threads; by default one more than processors, as one waits for the
+    disk, and at most 9. `columns`: lengths of the last dimension, as 768 or "768,3072".
 
     Kernels depend on the kind of layout, not on sizes, but those over rows on the rows' length: what is
     compiled serves contiguous arguments of an op's usual shapes with so many columns. Any other call
@@ -107,10 +110,9 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
         fusionrt.warmup("sm_80,sm_90", ops=["bias_gelu"], dtypes="bfloat16")
     """
     start = time.perf_counter()
-    architectures, chosen = _architectures(arch), _functions(ops, module)
-    wanted, widths = _dtypes(dtypes), _widths(columns)
+    architectures, wanted, widths = _architectures(arch), _dtypes(dtypes), _widths(columns)
     if jobs is None:
-        jobs = min(MAX_JOBS, os.cpu_count() or 1)
+        jobs = min(MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
     if jobs < 1:
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     summary, whole = Summary(), None
@@ -121,47 +123,62 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
             summary.seconds = time.perf_counter() - start
             return summary
-    todo = _todo(chosen, wanted, widths, architectures, backward, ops is None, summary)
-    _compile(todo, jobs, summary, progress)
+    todo = _todo(_functions(ops, module), wanted, widths, architectures, backward, ops is None, summary)
+    done = _compile(_elsewhere(todo), jobs, summary, progress)
     if whole is not None and not summary.failed:
-        inventory.keep(whole, {job.key for job in todo}, architectures)
+        inventory.keep(whole, {job.key for job in done}, architectures)
     summary.seconds = time.perf_counter() - start
     return summary
 
 
 def _todo(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
-          architectures: Sequence[str], backward: bool, optimizers: bool, summary: Summary) -> dict[Job, str]:
-    todo: dict[Job, str] = {}
+          architectures: Sequence[str], backward: bool, optimizers: bool, summary: Summary
+          ) -> Iterator[tuple[Job, str]]:
+    """Kernels and their names, some of them twice; `summary` hears of the examples that fail."""
     for kind in dict.fromkeys("cpu" if a == "cpu" else "cuda" for a in architectures):
         group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
-        # A thread of its own: plans of earlier calls, which nothing would list, belong to others.
-        with ThreadPoolExecutor(1) as pool:
-            found, faults = pool.submit(_jobs, functions, dtypes, widths, kind, group, backward).result()
-        todo |= found
+        yield from _jobs(functions, dtypes, widths, kind, group, backward, summary)
         if optimizers:
-            todo |= _of_optimizers(dtypes, kind, group)
-        summary.failed += faults
-    return todo
+            yield from _of_optimizers(dtypes, kind, group)
 
 
-def _compile(todo: dict[Job, str], jobs: int, summary: Summary, progress: Progress | None) -> None:
+def _elsewhere(made: Iterator[T]) -> Iterator[T]:
+    """The same, made by a thread of its own: others have plans of earlier calls, which list nothing."""
+    with ThreadPoolExecutor(1) as pool:
+        while (one := pool.submit(next, made, None).result()) is not None:
+            yield one
+
+
+def _compile(todo: Iterable[tuple[Job, str]], jobs: int, summary: Summary, progress: Progress | None
+             ) -> Collection[Job]:
+    """Compile, beginning with the first kernel that is known; return all that there were."""
+    # glibc keeps what is freed, up to a limit that follows the largest block ever freed. Without one NVRTC's
+    # memory goes back to the system after each kernel: 2600 page faults to have it again, 7 % of the time.
+    bytearray(LARGE_BLOCK)
+    names: dict[Job, str] = {}
+    futures: dict[Future[tuple[cache.Entry, bool]], Job] = {}
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="fusionrt-warmup")
     try:
-        futures = {pool.submit(job.run, name): (job, name) for job, name in todo.items()}
+        with paused():
+            for job, name in todo:
+                if job not in names:
+                    names[job] = name
+                    futures[pool.submit(job.run, name)] = job
         for done, future in enumerate(as_completed(futures), 1):
-            job, name = futures[future]
+            job = futures[future]
             try:
                 entry, was_there = future.result()
             except Exception as error:
-                summary.failed.append((name, job.arch, _reason(error)))
+                summary.failed.append((names[job], job.arch, _reason(error)))
             else:
                 summary.present += was_there
                 summary.compiled += not was_there
                 summary.bytes += len(entry.payload)
             if progress is not None:
-                progress(done, len(futures), f"{name} ({job.arch})")
+                progress(done, len(futures), f"{names[job]} ({job.arch})")
     finally:
         pool.shutdown(cancel_futures=True)
+    return names.keys()
 
 
 def _reason(error: Exception) -> str:
@@ -172,10 +189,8 @@ def _reason(error: Exception) -> str:
 # -- what there is to compile ----------------------------------------------------------------------
 
 def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int], kind: str,
-          group: Sequence[str], backward: bool) -> tuple[dict[Job, str], list[Failure]]:
-    """The kernels that the functions' examples need, each once, and the examples that fail."""
-    found: dict[Job, str] = {}
-    faults: list[Failure] = []
+          group: Sequence[str], backward: bool, summary: Summary) -> Iterator[tuple[Job, str]]:
+    """The kernels that the functions' examples need."""
     seen: set[Problem | Source] = set()
     for function, dtype, columns in itertools.product(functions, dtypes, widths):
         try:
@@ -188,17 +203,17 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Seque
             texts = [(*text, p.name) for p in new for text in _texts(p, kind)]
         except Exception as error:
             name = f"{function.__name__} of {_name(dtype)}"
-            faults += [(name, arch, _reason(error)) for arch in group]
+            summary.failed += [(name, arch, _reason(error)) for arch in group]
             continue
         for arch, (text, entry, name) in itertools.product(group, texts):
-            found.setdefault(Job(arch, text, entry), name)
-    return found, faults
+            yield Job(arch, text if arch == "cpu" else compiler.seen_by(arch, text), entry), name
 
 
-def _of_optimizers(dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str]) -> dict[Job, str]:
+def _of_optimizers(dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str]
+                   ) -> Iterator[tuple[Job, str]]:
     from fusionrt.optim import precompile
-    return {Job(arch, s.text, s.entry): s.name
-            for s in precompile.sources(kind, map(_name, dtypes)) for arch in group}
+    for source, arch in itertools.product(precompile.sources(kind, map(_name, dtypes)), group):
+        yield Job(arch, source.text, source.entry), source.name
 
 
 def _texts(problem: Problem | Source, kind: str) -> list[tuple[str, str]]:
@@ -331,13 +346,12 @@ def _functions(ops: Names, module: Names) -> list[Any]:
     users = [f for name in _split(module) for f in _fused_in(name)]
     if ops is None:
         return [*OPS.values(), *users]
-    everything = [*OPS.items(), *((f.__name__, f) for f in users)]
-    chosen = [catalogue_modules.ALIASES.get(name, name) for name in _split(ops)]
+    chosen = [ALIASES.get(name, name) for name in _split(ops)]
+    known = [*OPS, *(f.__name__ for f in users)]
     for name in chosen:
-        if all(name != known for known, _ in everything):
-            raise ValueError(f"warmup: no op {name!r}; there are "
-                             f"{', '.join(sorted(known for known, _ in everything))}")
-    return [f for known, f in everything if known in chosen]
+        if name not in known:
+            raise ValueError(f"warmup: no op {name!r}; there are {', '.join(sorted(known))}")
+    return [*(OPS[name] for name in OPS if name in chosen), *(f for f in users if f.__name__ in chosen)]
 
 
 def _fused_in(name: str) -> list[Any]:
@@ -347,9 +361,8 @@ def _fused_in(name: str) -> list[Any]:
     except Exception as error:
         raise ValueError(f"warmup: module {name!r} cannot be imported: "
                          f"{type(error).__name__}: {error}") from error
-    known = {id(op) for op in OPS.values()}
     found = {id(m): m for m in members if isinstance(getattr(m, "operator", None), Operator)}
-    own = [m for identity, m in found.items() if identity not in known]
+    own = [m for m in found.values() if OPS.get(m.__name__) is not m]
     if not own:
         raise ValueError(f"warmup: module {name!r} has no function made by fusionrt.fuse")
     return own

@@ -400,7 +400,8 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
         }
     }
 }
-__device__ __forceinline__ void walk_in_parts(const Params& p, unsigned r, unsigned step, unsigned rank,
+template <typename P>  // what it calls is then compiled only where it is called
+__device__ __forceinline__ void walk_in_parts(const P& p, unsigned r, unsigned step, unsigned rank,
                                               SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, r, step, rank), first = ring;  // of either pass; a copy for each row made it spill
     int turn = 0;

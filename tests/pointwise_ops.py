@@ -6,7 +6,6 @@ import math
 import torch
 from checking import accumulated, check, make
 
-import fusionrt.ops  # noqa: F401  registers them
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 
 MODULES = ("activations", "dropout", "pointwise", "quantize")

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusionrt as frt
-import fusionrt.ops  # registers them
 from fusionrt import expr
 from fusionrt.catalogue import OPS
 from fusionrt.cpu import memory

@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import script, tables  # noqa: E402
 from benchmarks.families import POINTWISE, members  # noqa: E402
-from fusionrt import ops  # noqa: E402, F401
 from fusionrt.catalogue import OPS  # noqa: E402
 
 

@@ -16,7 +16,8 @@ import fusionrt as frt
 from fusionrt import inventory, precompile
 from fusionrt.catalogue import OPS
 from fusionrt.precompile import Summary, native, warmup
-from fusionrt.runtime import cache, compiler, device, launch
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import cache, compiler, device, launch, source
 
 needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -165,6 +166,34 @@ def test_progress_counts_every_kernel(jobs: int) -> None:
     assert sorted(name for _, _, name in seen) == [
         "relu (sm_90)", "relu_backward_11 (sm_90)", "silu (sm_90)", "silu_backward_11 (sm_90)"]
     assert summary.compiled == 4
+
+
+@pytest.mark.parametrize(("arch", "seen"), [("sm_75", "1 3 5"), ("sm_80", "1 3 4 5"), ("sm_90a", "1 2 4 5")])
+def test_a_kernel_is_what_its_architecture_sees(arch: str, seen: str) -> None:
+    text = ("1\n#if __CUDA_ARCH__ >= 900\n2\n#else  // before Hopper\n3\n#endif\n"
+            "#if __CUDA_ARCH__ >= 800\n4\n#endif  // Ampere\n5\n")
+    assert compiler.seen_by(arch, text).split() == seen.split()
+
+
+def test_conditions_of_templates_are_decided_before_they_are_compiled() -> None:
+    left = {path.name: re.findall(r"^ *#(?:if|el|endif).*", compiler.seen_by("sm_90", path.read_text()), re.M)
+            for path in source.directory().iterdir()}
+    assert left == {name: [] for name in left}
+
+
+def test_rows_that_differ_on_older_gpus_alone_are_one_kernel() -> None:
+    texts = []
+    for rows in (8192, 512):
+        with collecting() as problems:
+            x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+                    for shape in ((rows, 4096), (4096,)))
+            frt.rms_norm(x, w).sum().backward()
+        texts.append([s for p in problems for s in launch.sources(p) if s.entry == "rows"][-1].text)
+
+    many, few = texts
+    assert many != few
+    assert compiler.key(many, "rows", "sm_80") != compiler.key(few, "rows", "sm_80")
+    assert compiler.key(many, "rows", "sm_90") == compiler.key(few, "rows", "sm_90")
 
 
 # --- the CPU, and that the kernels are those that calls ask for
@@ -429,7 +458,6 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x) {
 
 
 def test_sources_of_a_problem_have_entries_of_templates() -> None:
-    from fusionrt.rehearsal import collecting
     with collecting() as problems:
         x = torch.empty(64, 128, device="meta", requires_grad=True)
         b = torch.empty(128, device="meta", requires_grad=True)

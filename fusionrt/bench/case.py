@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import fusionrt.ops  # noqa: F401  (fills the catalogue)
 from fusionrt.bench import traffic
 from fusionrt.bench.timing import Call
 from fusionrt.catalogue import COLUMNS, OPS, ROWS

@@ -157,7 +157,7 @@ def _device(chosen: str | None) -> str:
 
 def _known(ops: Sequence[str]) -> list[str]:
     from fusionrt.catalogue import OPS
-    from fusionrt.ops import ALIASES
+    from fusionrt.op_names import ALIASES
     chosen = [ALIASES.get(name, name) for name in ops]
     for name in chosen:
         if name not in OPS:
@@ -223,7 +223,6 @@ def _show(device: str) -> None:
     from fusionrt.bench.case import DTYPES
     from fusionrt.bench.rivals import RIVALS
     from fusionrt.catalogue import OPS
-    from fusionrt.ops import ALIASES  # noqa: F401  (fills the catalogue)
     click.echo(f"ops: {', '.join(sorted(OPS))}\n\ndtypes: {', '.join(DTYPES)}\n\nrivals on {device}:")
     table = Table("name", "what", "here")
     for rival in RIVALS.values():

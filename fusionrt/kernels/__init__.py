@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import Any
 
-from fusionrt import ops
+from fusionrt import op_names, ops
 
 # Modules of `fusionrt.ops`.
 _FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
@@ -16,16 +16,25 @@ _FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
              "loss": ("loss", "cross_entropy", "linear_cross_entropy")}
 
 
-def _family(name: str, modules: tuple[str, ...]) -> ModuleType:
-    family = ModuleType(f"{__name__}.{name}", f"CUDA kernels of the family {name}.")
-    members = {op for op in ops.__all__ if getattr(ops, op).__module__.rpartition(".")[2] in modules}
-    for op in members | {alias for alias, op in ops.ALIASES.items() if op in members}:
-        setattr(family, op, getattr(ops, op).cuda)
-    return family
+class _Family(ModuleType):
+    """Members are found when they are asked for, as are those of `ops`."""
+
+    def __init__(self, name: str, modules: tuple[str, ...]) -> None:
+        super().__init__(f"{__name__}.{name}", f"CUDA kernels of the family {name}.")
+        members = {op for module in modules for op in op_names.OPS[module]}
+        self.__all__ = sorted(members | {alias for alias, op in op_names.ALIASES.items() if op in members})
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__all__:
+            raise AttributeError(f"module {self.__name__!r} has no op {name!r}")
+        return getattr(ops, name).cuda
+
+    def __dir__(self) -> list[str]:
+        return self.__all__
 
 
 elementwise, fusion, activation, quantization, normalization, reduction, attention, convolution, loss = (
-    _family(name, modules) for name, modules in _FAMILIES.items())
+    _Family(name, modules) for name, modules in _FAMILIES.items())
 
 
 def __getattr__(name: str) -> Any:

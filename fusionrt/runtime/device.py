@@ -1,6 +1,6 @@
 """The CUDA driver: load cubins, launch kernels on the caller's device and stream.
 
-Only `cupy_backends.cuda.api.driver` is imported: 10 ms, where `import cupy` takes 200. Measured
+Only CuPy's binding of the driver is imported: 2 ms, where `import cupy` takes 90. Measured
 host cost of its `launchKernel` and of the alternatives: benchmarks/NOTES.md.
 """
 
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from fusionrt.errors import CaptureError
-from fusionrt.runtime import compiler
+from fusionrt.runtime import binding, compiler
 
 # CUfunction_attribute of cuda.h
 _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
 _functions: dict[tuple[str, int], int] = {}
 _shared: dict[int, int] = {}  # bytes that a function may have
 _lock = threading.Lock()
@@ -27,11 +28,10 @@ _lock = threading.Lock()
 @functools.cache
 def driver() -> Any:
     try:
-        from cupy_backends.cuda.api import driver
+        return binding.driver()
     except ImportError as error:
         raise RuntimeError("CUDA tensors need CuPy: pip install 'fusionrt[cuda12]' or "
                            f"'fusionrt[cuda13]' ({error})") from error
-    return driver
 
 
 @functools.cache
@@ -43,6 +43,17 @@ def architecture(device: int) -> str:
 @functools.cache
 def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_bytes(device: int) -> tuple[int, int]:
+    """Of shared memory: a multiprocessor's, and what a block may have of it. torch 2.6 does not tell."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    for attribute in (_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK):
+        value = ctypes.c_int()
+        status = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        found.append(value.value if status == 0 else 0)
+    return found[0], found[1]
 
 
 def has_clusters(device: int) -> bool:
@@ -75,7 +86,7 @@ def function(text: str, entry: str, device: int, name: str) -> int:
 def allow(function: int, shared: int, cluster: int) -> None:
     """What a kernel may not have without asking: more than 48 KB of shared memory, `shared` of them sized at
     the launch, more than 8 blocks in a cluster."""
-    if shared > _shared.get(function, 32 << 10):  # never less than other launches were allowed
+    if shared > _shared.get(function, 8 << 10):  # never less than other launches were allowed
         driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
         _shared[function] = shared
     if cluster > 8:
