@@ -66,7 +66,8 @@ __device__ __forceinline__ void rotate(acc_t (&x)[PACKS][VEC], const Angles<PAIR
 }
 
 // The columns of a unit: PACKS packs `apart` elements from each other, the last one perhaps beyond the head. Units
-// before `rotated_units` are pairs; the others have what is left behind 2 `half` columns.
+// before `rotated_units` are pairs; the others have what is left behind 2 `half` columns, in halves as well, so that
+// neighbours' packs are neighbours.
 struct Columns {
     int first, apart, pair;
     bool rotated, whole;
@@ -80,8 +81,9 @@ __device__ __forceinline__ Columns columns_of(const P& p, int unit) {
         c.first = INTERLEAVED ? 2 * c.pair : c.pair;
         c.apart = INTERLEAVED ? 1 : p.half;
     } else {
-        c.first = 2 * p.half + (unit - p.rotated_units) * VEC * PACKS;
-        c.apart = VEC, c.whole = c.first + VEC * (PACKS - 1) < p.head_dim;
+        const int units = (p.head_dim - 2 * p.half + VEC * PACKS - 1) / (VEC * PACKS);
+        c.first = 2 * p.half + (unit - p.rotated_units) * VEC;
+        c.apart = units * VEC, c.whole = c.first + c.apart * (PACKS - 1) < p.head_dim;
     }
     return c;
 }

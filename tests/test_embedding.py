@@ -9,8 +9,8 @@ from checking import BF16, F16, F32, F64, assert_same_bits, check, dtypes, lost
 
 import fusionrt as frt
 from fusionrt import deferred, reference
-from fusionrt.ops import embedding_kernels
-from fusionrt.ops.embedding_kernels import Form, gradient_kernel, sum_by_index, sum_kernel, threads_and_packs
+from fusionrt.ops.embedding_gradients import CHUNK, gradient_kernel, sort_kernel
+from fusionrt.ops.embedding_kernels import Form, sum_by_index, sum_kernel, threads_and_packs
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
@@ -162,7 +162,7 @@ def exact_sums(grad, index, rows):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
-@pytest.mark.parametrize("kind", ["few", "one", "all different", "one among many", "runs"])
+@pytest.mark.parametrize("kind", ["few", "one", "all different", "one among many", "runs", "longer runs"])
 def test_sums_by_index(kind, dtype, device):
     """Indices that fill many chunks, one or a part of one, and their ends at the ends of chunks."""
     count = 2500
@@ -171,7 +171,8 @@ def test_sums_by_index(kind, dtype, device):
         "one": torch.full((count,), 4),
         "all different": torch.randperm(count),
         "one among many": torch.where(torch.rand(count) < 0.5, 7, torch.randint(count, (count,))),
-        "runs": torch.arange(count) // embedding_kernels.SHORTEST_CHUNK,
+        "runs": (torch.arange(count) + 5) // CHUNK,
+        "longer runs": (torch.arange(count) + 5) // (CHUNK + 1),
     }[kind].to(device)
     for columns in (1, 8, 40, 300):
         grad = torch.randn(count, columns, device=device).to(dtype)
@@ -182,6 +183,31 @@ def test_sums_by_index(kind, dtype, device):
         size = 0.5 * exact_sums(grad.abs(), index, count)
         assert ((found.double().cpu() - exact).abs() <= tolerance * exact.abs() + lost(size, dtype)).all()
         assert_same_bits(found, sum_by_index(grad, index, count, 0.5, -1))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(33, 7), (1, 40), (3, 20), (150, 2), (17,)], ids=str)
+def test_sums_of_positions_and_types(shape, dtype, device):
+    """Together with the tokens' and apart from them; few types, and many; with ids and without."""
+    tokens, weight = ids(shape, device=device), table(WORDS, dtype, device)
+    length = shape[-1]
+    for kinds in (2, 6):
+        for types in (None, ids(shape, kinds, device), ids((length,), kinds, device)):
+            leaves = [weight.requires_grad_(), table(length + 2, dtype, device).requires_grad_(),
+                      table(kinds, dtype, device).requires_grad_()]
+            out = of_floats(frt.embedding_position, tokens, token_type=types)(*leaves)
+            g = torch.randn_like(out)
+            of_types = torch.zeros_like(tokens) if types is None else types
+            rows = [tokens, torch.arange(length, device=device), of_types]
+            for wanted in ([0, 1, 2], [1], [2], [1, 2], [0, 2]):
+                found = torch.autograd.grad(out, [leaves[k] for k in wanted], g, retain_graph=True)
+                for k, sums in zip(wanted, found, strict=True):
+                    index = rows[k].expand(shape).flatten()
+                    grad = g.reshape(-1, COLUMNS)
+                    exact = exact_sums(grad, index, len(leaves[k]))
+                    near = lost(exact_sums(grad.abs(), index, len(leaves[k])), dtype)
+                    tolerance = (2.0**-8 if dtype == BF16 else 2.0**-22) * exact.abs()
+                    assert ((sums.double().cpu() - exact).abs() <= tolerance + near).all()
 
 
 def test_one_token_a_million_times(device):
@@ -356,6 +382,11 @@ def test_as_an_op_of_torchs(device):
     torch.library.opcheck(
         torch.ops.fusionrt.embedding_sum_by_index.default, (weight, ids((WORDS,), 9, device), 9, 2.0, 1)
     )
+    types = ids(tokens.shape, TYPES, device)
+    torch.library.opcheck(
+        torch.ops.fusionrt.embedding_gradients.default,
+        (table(44, F32, device).requires_grad_(), tokens.view(-1), types.view(-1), 11, *sizes, 1.5, 2),
+    )
     rng = torch.tensor([1, 2], device=device)
     torch.library.opcheck(
         torch.ops.fusionrt.embedding_position.default,
@@ -411,7 +442,7 @@ def test_arrays():
 @pytest.mark.parametrize(
     ("dtype", "vec", "columns", "norm"),
     [
-        ("bfloat16", 8, 768, False),
+        ("bfloat16", 8, 4096, False),
         ("bfloat16", 8, 4096, True),
         ("float32", 4, 16384, True),
         ("float64", 1, 77, True),
@@ -420,8 +451,27 @@ def test_arrays():
 def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
     threads, packs = threads_and_packs(columns, vec, norm, itemsize)
-    form = Form(dtype, ("int64", "int32", "int64"), vec, packs, threads, (2, 2), norm, (norm, norm), norm)
-    kernels = [sum_kernel(form), *(gradient_kernel(dtype, "int32", vec, 32, stage) for stage in (0, 1))]
+    full = columns % (vec * packs * threads) == 0
+    dtypes, each = ("int64", "int32", "int64"), 1 if norm else 4
+    form = Form(
+        dtype, dtypes, vec, packs, threads, full, each, (2, 2), not norm, norm, (norm, norm), norm
+    )
+    kernels = [sum_kernel(form), *(gradient_kernel(dtype, "int32", vec, 4 * norm, stage) for stage in (0, 1))]
+    shape = threads_and_packs(columns, vec, True, itemsize, True)
+    if norm and shape is not None:
+        tile = vec * shape[0] * shape[1]
+        more = {"threads": shape[0], "packs": shape[1], "full": columns % tile == 0, "gradient": True}
+        kernels.append(sum_kernel(form._replace(**more, one_position=True, affine=(True, False))))
+    assert_no_spills(kernels, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_sorting_compiles_without_spills(arch):
+    passes = (False, True, False), (True, True, False), (True, False, True)
+    assert_no_spills([sort_kernel("int64", 9, *which) for which in passes], arch)
+
+
+def assert_no_spills(kernels, arch):
     for kernel in kernels:
         made = compiler.build(kernel.text, kernel.stem, arch, kernel.name).metadata
         assert (made["spills"], made["stack"], made["warnings"]) == (0, 0, 0)
@@ -435,7 +485,7 @@ def test_warm_up_finds_its_kernels(kind):
     backward = "embedding_position_backward"
     assert [kernel.name for kernel in needed] == [
         "embedding_position",
-        *[backward] * (2 if kind == "cuda" else 1),
+        *[backward] * (4 if kind == "cuda" else 1),
     ]
 
 

@@ -21,12 +21,15 @@ from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.library import Transformed
 from fusionrt.ops.dropout import scale_of_kept
+from fusionrt.ops.embedding_gradients import MOST_TYPES, sum_rows_on_gpu
 from fusionrt.ops.embedding_kernels import (
     MOST_ROWS,
     Call,
     Dropout,
     Norm,
     fits,
+    norm_gradient_fits,
+    norm_gradient_on_gpu,
     sum_by_index,
     sum_on_cpu,
     sum_on_gpu,
@@ -77,17 +80,24 @@ def _save_ids(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
 
 def _backward_sum(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
                   ) -> Sequence[Any]:
-    """Of each table."""
+    """Of each table. What is summed where it stands is summed with the tokens."""
     tokens, position_ids, token_type = saved
     scale, padding, sizes = args[6], args[7], args[8:]
     grad = grads[0].reshape(-1, grads[0].shape[-1])
+    period = tokens.shape[-1] if tokens.dim() else 1
+    counted = needed[2] and position_ids is None and 0 < period < grad.shape[0]
+    typed = needed[4] and sizes[2] <= MOST_TYPES
     found: list[Any] = [None] * len(args)
-    if needed[1]:
-        found[1] = _by_index(grad, tokens.reshape(-1), sizes[0], scale, padding)
-    if needed[2]:
-        period = tokens.shape[-1] if tokens.dim() else 1
+    wanted = needed[1], counted, typed
+    if any(wanted):
+        types = None if token_type is None else token_type.reshape(-1)
+        summed = _gradients(grad, tokens.reshape(-1), types, period, *(
+            n if there else 0 for n, there in zip(sizes, wanted, strict=True)), scale, padding)
+        for k, there, table in zip(_TABLES, wanted, summed, strict=True):
+            found[k] = table if there else None
+    if needed[2] and not counted:
         found[2] = _of_repeated(grad, position_ids, period, sizes[1])
-    if needed[4]:
+    if needed[4] and not typed:
         found[4] = _of_repeated(grad, token_type, 1, sizes[2])
     return found
 
@@ -112,14 +122,53 @@ _sum = StructuredOp(f"embedding_sum({_OPERANDS}, float scale, int padding, int t
                     Gradient(_save_ids, _backward_sum))
 
 
-# -- rows of a gradient, summed by index -----------------------------------------------------------
+# -- rows of a gradient, summed ------------------------------------------------------------------
+
+def _run_gradients(grad: Tensor, tokens: Tensor, token_type: Tensor | None, period: int, *more: Any
+                   ) -> tuple[Tensor, ...]:
+    *sizes, scale, padding = more
+    if device_type(grad) != "cpu":
+        return sum_rows_on_gpu(grad, tokens, token_type, period, sizes, scale, padding)
+    rows, positions, types = sizes
+    none = grad.new_empty((0, grad.shape[1]))
+    return (sum_by_index(grad, tokens, rows, scale, padding) if rows else none,
+            _of_repeated(grad, None, period, positions) if positions else none.clone(),
+            _of_repeated(grad, token_type, 1, types) if types else none.clone())
+
+
+def _backward_gradients(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any],
+                        needed: Sequence[bool]) -> Sequence[Any]:
+    tokens, token_type = saved
+    period, rows, positions, types, scale, padding = args[3:]
+    table, of_positions, of_types = grads
+    terms = []
+    if rows and table is not None:
+        terms.append(_gathered(table, tokens, scale, padding))
+    if positions and of_positions is not None:
+        terms.append(of_positions[:period].repeat(tokens.numel() // period, 1))
+    if types and of_types is not None:
+        term = of_types[:1] if token_type is None else _gathered(of_types, token_type, 1.0, -1)
+        terms.append(term.repeat(tokens.numel() // term.shape[0], 1))
+    return sum(terms[1:], terms[0]) if terms else None, *(None for _ in args[1:])
+
+
+def _gathered(table: Tensor, index: Tensor, scale: float, padding: int) -> Any:
+    if padding >= 0:
+        table = table.index_fill(0, torch.full((1,), padding, device=table.device), 0)
+    return _sum(index, table.contiguous(), None, None, None, None, scale, -1, table.shape[0], 0, 0)
+
+
+# Of tokens, of positions that repeat every `period` rows, and of token types; 0 rows of what is not wanted.
+_gradients = StructuredOp(
+    "embedding_gradients(Tensor grad, Tensor tokens, Tensor? token_type, int period, int token_rows, "
+    "int position_rows, int type_rows, float scale, int padding) -> (Tensor, Tensor, Tensor)", _run_gradients,
+    lambda grad, _, __, ___, *more: tuple(grad.new_empty((n, grad.shape[1])) for n in more[:3]),
+    Gradient(lambda args, out: args[1:3], _backward_gradients))
+
 
 def _backward_by_index(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
                        ) -> Sequence[Any]:
-    table, (_, _, rows, scale, padding) = grads[0], args
-    if padding >= 0:
-        table = table.index_fill(0, torch.full((1,), padding, device=table.device), 0)
-    return _sum(saved[0], table, None, None, None, None, scale, -1, rows, 0, 0), None, None, None, None
+    return _gathered(grads[0], saved[0], *args[3:]), None, None, None, None
 
 
 _by_index = StructuredOp("embedding_sum_by_index(Tensor grad, Tensor index, int rows, float scale, "
@@ -219,29 +268,52 @@ def _save_all(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
 def _backward_all(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
                   ) -> Sequence[Any]:
     *operands, weight, bias, rng, mean, rstd = saved
-    scale, padding, *sizes = args[6:11]
-    eps, p = args[13:15]
+    scale, eps, p = args[6], *args[13:15]
     tail, wanted = (weight, bias, eps, p), any(needed[k] for k in _TABLES)
     found: list[Any] = [None] * len(args)
     if torch.is_grad_enabled() and eps is not None:
         return _differentiable_backward(operands, tail, rng, args, grads[0], needed)
     grad = grads[0].reshape(-1, grads[0].shape[-1])
-    # Without a norm only the gradient is read, of which the rows have shape and dtype.
-    rows = grad if eps is None else _sum(*operands, scale, padding, *sizes).view_as(grad)
-    operator, inputs = _tail_of(rows, *tail)
-    wants = (wanted, *(needed[k] for k, t in ((11, weight), (12, bias)) if t is not None))
-    wants = (*wants, *(False,) * (len(inputs) - len(wants)))
-    stats = (None, mean, rstd)
-    inputs += [stats[k] for k in operator.read_by_backward(wants)[1]]
-    given = [grad, *([None, None] if eps is not None else [])]
-    of_rows, *of_affine = backward(operator, inputs, given, wants, rng, _apply)
-    there = iter(of_affine)
-    for k, t in ((11, weight), (12, bias)):
-        found[k] = None if t is None else next(there)
+    if eps is None:
+        of_rows = _tail_gradient(grad, grad, tail, rng, ())[0]  # only of the first shape and dtype are read
+    else:
+        of_rows, affine = _norm_gradient(*operands, scale, *tail, rng, grad, mean, rstd)
+        for row, (k, t) in enumerate(((11, weight), (12, bias))):
+            found[k] = affine[row] if t is not None and needed[k] else None
     if wanted:
         found[:11] = _backward_sum((operands[0], operands[3], operands[5]), args[:11],
                                    [of_rows.view(grads[0].shape)], needed)
     return found
+
+
+def _tail_gradient(x: Tensor, grad: Tensor, tail: Sequence[Any], rng: Tensor | None, stats: Sequence[Tensor]
+                   ) -> list[Any]:
+    """Of rows x, and with a norm of its weight and bias, None where they are absent."""
+    operator, inputs = _tail_of(x, *tail)
+    tensors = 1 + sum(t is not None for t in tail[:2])
+    wants = tuple(k < tensors for k in range(len(inputs)))
+    inputs += [(None, *stats)[k] for k in operator.read_by_backward(wants)[1]]
+    found = iter(backward(operator, inputs, [grad, *(None for _ in stats)], wants, rng, _apply))
+    return [next(found), *(None if t is None else next(found) for t in tail[:2])]
+
+
+def _run_norm_gradient(*args: Any) -> tuple[Tensor, ...]:
+    operands, (scale, *tail, rng, grad, mean, rstd) = args[:6], args[6:]
+    call, (weight, bias, eps, p) = _call(operands, scale), tail
+    on_cpu, keep = device_type(grad) == "cpu", scale_of_kept(_OP, p, True)
+    if not on_cpu and norm_gradient_fits(call, Norm(weight, bias, eps)):
+        dropout = None if keep is None else Dropout(p, keep, _numbers(rng) or (0, 0, None))
+        return norm_gradient_on_gpu(call, Norm(weight, bias, eps), dropout, grad.contiguous(), mean, rstd)
+    rows = sum_on_cpu(call) if on_cpu else sum_on_gpu(call)[0]
+    of_rows, *affine = _tail_gradient(rows, grad, tail, rng, (mean, rstd))
+    return of_rows, torch.stack([grad.new_zeros(grad.shape[1]) if g is None else g for g in affine])
+
+
+# Of the sum that a norm was taken of; of the norm's weight and bias, one beside the other.
+_norm_gradient = StructuredOp(
+    f"embedding_norm_gradient({_OPERANDS}, float scale, Tensor? norm_weight, Tensor? norm_bias, float eps, "
+    "float p, Tensor? rng, Tensor grad, Tensor mean, Tensor rstd) -> (Tensor, Tensor)", _run_norm_gradient,
+    lambda *args: (torch.empty_like(args[12]), args[12].new_empty((2, args[12].shape[1]))))
 
 
 def _differentiable_backward(operands: Sequence[Any], tail: Sequence[Any], rng: Tensor | None,

@@ -12,6 +12,14 @@ import torch
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.indices import Indices
+from fusionrt.ops.embedding_gradients import (
+    NO_GROUPS,
+    acc_of,
+    add_partials,
+    gradients_on_gpu,
+    name_of,
+    vector_of,
+)
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
@@ -20,6 +28,11 @@ Tensor = torch.Tensor
 NONE, COUNTED, GIVEN = range(3)      # as in the template
 MOST_ROWS = (1 << 32) - 1
 MOST_PACKS = 4                       # of a thread; with more the compiler keeps their conditions in memory
+ELEMENTS, ELEMENTS_OF_GRADIENT = 32, 16   # of a thread, as long as there can be more threads
+# Without a norm. Longer rows are cut into parts, of which a thread has fewer packs, of more rows.
+WHOLE_ROW, PACKS_OF_A_PART = 4096, 2  # bytes
+ROWS_AT_ONCE, MOST_EACH = 4, 32      # rows of a team: of parts, with a norm
+ENOUGH_TEAMS = 1 << 11
 
 
 class Call(NamedTuple):
@@ -35,6 +48,15 @@ class Call(NamedTuple):
     token_type: Tensor | None
     scale: float
     period: int
+
+    @property
+    def kinds(self) -> tuple[int, int]:
+        """Of positions and types."""
+        return _kind(self.position_weight, self.position_ids), _kind(self.token_type_weight, self.token_type)
+
+    @property
+    def position_period(self) -> int:
+        return self.period if self.position_ids is None else self.position_ids.numel()
 
     @property
     def indices(self) -> list[Indices]:
@@ -58,19 +80,8 @@ class Dropout(NamedTuple):
     random: tuple[int, int, Tensor | None]   # as `fusionrt.random.draw` gives it
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _acc(dtype: torch.dtype) -> str:
-    return "float64" if dtype == torch.float64 else "float32"
-
-
-def _vector(columns: int, tables: Sequence[Tensor]) -> int:
-    """The widest pack that all rows are multiples of."""
-    itemsize = tables[0].itemsize
-    strides = [t.stride(0) for t in tables if t.dim() > 1]
-    return math.gcd(16 // itemsize, columns, *strides, *(t.data_ptr() // itemsize for t in tables))
+def _kind(table: Tensor | None, ids: Tensor | None) -> int:
+    return NONE if table is None else COUNTED if ids is None else GIVEN
 
 
 # -- on a GPU: rows of tables ----------------------------------------------------------------------
@@ -83,48 +94,70 @@ class Form(NamedTuple):
     vec: int
     packs: int
     threads: int
+    full: bool
+    each: int                # rows of a team without a norm
     kinds: tuple[int, ...]   # of positions and types
+    one_position: bool       # of all rows of a team
     norm: bool
     affine: tuple[bool, ...]
     dropout: bool
+    gradient: bool = False   # of the norm, instead
 
 
 @functools.cache
 def sum_kernel(form: Form) -> Kernel:
     fields = [pointer("token_t", "tokens"), pointer("position_t", "positions"), pointer("type_t", "types")]
     fields += [pointer("scalar_t", name) for name in (
-        "token_table", "position_table", "type_table", "norm_weight", "norm_bias")]
+        "token_table", "position_table", "type_table", "norm_weight", "norm_bias", "grad")]
     fields += [pointer(dtype, name, const=False) for dtype, name in (
-        ("scalar_t", "out"), ("acc_t", "mean"), ("acc_t", "rstd"), ("unsigned long long", "fault"))]
+        ("scalar_t", "out"), ("acc_t", "mean"), ("acc_t", "rstd"), ("acc_t", "partials"),
+        ("unsigned long long", "fault"))]
     fields += [pointer("unsigned long long", "random_state")]
     fields += [Field(f"int64_t {name}", "q") for name in (
         "token_stride", "position_stride", "type_stride", "token_rows", "position_rows", "type_rows")]
     fields += [Field(f"unsigned long long {name}", "Q") for name in ("seed", "random_offset")]
     fields += [Field(f"double {name}", "d") for name in ("scale", "eps", "p", "scale_of_kept")]
     fields += [Field(f"unsigned {name}", "I") for name in (
-        "rows", "columns", "position_period", "type_period")]
+        "rows", "columns", "position_period", "type_period", "apart", "each")]
     constants = [f"using {name} = {dtype}_t;" for name, dtype in (
         ("scalar_t", form.dtype), *zip(("token_t", "position_t", "type_t"), form.ids, strict=True))]
     constants += [f"constexpr int {name} = {value};" for name, value in (
-        ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads),
+        ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads), ("EACH", form.each),
+        ("MIN_BLOCKS", max(1, _busy_threads(form) // max(128, form.threads)) if form.norm else 1),
         *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
     constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-        ("NORM", form.norm), *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True),
-        ("DROPOUT", form.dropout))]
+        ("FULL", form.full), ("ONE_POSITION", form.one_position), ("NORM", form.norm),
+        *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True), ("DROPOUT", form.dropout),
+        ("GRADIENT", form.gradient))]
     return Kernel("embedding_position", "embedding", fields, constants, block=max(128, form.threads),
                   acc="float64" if form.dtype == "float64" else "float32")
 
 
-def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int) -> tuple[int, int] | None:
-    """Of a row; None where a norm's does not fit into the registers of a block."""
+def _busy_threads(form: Form) -> int:
+    """Of a multiprocessor; without a limit the compiler takes so many registers that few have room."""
+    return 512 if form.vec * form.packs <= 24 else 384
+
+
+def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int, gradient: bool = False
+                      ) -> tuple[int, int] | None:
+    """Of a row, without a norm of a part of it; None where a norm's does not fit into the registers of a
+    block, of which each thread has the fewer the more threads there are."""
     packs = -(-columns // vec)
-    most = (1024 if itemsize == 4 else 512) if norm else 256  # more would leave too few registers to each
+    if gradient:
+        most, few = (512 if itemsize == 4 else 256), min(3, ELEMENTS_OF_GRADIENT // vec)
+    elif norm:
+        most, few = (1024 if itemsize == 4 else 512), min(MOST_PACKS, ELEMENTS // vec)
+    elif columns * itemsize <= WHOLE_ROW:
+        most, few = 64, MOST_PACKS
+    else:
+        most, few = 32, PACKS_OF_A_PART
+    most_packs = MOST_PACKS if norm and not gradient else few
     threads = 1
-    while threads < packs and (threads < 32 or threads * MOST_PACKS < packs) and threads < most:
+    while threads < packs and (threads < 32 or threads * few < packs) and threads < most:
         threads *= 2
-    if norm and threads * MOST_PACKS < packs:
+    if norm and threads * most_packs < packs:
         return None
-    return threads, min(MOST_PACKS, -(-packs // threads))
+    return threads, min(most_packs, -(-packs // threads))
 
 
 def fits(call: Call, norm: Norm | None) -> bool:
@@ -132,91 +165,122 @@ def fits(call: Call, norm: Norm | None) -> bool:
     return norm is None or _shape_of(call, norm) is not None
 
 
-def _shape_of(call: Call, norm: Norm | None) -> tuple[int, int, int] | None:
+def _shape_of(call: Call, norm: Norm | None, gradient: bool = False) -> tuple[int, int, int] | None:
     """Elements of a pack, threads of a row, packs of a thread."""
     tables = (call.weight, call.position_weight, call.token_type_weight, *(norm[:2] if norm else ()))
     columns = call.weight.shape[1]
-    vec = _vector(columns, [t for t in tables if t is not None])
-    found = threads_and_packs(columns, vec, norm is not None, call.weight.itemsize)
+    vec = vector_of(columns, [t for t in tables if t is not None])
+    found = threads_and_packs(columns, vec, norm is not None, call.weight.itemsize, gradient)
     return None if found is None else (vec, *found)
+
+
+class Share(NamedTuple):
+    """The rows of a team: `each`, `apart` from each other, which has the same position for all of them."""
+
+    each: int
+    apart: int
+    one_position: bool
+
+
+def _share_of(call: Call, shape: tuple[int, int, int], most: int) -> Share:
+    """Fewer rows than `most` for each where teams would not fill a GPU. A lane knows the ids of a row."""
+    rows, period = call.tokens.numel(), call.position_period
+    each = max(1, min(most, shape[1], 32, rows // ENOUGH_TEAMS))
+    each = each if 2 * rows < MOST_ROWS else 1   # the kernel counts beyond the last row, in 32 bits
+    repeats = rows // period if call.position_weight is not None and rows % period == 0 else 0
+    if repeats >= each:
+        return Share(each, period * -(-repeats // each), True)
+    return Share(each, -(-rows // each), False)
+
+
+class Launch(NamedTuple):
+    """How a kernel goes over the rows of a call."""
+
+    call: Call
+    norm: Norm | None
+    dropout: Dropout | None
+    shape: tuple[int, int, int]
+    share: Share
+    gradient: bool = False
+
+    def __call__(self, out: Tensor, stats: Sequence[Tensor | None], fault: Tensor | None,
+                 grad: Tensor | None = None, partials: Tensor | None = None) -> None:
+        call, norm, dropout, share = self.call, self.norm, self.dropout, self.share
+        tables = call.weight, call.position_weight, call.token_type_weight
+        ids = call.tokens, call.position_ids, call.token_type
+        affine = (norm.weight, norm.bias) if norm else (None, None)
+        rows, columns, (vec, threads, packs) = call.tokens.numel(), call.weight.shape[1], self.shape
+        tile = vec * packs * threads
+        kernel = sum_kernel(Form(
+            name_of(out.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in ids), vec, packs,
+            threads, columns % tile == 0, 1 if norm else share.each, call.kinds, share.one_position,
+            norm is not None, tuple(a is not None for a in affine), dropout is not None, self.gradient))
+        seed, offset, state = dropout.random if dropout else (0, 0, None)
+        kernel(out.device, (self.blocks, -(-columns // tile)),
+               *(0 if t is None else t.data_ptr() for t in (
+                   *ids, *tables, *affine, grad, out, *stats, partials, fault, state)),
+               *(0 if t is None else t.stride(0) for t in tables),
+               *(0 if t is None else t.shape[0] for t in tables),
+               seed, offset, call.scale, norm.eps if norm else 0.0,
+               *(dropout[:2] if dropout else (0.0, 0.0)), rows, columns, call.position_period,
+               1 if ids[2] is None else ids[2].numel(), share.apart, share.each)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.share.apart // max(1, 128 // self.shape[1]))
 
 
 def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None) -> tuple[Tensor, ...]:
     """The result, and with a norm mean and rstd of shape (rows, 1)."""
-    rows, columns, device = call.tokens.numel(), call.weight.shape[1], call.weight.device
-    out = call.weight.new_empty((rows, columns))
-    stats = [torch.empty((rows, 1), dtype=getattr(torch, _acc(out.dtype)), device=device) for _ in range(2)
+    rows, device = call.tokens.numel(), call.weight.device
+    out = call.weight.new_empty((rows, call.weight.shape[1]))
+    stats = [torch.empty((rows, 1), dtype=getattr(torch, acc_of(out.dtype)), device=device) for _ in range(2)
              ] if norm else []
     if not out.numel():
         return out, *stats
-    tables = call.weight, call.position_weight, call.token_type_weight
-    ids = call.tokens, call.position_ids, call.token_type
-    affine = (norm.weight, norm.bias) if norm else (None, None)
     shape = _shape_of(call, norm)
     assert shape is not None
-    vec, threads, packs = shape
-    kinds = [NONE if table is None else COUNTED if given is None else GIVEN
-             for table, given in zip(tables[1:], ids[1:], strict=True)]
-    kernel = sum_kernel(Form(
-        _name(out.dtype), tuple("int64" if i is None else _name(i.dtype) for i in ids), vec, packs, threads,
-        tuple(kinds), norm is not None, tuple(a is not None for a in affine), dropout is not None))
-    fault = indices.fault_of(device)
-    seed, offset, state = dropout.random if dropout else (0, 0, None)
-    kernel(device, (-(-rows // (kernel.block // threads)), -(-columns // (vec * packs * threads))),
-           *(0 if t is None else t.data_ptr() for t in (
-               *ids, *tables, *affine, out, *(stats or (None, None)), fault, state)),
-           *(0 if t is None else t.stride(0) for t in tables),
-           *(0 if t is None else t.shape[0] for t in tables),
-           seed, offset, call.scale, norm.eps if norm else 0.0, *(dropout[:2] if dropout else (0.0, 0.0)),
-           rows, columns, call.period if ids[1] is None else ids[1].numel(),
-           1 if ids[2] is None else ids[2].numel())
-    indices.check_later(call.op, fault, call.indices)
+    # What a graph's replays find is not looked at.
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    fault = None if captured else indices.fault_of(device)
+    in_parts = call.weight.shape[1] > math.prod(shape)
+    most = MOST_EACH if norm else ROWS_AT_ONCE if in_parts else 1
+    launch = Launch(call, norm, dropout, shape, _share_of(call, shape, most))
+    launch(out, stats or (None, None), fault)
+    if fault is not None:
+        indices.check_later(call.op, fault, call.indices)
     return out, *stats
 
 
-# -- on a GPU: rows of a gradient ------------------------------------------------------------------
-
-TEAMS_WANTED, SHORTEST_CHUNK = 1 << 13, 16
-
-
-@functools.cache
-def gradient_kernel(dtype: str, index: str, vec: int, lanes: int, stage: int) -> Kernel:
-    acc = "float64" if dtype == "float64" else "float32"
-    fields = [pointer("scalar_t", "grad"), pointer("index_t", "indices"), pointer("int64_t", "order"),
-              pointer("acc_t", "partials", const=False), pointer("scalar_t", "out", const=False),
-              *(Field(f"int64_t {name}", "q") for name in ("count", "chunk", "rows", "padding")),
-              Field("double scale", "d"), Field("unsigned columns", "I")]
-    constants = [f"using scalar_t = {dtype}_t;", f"using index_t = {index}_t;",
-                 *(f"constexpr int {name} = {value};" for name, value in (
-                     ("VEC", vec), ("LANES", lanes), ("STAGE", stage)))]
-    return Kernel("embedding_position_backward", "embedding_backward", fields, constants, acc=acc)
+def norm_gradient_fits(call: Call, norm: Norm) -> bool:
+    return _shape_of(call, norm, True) is not None
 
 
-def _gradient_on_gpu(grad: Tensor, index: Tensor, out: Tensor, scale: float, padding: int) -> None:
-    columns, count = grad.shape[1], index.numel()
-    found, order = torch.sort(index, stable=True)
-    vec = _vector(columns, (grad, out))
-    lanes = min(32, 1 << (-(-columns // vec) - 1).bit_length())
-    tiles = -(-columns // (vec * lanes))
-    chunk = max(SHORTEST_CHUNK, count * tiles // TEAMS_WANTED)
-    chunks = -(-count // chunk)
-    partials = torch.empty((chunks, 2, columns), dtype=getattr(torch, _acc(grad.dtype)), device=grad.device)
-    for stage in (0, 1):
-        kernel = gradient_kernel(_name(grad.dtype), _name(index.dtype), vec, lanes, stage)
-        blocks = -(-chunks // (kernel.block // lanes)) if stage == 0 else chunks
-        kernel(grad.device, (blocks, tiles), *(t.data_ptr() for t in (grad, found, order, partials, out)),
-               count, chunk, out.shape[0], padding, scale, columns)
+def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: Tensor, mean: Tensor,
+                         rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what the norm was taken of, and of its weight and bias; `grad` of shape (rows, columns)."""
+    grad = grad if grad.data_ptr() % 16 == 0 else grad.clone()   # packs are as wide as the tables allow
+    out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
+    if not grad.numel():
+        return out, affine.zero_()
+    shape = _shape_of(call, norm, True)
+    assert shape is not None
+    share = _share_of(call, shape, MOST_EACH)
+    launch = Launch(call, norm._replace(bias=None), dropout, shape, share, True)
+    partials = torch.empty((2, launch.blocks, grad.shape[1]), dtype=mean.dtype, device=grad.device)
+    launch(out, (mean, rstd), None, grad, partials)
+    add_partials(partials, affine)
+    return out, affine
 
+
+# -- rows of a gradient ----------------------------------------------------------------------------
 
 def sum_by_index(grad: Tensor, index: Tensor, rows: int, scale: float, padding: int) -> Tensor:
     """out[i] = scale * sum of grad[n] over index[n] == i, for i != padding; grad of shape (N, C)."""
     grad, index = grad.contiguous(), index.contiguous()
     if device_type(grad) == "cpu":
         return _gradient_on_cpu(grad, index, rows, scale, padding)
-    out = grad.new_zeros((rows, grad.shape[1]))
-    if grad.numel():
-        _gradient_on_gpu(grad, index, out, scale, padding)
-    return out
+    return gradients_on_gpu(grad, index, rows, scale, padding, NO_GROUPS)[0]
 
 
 # -- on a CPU --------------------------------------------------------------------------------------
@@ -274,7 +338,8 @@ def sum_on_cpu(call: Call) -> Tensor:
     ids = [t.long() for t in (call.tokens, positions, types)]
     tables = [call.weight if t is None else t
               for t in (call.weight, call.position_weight, call.token_type_weight)]
-    kernel = _cpu_sum(_name(out.dtype), call.position_weight is not None, call.token_type_weight is not None)
+    there = (t is not None for t in (call.position_weight, call.token_type_weight))
+    kernel = _cpu_sum(name_of(out.dtype), *there)
     pointers = [out, ids[0], tables[0], tables[1], ids[1], tables[2], ids[2]]
     kernel(device, rows, [t.data_ptr() for t in pointers],
            [columns, tables[0].stride(0), tables[1].stride(0), ids[1].numel(), tables[2].stride(0),
@@ -285,11 +350,11 @@ def sum_on_cpu(call: Call) -> Tensor:
 
 def _gradient_on_cpu(grad: Tensor, index: Tensor, rows: int, scale: float, padding: int) -> Tensor:
     """Threads share the columns, so that every sum has its order."""
-    acc = getattr(torch, _acc(grad.dtype))
+    acc = getattr(torch, acc_of(grad.dtype))
     total = torch.zeros((rows, grad.shape[1]), dtype=acc, device=grad.device)
     if grad.numel():
         index = index.long()
-        kernel = _cpu_gradient(_name(grad.dtype))
+        kernel = _cpu_gradient(name_of(grad.dtype))
         kernel(grad.device, grad.shape[1], [t.data_ptr() for t in (grad, index, total)],
                [index.numel(), grad.shape[1], rows, padding], grain=16, work=index.numel())
     return total.mul_(scale).to(grad.dtype) if scale != 1 else total.to(grad.dtype)

@@ -18,6 +18,8 @@ from fusionrt.runtime.source import Field, magic, pointer
 Tensor = torch.Tensor
 # Heads that share a thread's angles at most, as long as there are so many threads.
 MOST_HEADS, ENOUGH_THREADS = 8, 1 << 18
+# Heads that lie far apart are fewer, where angles cost a load: so many bytes of a column.
+FEW_BYTES = 8
 WIDE_FROM = 1 << 31  # threads, whose number `magic` no longer divides
 
 
@@ -93,10 +95,11 @@ def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
     copied = 0 if in_place else head_dim - 2 * half
     units = half // pairs + -(-copied // (vec if pairs < vec else 2 * vec))
     heads, places = sum(t.shape[2] for t in tensors), batch * length * units
-    groups = _groups(heads, places)
+    positions_first = length > 1 and q.stride(1) < q.stride(2)
+    few = positions_first and table is not None and not options.interleaved
+    groups = _groups(heads, places, max(2, FEW_BYTES // q.itemsize) if few else MOST_HEADS)
     threads = places * groups
     wide = threads >= WIDE_FROM
-    positions_first = length > 1 and q.stride(1) < q.stride(2)
     divisors = units, batch * length if positions_first else groups, length
     kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
                           None if positions is None else _name(positions), vec, packs,
@@ -118,9 +121,9 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _groups(heads: int, places: int) -> int:
-    """Of heads: the fewer, the less often angles are loaded or computed; enough to fill a GPU."""
-    share = MOST_HEADS
+def _groups(heads: int, places: int, share: int) -> int:
+    """Of heads, at most `share` of them: the fewer, the less often angles are loaded or computed; enough to
+    fill a GPU."""
     while share > 1 and places * -(-heads // share) < ENOUGH_THREADS:
         share //= 2
     return -(-heads // share)
