@@ -57,6 +57,11 @@ class Problem(NamedTuple):
     across: bool = False              # rows are the dimensions in which no output has a stride
     row_size: int = 0                 # where `row_size` is among the scalars
     taken: tuple[tuple[str, str], ...] = ()    # outputs that take an operand's memory, and that operand
+    inner: int = 1                    # neighbours in memory of a row across it: found apart, then joined
+    once: tuple[str, ...] = ()        # outputs that have one value for those
+    then: Problem | None = None       # elements that the same kernel computes from what it has found
+    found: tuple[tuple[str, str], ...] = ()    # their operands that are outputs of this, and those
+    returned: tuple[str, ...] = ()    # which outputs of both a caller gets, in order
 
     @property
     def domain(self) -> Domain:

@@ -10,6 +10,7 @@ all rows; the elements are a pointwise kernel after that.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum
 from fusionrt.layout import Ints
 from fusionrt.op import pack, unpack
 from fusionrt.problem import Output, Problem, pose
+from fusionrt.rehearsal import device_type
 from fusionrt.rowwise import schedule, with_sums
 
 if TYPE_CHECKING:
@@ -100,6 +102,17 @@ def _border(roots: Sequence[Expr], values: Collection[Expr], numbers: Collection
 
 # -- plans -----------------------------------------------------------------------------------------
 
+class Pass(NamedTuple):
+    """One pass over memory, before it is a kernel; `found` and `outputs` as a stage's."""
+
+    problem: Problem
+    args: list[Any]
+    shape: Ints
+    made: list[Output]
+    found: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
 class Stage(NamedTuple):
     """One kernel: its callable, which of its results the next ones take, which are the operator's outputs."""
 
@@ -116,9 +129,11 @@ class Plan:
                  order: Sequence[int], alignment: int) -> None:
         self.op, self.args, self.shape, self.outputs = op, list(args), shape, outputs
         self.order, self.alignment, self.acc = order, alignment, op.acc_dtype(args)
+        self.on_gpu, self.inner = device_type(outputs[0]) == "cuda", dict[int, int]()
         self.double = op.is_double(args)
         first = len(shape) - op.row_dims
-        self.one_a_row = op.one_a_row(shape)
+        self.one_a_row = self.of_values = op.one_a_row(shape)
+        self.expanded: list[int] = []  # arguments that get the shape of values
         self.row_size = math.prod(shape[first:])
         columns = {d for d in range(first, len(shape)) if shape[d] != 1}
         missing = [layout.missing(o.shape, shape) for o in outputs]
@@ -143,44 +158,102 @@ class Plan:
         wanted = {k: names[root] for k, root in enumerate(roots) if self.of_rows[k] and root in names}
         rest = [k for k in range(len(roots)) if k not in wanted]
         read = set(leaves([roots[k] for k in rest] + [v for stage in values for v in stage], "arg"))
-        stages = []
+        if values and not any(self.of_rows[k] for k in rest):
+            self._keep_inner(values)
+        passes = []
         for stage in values:
             kept = [v for k, v in enumerate(stage, len(self.args)) if f"a{k}" in read]
             here = set(stage)
-            stages.append(self._finding(stage, kept, {k: v for k, v in wanted.items() if v in here}))
+            passes.append(self._finding(stage, kept, {k: v for k, v in wanted.items() if v in here}))
         for of_rows in (False, True):
             chosen = [k for k in rest if self.of_rows[k] == of_rows]
             if chosen:
-                stages.append(self._elements(roots, chosen, self.one_a_row if of_rows else self.shape))
-        in_one = (len(stages) == 1 and not (self.later or any(self.spread))
+                passes.append(self._elements(roots, chosen, self.one_a_row if of_rows else self.shape))
+        stages = self._compiled(passes)
+        in_one = (len(stages) == 1 and not (self.later or any(self.spread) or self.expanded)
                   and stages[0].outputs == tuple(range(len(roots))))
         if in_one or self.outputs[0].is_meta:
             return stages[0].run
         return self._run(stages, n)
 
-    def _finding(self, stage: Sequence[Expr], kept: Sequence[Expr], wanted: dict[int, Expr]) -> Stage:
+    def _keep_inner(self, values: Sequence[Sequence[Expr]]) -> None:
+        """Where a row has a few neighbours of memory (the channels of a group), each is found apart; they
+        are joined with the partial values. So packs are whole, and each column of memory has its values."""
+        first = len(self.shape) - self.op.row_dims
+        inner = list(itertools.takewhile(lambda d: d >= first, self.order))
+        beside = list(itertools.takewhile(lambda d: d < first, self.order[len(inner):]))
+        width = 16 // self.outputs[0].element_size()
+        few = math.prod(self.shape[d] for d in inner) < width
+        whole = math.prod(self.shape[d] for d in (*inner, *beside)) % width == 0
+        positions = any(n.op == "row_first" for stage in values for n in toposort(stage))
+        if not (self.op.of_channels and self.on_gpu and inner and beside and few and whole) or positions:
+            return
+        self.inner = {d: self.shape[d] for d in inner}
+        self.of_values = tuple(n if d in self.inner else one for d, (n, one) in enumerate(
+            zip(self.shape, self.one_a_row, strict=True)))
+        for k, a in enumerate(self.args):
+            if isinstance(a, torch.Tensor) and tuple(a.shape) == self.one_a_row:
+                self.args[k] = torch.empty(self.of_values, dtype=a.dtype, device="meta")
+                self.expanded.append(k)
+
+    def _compiled(self, passes: Sequence[Pass]) -> list[Stage]:
+        """A kernel for each; or one, which computes the elements together with what they follow from."""
+        joined = self._joined(*passes) if self.op.of_channels and self.on_gpu and len(passes) == 2 else None
+        if joined is not None:
+            run = self._run_of(joined)
+            if not self.outputs[0].is_meta:  # other devices want the others
+                return [Stage(run, False, (), joined.outputs)]
+        return [Stage(self._run_of(one), bool(one.problem.streams), one.found, one.outputs)
+                for one in passes]
+
+    def _run_of(self, one: Pass) -> Callable[..., Any]:
+        return self.op.compile(one.args, one.shape, one.problem, one.made, self.alignment)
+
+    def _joined(self, first: Pass, second: Pass) -> Pass | None:
+        """Both in one kernel, where that is possible."""
+        from fusionrt.runtime import resident
+        plain = first.problem.across and all(map(_in_order, first.made)) and not any(second.problem.reduced)
+        if not plain or self.alignment < 16 or second.shape != self.shape:
+            return None
+        n = len(first.made)
+        then = second.problem._replace(outputs=tuple(
+            o._replace(name=f"out{k}") for k, o in enumerate(second.problem.outputs, n)))
+        read = {o.name for o in then.inputs}
+        found = tuple((f"a{k}", f"out{place}") for k, place in enumerate(first.found, len(first.args))
+                      if f"a{k}" in read)
+        names = {k: f"out{at}" for at, k in (*enumerate(first.outputs), *enumerate(second.outputs, n))}
+        outputs = tuple(sorted(names))
+        problem = first.problem._replace(then=then, found=found, returned=tuple(names[k] for k in outputs))
+        if not resident.fits(problem, self.outputs[0].device):
+            return None
+        return Pass(problem, first.args, self.shape, [*first.made, *second.made], (), outputs)
+
+    def _finding(self, stage: Sequence[Expr], kept: Sequence[Expr], wanted: dict[int, Expr]) -> Pass:
         """One pass over the domain; a value is stored as an output wants it, and as arithmetic does."""
         made = [self._made(k, value, True) for k, value in wanted.items()]
         places = {v: k for k, (v, o) in enumerate(zip(wanted.values(), made, strict=True))
-                  if (o.shape, o.dtype) == (self.one_a_row, self.acc)}
+                  if (o.shape, o.dtype) == (self.of_values, self.acc)}
         kept = [v for v in kept if v not in places]
-        made += [Output(v, self.acc, self.one_a_row, layout.contiguous(self.one_a_row),
-                        self._walk(self.one_a_row), True) for v in kept]
-        problem = self._posed(made, self.shape, self.order)._replace(across=True)
-        run = self.op.compile(self.args, self.shape, problem, made, self.alignment)
-        self.args += [torch.empty(self.one_a_row, dtype=self.acc, device="meta") for _ in stage]
+        made += [Output(v, self.acc, self.of_values, layout.contiguous(self.of_values),
+                        self._walk(self.of_values), True) for v in kept]
+        inner = math.prod(self.inner.values()) if kept else 1
+        once = [k for k, o in enumerate(made) if inner > 1 and o.shape != self.of_values]
+        walked = [o._replace(over=self._walk(self.of_values)) if k in once else o for k, o in enumerate(made)]
+        problem = self._posed(walked, self.shape, self.order)._replace(
+            across=True, inner=inner, once=tuple(f"out{k}" for k in once))
+        args = list(self.args)
+        self.args += [torch.empty(self.of_values, dtype=self.acc, device="meta") for _ in stage]
         # What nobody reads is an argument as well, whichever.
         places |= {v: k for k, v in enumerate(kept, len(wanted))}
-        return Stage(run, bool(problem.streams), tuple(places.get(v, 0) for v in stage), tuple(wanted))
+        return Pass(problem, args, self.shape, made, tuple(places.get(v, 0) for v in stage), tuple(wanted))
 
-    def _elements(self, roots: Sequence[Expr], chosen: Sequence[int], shape: Ints) -> Stage:
+    def _elements(self, roots: Sequence[Expr], chosen: Sequence[int], shape: Ints) -> Pass:
         """A pointwise kernel over the domain, or over one value a row."""
         order = (self.order if shape == self.shape else
                  [d for d in reversed(range(len(shape))) if shape[d] != 1])
         made = [self._made(k, roots[k], self.summed[k]) for k in chosen]
         problem = self._posed(made, shape, order)
-        run = self.op.compile(self.args, shape, problem, made, self.alignment)
-        return Stage(run, bool(problem.streams), (), tuple(chosen))
+        return Pass(problem, list(self.args), shape, made, (), tuple(chosen))
 
     def _made(self, k: int, root: Expr, reduced: bool) -> Output:
         """Output k as a kernel computes it."""
@@ -209,6 +282,8 @@ class Plan:
             if any(args[k].data_ptr() & 15 for k in pointers):
                 return self.op.misaligned(*args)
             rng, given, found = args[n:], list(args[:n]), list(results)
+            for k in self.expanded:
+                given[k] = given[k].expand(self.of_values).contiguous()
             for stage in stages:
                 computed = unpack(stage.run(*given, *(rng if stage.draws else ())))
                 for k, value in zip(stage.outputs, computed, strict=False):
@@ -220,6 +295,12 @@ class Plan:
             return pack(found)
 
         return run
+
+
+def _in_order(output: Output) -> bool:
+    """Whether it lies in memory as the walk finds it."""
+    each = zip(output.shape, output.strides, output.walk_strides, strict=True)
+    return all(size == 1 or own == walked for size, own, walked in each)
 
 
 def sums_later(dims: Mapping[int, Ints], outputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], None]:

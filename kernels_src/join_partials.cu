@@ -4,8 +4,9 @@
 // A few megabytes at most, so latency decides: a block takes 2^side neighbouring columns, its remaining
 // threads share the rows, and a fixed tree in shared memory keeps the order.
 //
-// The prologue defines BLOCK, VALUES, GROUPS, start and join as for pointwise_reduce,
-// store(p, n, values), and Params: partials[k][chunk][n], chunks, kept, side, the outputs and numbers.
+// The prologue defines BLOCK, VALUES, GROUPS, start and join as for pointwise_reduce, INNER neighbours that are
+// joined as well, store(p, n, values), and Params: partials[k][chunk][n][inner], chunks, kept, side, the outputs and
+// numbers.
 
 template <int G = 0>
 __device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&other)[VALUES]) {
@@ -21,12 +22,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK) join_partials(const __grid_c
     start<1>(none);
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
-    const index_t chunks = n < p.kept ? p.chunks : 0;
+    const index_t chunks = n < p.kept ? p.chunks * INNER : 0;
 #pragma unroll 4
     for (index_t c = depth; c < chunks; c += BLOCK >> p.side) {
         acc_t other[VALUES];
 #pragma unroll
-        for (int k = 0; k < VALUES; ++k) other[k] = p.partials[(k * p.chunks + c) * p.kept + n];
+        for (int k = 0; k < VALUES; ++k) {
+            if constexpr (INNER == 1) other[k] = p.partials[(k * p.chunks + c) * p.kept + n];
+            else other[k] = p.partials[((k * p.chunks + c / INNER) * p.kept + n) * INNER + c % INNER];
+        }
         join_all(values, other);
     }
 

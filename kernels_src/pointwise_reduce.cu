@@ -17,86 +17,13 @@
 //   Group<G>::FIRST, COUNT        which of the values those are
 //   start<W>, join<G>             values before the first element; of two threads
 //   load_fixed<W>(p, i)           the operands that do not change along a thread's walk; load<W>(p, i,
-//                                 fixed) reads the others
+//                                 fixed) reads the others; so do
+//   Ring, fetch(p, i, ring, stage), fetched(ring, stage, fixed)    in two steps, of which AHEAD are under way
 //   group_base(p, g), row_base(p, r)      first element of a group, of a row within it
 //   finish<W>(p, i, tile, draws, found)   as before; found[g][v]: what group g reduces
 //   take<N, W>(values, found, order)      take N elements of each column into values[k][v]
 //   p.columns, p.rows, p.groups, p.chunks
 //   p.partials[k][chunk][group][column], or, if FINAL, store(p, group * columns + column, values)
-
-constexpr int DEPTH = BLOCK / LANES;
-template <int W> using Values = acc_t[VALUES][W];
-
-// What a thread has seen of its columns.
-template <int W> struct Walk {
-    Values<W> values;
-    unsigned seen = 0;
-    __device__ __forceinline__ Walk() { start<W>(values); }
-    // N tiles, the elements before which are `apart`; the first one's stand at position `at` of their row.
-    template <int N>
-    __device__ __forceinline__ void take_in(const Params& p, const index_t (&i)[N], const Tile<W> (&tiles)[N],
-                                            index_t at, index_t apart) {
-        acc_t found[N][GROUPS][W];
-#pragma unroll
-        for (int n = 0; n < N; ++n) finish<W>(p, i[n], tiles[n], draws<W>(p, i[n]), found[n]);
-        take<N, W>(values, found, Order{static_cast<acc_t>(seen), at, apart});
-        seen += N;
-    }
-};
-
-template <int G = 0>
-__device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&other)[VALUES]) {
-    join<G>(mine, other);
-    if constexpr (G + 1 < GROUPS) join_all<G + 1>(mine, other);
-}
-
-__device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, index_t chunks) {
-    return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
-}
-
-// The threads of a block that own the same columns leave what they found in shared memory, where every thread
-// joins its share of one column (or of some); the shares are joined as a tree.
-constexpr int WIDTH = LANES * VEC, OWN = WIDTH > BLOCK ? WIDTH / BLOCK : 1, SHARES = WIDTH < BLOCK ? BLOCK / WIDTH : 1;
-template <int G = 0>
-__device__ __forceinline__ void join_columns(const Values<VEC>& values, acc_t (&joined)[OWN][VALUES],
-                                             acc_t (&shared)[MOST][DEPTH][WIDTH]) {
-    constexpr int FIRST = Group<G>::FIRST, COUNT = Group<G>::COUNT;
-    const int first = threadIdx.x % LANES * VEC, depth = threadIdx.x / LANES;
-    const int column = threadIdx.x % WIDTH, share = threadIdx.x / WIDTH;
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k)
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) shared[k][depth][first + v] = values[FIRST + k][v];
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < OWN; ++n) {
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) joined[n][FIRST + k] = shared[k][share][column + n * BLOCK];
-#pragma unroll
-        for (int d = SHARES; d < DEPTH; d += SHARES) {
-            acc_t other[VALUES];
-#pragma unroll
-            for (int k = 0; k < COUNT; ++k) other[FIRST + k] = shared[k][share + d][column + n * BLOCK];
-            join<G>(joined[n], other);
-        }
-    }
-#pragma unroll
-    for (int half = SHARES / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (share >= half)
-#pragma unroll
-            for (int k = 0; k < COUNT; ++k) shared[k][share][column] = joined[0][FIRST + k];
-        __syncthreads();
-        if (share < half) {
-            acc_t other[VALUES];
-#pragma unroll
-            for (int k = 0; k < COUNT; ++k) other[FIRST + k] = shared[k][share + half][column];
-            join<G>(joined[0], other);
-        }
-    }
-    if constexpr (G + 1 < GROUPS) join_columns<G + 1>(values, joined, shared);
-}
 
 // Of value `at` of p.chunks rows of `step`.
 template <typename P>  // which has only one or the other
@@ -106,6 +33,46 @@ __device__ __forceinline__ void leave(const P& p, const acc_t (&values)[VALUES],
     } else {
 #pragma unroll
         for (int k = 0; k < VALUES; ++k) p.partials[(k * p.chunks + chunk) * step + at] = values[k];
+    }
+}
+
+// A thread's steps of APART from `at` on up to `end`, EACH elements of a row apart: `first_of` says where those of one
+// begin. While some are taken in, the next ones are on their way: into registers, or into shared memory where
+// accumulators leave none (left to itself the compiler would load what it then waits for).
+template <int APART, int EACH, typename FirstOf>
+__device__ __forceinline__ void go(const Params& p, Walk<VEC>& walk, const Tile<VEC>& fixed, index_t at, index_t end,
+                                   const FirstOf& first_of) {
+    if constexpr (AHEAD > 0 && COPIES_PASS_BY) {
+        __shared__ Ring ring;
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            if (at + s * APART < end) fetch(p, first_of(at + s * APART), ring, s);
+            commit_copies();
+        }
+        for (int stage = 0; at < end; at += APART, stage = stage + 1 < AHEAD ? stage + 1 : 0) {
+            wait_for_copies<AHEAD - 1>();
+            const index_t i[1] = {first_of(at)};
+            const Tile<VEC> one[1] = {fetched(ring, stage, fixed)};
+            walk.take_in(p, i, one, at * EACH, APART * EACH);
+            if (at + AHEAD * APART < end) fetch(p, first_of(at + AHEAD * APART), ring, stage);
+            commit_copies();
+        }
+    } else {
+        for (; at + (UNROLL - 1) * APART < end; at += UNROLL * APART) {
+            index_t i[UNROLL];
+            Tile<VEC> tiles[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                i[u] = first_of(at + u * APART);
+                tiles[u] = load<VEC>(p, i[u], fixed);
+            }
+            walk.take_in(p, i, tiles, at * EACH, APART * EACH);
+        }
+        for (; at < end; at += APART) {
+            const index_t i[1] = {first_of(at)};
+            const Tile<VEC> one[1] = {load<VEC>(p, i[0], fixed)};
+            walk.take_in(p, i, one, at * EACH, APART * EACH);
+        }
     }
 }
 
@@ -121,22 +88,8 @@ __device__ __forceinline__ void reduce_rows(const Params& p) {
         const index_t base = group_base(p, group) + column;
         const Tile<VEC> fixed = load_fixed<VEC>(p, base);
         const index_t end = chunk_begin(p.rows, chunk + 1, p.chunks);
-        index_t row = chunk_begin(p.rows, chunk, p.chunks) + depth;
-        for (; row + (UNROLL - 1) * DEPTH < end; row += UNROLL * DEPTH) {
-            index_t i[UNROLL];
-            Tile<VEC> tiles_[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                i[u] = base + row_base(p, row + u * DEPTH);
-                tiles_[u] = load<VEC>(p, i[u], fixed);
-            }
-            walk.take_in(p, i, tiles_, row, DEPTH);
-        }
-        for (; row < end; row += DEPTH) {
-            const index_t i[1] = {base + row_base(p, row)};
-            const Tile<VEC> one[1] = {load<VEC>(p, i[0], fixed)};
-            walk.take_in(p, i, one, row, DEPTH);
-        }
+        go<DEPTH, 1>(p, walk, fixed, chunk_begin(p.rows, chunk, p.chunks) + depth, end,
+                     [&](index_t row) { return base + row_base(p, row); });
     }
 
     __shared__ acc_t shared[MOST][DEPTH][WIDTH];
@@ -183,22 +136,8 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
         const index_t vectors = p.columns / VEC, total = p.rows * vectors;
         const index_t end = chunk_begin(total, chunk + 1, p.chunks);
         Walk<VEC> walk;
-        index_t j = chunk_begin(total, chunk, p.chunks) + lane;
-        for (; j + (UNROLL - 1) * LANES < end; j += UNROLL * LANES) {
-            index_t i[UNROLL];
-            Tile<VEC> tiles[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                i[u] = base + vector_base(p, j + u * LANES);
-                tiles[u] = load<VEC>(p, i[u], fixed);
-            }
-            walk.take_in(p, i, tiles, j * VEC, LANES * VEC);
-        }
-        for (; j < end; j += LANES) {
-            const index_t i[1] = {base + vector_base(p, j)};
-            const Tile<VEC> one[1] = {load<VEC>(p, i[0], fixed)};
-            walk.take_in(p, i, one, j * VEC, LANES * VEC);
-        }
+        go<LANES, VEC>(p, walk, fixed, chunk_begin(total, chunk, p.chunks) + lane, end,
+                       [&](index_t j) { return base + vector_base(p, j); });
         join_lanes<VEC>(values, walk.values);
         // Only a single row may be ragged: with several, VEC divides the columns.
         if (VEC > 1 && chunk == p.chunks - 1) {

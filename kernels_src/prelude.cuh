@@ -53,12 +53,22 @@ __device__ __forceinline__ unsigned short bfloat16_bits(float x) {
 #endif
 }
 
-// To integers: toward zero, saturating, NaN gives 0. PTX converts so by itself down to 32 bits;
-// narrower results are clamped first.
+// To integers: toward zero, saturating, NaN gives 0. From float PTX converts so by itself, to 64 bits but for NaN.
 __device__ __forceinline__ int to_int(float x) { return __float2int_rz(x); }
-// From double NaN gives the most negative number instead, and so it does from either as 64 bits.
+#define TO_NARROW(name, type) \
+    __device__ __forceinline__ int to_##name(float x) { \
+        int y; \
+        asm("cvt.rzi." #type ".f32 %0, %1;" : "=r"(y) : "f"(x)); \
+        return y; \
+    }
+TO_NARROW(int8, s8) TO_NARROW(uint8, u8) TO_NARROW(int16, s16)
+#undef TO_NARROW
+// From double NaN gives the most negative number instead; narrower results are clamped first.
 __device__ __forceinline__ int to_int(double x) { return x != x ? 0 : __double2int_rz(x); }
 __device__ __forceinline__ int clamped(int x, int lo, int hi) { return min(max(x, lo), hi); }
+__device__ __forceinline__ int to_int8(double x) { return clamped(to_int(x), -128, 127); }
+__device__ __forceinline__ int to_uint8(double x) { return clamped(to_int(x), 0, 255); }
+__device__ __forceinline__ int to_int16(double x) { return clamped(to_int(x), -32768, 32767); }
 __device__ __forceinline__ int64_t to_int64(float x) { return x != x ? 0 : __float2ll_rz(x); }
 __device__ __forceinline__ int64_t to_int64(double x) { return x != x ? 0 : __double2ll_rz(x); }
 
@@ -68,11 +78,9 @@ template <> __device__ __forceinline__ bool_t from_acc(acc_t x) {
 }
 template <> __device__ __forceinline__ float16_t from_acc(acc_t x) { return {float16_bits(x)}; }
 template <> __device__ __forceinline__ bfloat16_t from_acc(acc_t x) { return {bfloat16_bits(x)}; }
-template <> __device__ __forceinline__ int8_t from_acc(acc_t x) { return clamped(to_int(x), -128, 127); }
-template <> __device__ __forceinline__ uint8_t from_acc(acc_t x) { return clamped(to_int(x), 0, 255); }
-template <> __device__ __forceinline__ int16_t from_acc(acc_t x) {
-    return clamped(to_int(x), -32768, 32767);
-}
+template <> __device__ __forceinline__ int8_t from_acc(acc_t x) { return to_int8(x); }
+template <> __device__ __forceinline__ uint8_t from_acc(acc_t x) { return to_uint8(x); }
+template <> __device__ __forceinline__ int16_t from_acc(acc_t x) { return to_int16(x); }
 template <> __device__ __forceinline__ int32_t from_acc(acc_t x) { return to_int(x); }
 template <> __device__ __forceinline__ int64_t from_acc(acc_t x) { return to_int64(x); }
 

@@ -372,7 +372,7 @@ def test_two_backward_calls_give_the_same_bits(device):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_kernels(channels_last):
     """In training one pass over x that finds the statistics, one that normalises; backward two passes. What
-    blocks find of rows that they share is joined."""
+    blocks find of rows that they share is joined. On a device that holds all blocks it is one kernel."""
     from fusionrt.runtime import launch
 
     x = torch.empty(8, 64, 28, 28, device="meta")
@@ -382,8 +382,9 @@ def test_kernels(channels_last):
         y = frt.batch_norm(x, None, None, weight, bias, True, epilogue=frt.relu)
         torch.autograd.grad(y.sum(), (x, weight, bias))
     entries = [source.entry for p in problems for source in launch.sources(p)]
+    apart = ["pointwise_reduce", *["join_partials"] * channels_last]
     elements = "pointwise_walk" if channels_last else "pointwise"
-    assert entries == ["pointwise_reduce", *["join_partials"] * channels_last, elements] * 2
+    assert entries == [*["pointwise_resident"] * channels_last, *apart, elements] * 2
     with torch.no_grad(), collecting() as problems:
         frt.batch_norm_relu(x, weight, bias, weight, weight)
     assert [source.entry for p in problems for source in launch.sources(p)] == [elements]
@@ -401,3 +402,24 @@ def test_inside_torch_compile():
         *((lambda r: (r[0], *r[1]))(evaluate(f, (x, weight))) for f in (compiled, function)), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("shape, groups, channels_last", [
+    ((3, 64, 7, 7), 8, False), ((2, 24, 5, 3), 3, False),       # packs that reach over a channel's end
+    ((3, 64, 9, 7), 32, True), ((2, 24, 5, 3), 12, True), ((2, 40, 33, 1), 20, True)], ids=str)
+def test_groups_that_packs_do_not_fit(shape, groups, channels_last, dtype):
+    """Channels of a group that are fewer than a pack holds, or smaller."""
+    of_channel = [make((shape[1],), dtype, "cuda") for _ in range(2)]
+    tensors = [images(shape, channels_last, dtype, "cuda"), *of_channel]
+    grad = torch.randn_like(tensors[0])
+
+    def both_ways(function, dtype=dtype):
+        x, weight, bias = (t.detach().to(dtype).requires_grad_() for t in tensors)
+        y = function(x, groups, weight, bias)
+        return [y.detach(), *torch.autograd.grad(y, [x, weight, bias], grad.to(dtype))]
+
+    few = {BF16: 5e-3, F16: 6e-4, F32: 1e-6}[dtype]
+    for a, b in zip(both_ways(frt.group_norm), both_ways(F.group_norm, torch.float64), strict=True):
+        assert (a.double() - b).norm() <= few * b.norm()

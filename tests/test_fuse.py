@@ -239,6 +239,19 @@ def test_comparisons_give_bools(device):
     assert not above(x.requires_grad_(), y).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int32"])
+def test_casts_to_integers(name, dtype, device):
+    """Toward zero, saturating, NaN becomes 0: stored at once, or within an expression."""
+    limits = torch.iinfo(getattr(torch, name))
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 3e9, -3e9, 7e4, -7e4, 300.0, -300.0,
+                      127.9, -128.9, 128.0, 255.5, 0.99, -0.99, 2.5, -2.5, -0.0], dtype=dtype)
+    expected = x.double().nan_to_num(0, math.inf, -math.inf).clamp(limits.min, limits.max).trunc()
+    for scale, function in (1, lambda x: frt.cast(x, name)), (0.5, lambda x: frt.cast(x, name) * 0.5):
+        out = frt.fuse(function)(x.to(device)).double().cpu()
+        assert_close(out, expected * scale, rtol=6e-8, atol=0)
+
+
 @pytest.mark.parametrize(
     "name", ["float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool"]
 )

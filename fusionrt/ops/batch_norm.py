@@ -54,7 +54,7 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
 
     uniform = ("mean", "var", *(("weight", "bias") if per_channel else ()))
     return row_operator(expression, ("x", *names, "eps"), name=op, row_dims=row_dims,
-                        uniform=tuple(name for name in names if name in uniform))
+                        uniform=tuple(name for name in names if name in uniform), of_channels=True)
 
 
 def _is_recorded(*tensors: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusionrt.expr import Expr, emit
-from fusionrt.problem import Problem
+from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.source import U64, Field, Params, pointer
 
@@ -143,11 +143,20 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
     text = [
         "using index_t = unsigned long long;",
         params.declaration,
-        f"constexpr int BLOCK = {BLOCK};",
+        f"constexpr int BLOCK = {BLOCK}, INNER = {problem.inner};",
         *declarations(groups(problem)),
         *storing(problem),
     ]
     return params, tuple(values for _, values in fields), text
+
+
+def _stored(output: Operand, problem: Problem, result: str) -> str:
+    """One value; or as many as the row has columns, of an output that has those."""
+    value = f"from_acc<{output.dtype}_t>({result})"
+    if problem.inner == 1 or output.name in problem.once:
+        return f"    p.{output.name}[n] = {value};"
+    n = problem.inner
+    return f"    for (int v = 0; v < {n}; ++v) p.{output.name}[n * {n} + v] = {value};"
 
 
 def storing(problem: Problem) -> list[str]:
@@ -162,8 +171,7 @@ def storing(problem: Problem) -> list[str]:
         *(f"    const acc_t {name} = p.{name};" for name in problem.scalars),
         *("    " + line for line in statements),
         *(
-            f"    p.{o.name}[n] = from_acc<{o.dtype}_t>({result});"
-            for o, result in zip(problem.outputs, results, strict=True)
+            _stored(o, problem, result) for o, result in zip(problem.outputs, results, strict=True)
         ),
         "}",
     ]

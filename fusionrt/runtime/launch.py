@@ -16,9 +16,10 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import Operand, Output, Problem
-from fusionrt.runtime import accumulators, pointwise, row_layout
+from fusionrt.runtime import accumulators, pointwise, resident, row_layout
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
+from fusionrt.runtime.access import REDUCE_BLOCK
 
 Run = Callable[..., Any]
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
@@ -45,14 +46,15 @@ class Text:
     def __init__(self, call: Call) -> None:
         self.call, self.lines = call, []  # type: ignore[var-annotated]
         self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": raw_stream,
-                                      "launch": cuda.driver().launchKernel, "coarsen": _coarsen}
+                                      "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
+                                      "launch_together": cuda.driver().launchCooperativeKernel}
         self.kernels = 0
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {dtype})")
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
-               shared: int = 0, cluster: int = 1, layers: int = 1) -> None:
+               shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
         shared memory.
 
@@ -68,8 +70,9 @@ class Text:
         packed = [values.get(v, v) if isinstance(v, str) else str(v)
                   for field in source.values for v in field]
         self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
-        self.lines.append(f"launch({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, "
-                          f"stream({self.call.device}), {ctypes.addressof(pointers)}, 0)")
+        launch, last = ("launch_together", "") if together else ("launch", ", 0")
+        self.lines.append(f"{launch}({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, "
+                          f"stream({self.call.device}), {ctypes.addressof(pointers)}{last})")
 
     def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
         """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
@@ -108,18 +111,22 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
     names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams else [])
     arguments = ", ".join(names)
-    values = {o.name: f"p_{o.name}" for o in problem.inputs} | {"row_size": str(float(problem.row_size))}
-    text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in problem.inputs]
-    if alignment == 16 and problem.inputs:
+    inputs = list(problem.inputs)
+    if problem.then is not None:
+        here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
+        inputs += [o for o in problem.then.inputs if o.name not in here]
+    values = {o.name: f"p_{o.name}" for o in inputs} | {"row_size": str(float(problem.row_size))}
+    text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in inputs]
+    if alignment == 16 and inputs:
         text.scope["misaligned"] = misaligned
         written = [f"a{o.into}" for o in call.results if o.into is not None]
-        pointers = " | ".join([*(values[o.name] for o in problem.inputs),
+        pointers = " | ".join([*(values[o.name] for o in inputs),
                                *(f"{name}.data_ptr()" for name in written if name not in values)])
         text.lines.append(f"if ({pointers}) & 15: return misaligned({arguments})")
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
         text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
-    for operand, result, reduced in zip(problem.outputs, call.results, problem.reduced, strict=True):
+    for operand, result, reduced in zip(problem.outputs, call.results, problem.reduced, strict=False):
         if not reduced:
             if result.into is None:
                 text.allocate(operand.name, result.shape, result.strides, result.dtype)
@@ -128,11 +135,13 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
             values[operand.name] = f"{operand.name}.data_ptr()"
     if problem.row_dims:
         _write_rows(text, problem, alignment, values)
+    elif problem.then is not None:
+        _write_resident(text, problem, values)
     else:
         # The one that writes full outputs last: they may take the memory of operands.
         for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
-    text.lines.append("return " + ", ".join(o.name for o in problem.outputs))
+    text.lines.append("return " + ", ".join(problem.returned or [o.name for o in problem.outputs]))
     return text.compile(arguments)
 
 
@@ -150,7 +159,7 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     acc = getattr(torch, part.acc)
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
     text.lines.append("p_partials = partials.data_ptr()")
-    text.launch(source, grid, pointwise.REDUCE_BLOCK, values | {"partials": "p_partials"})
+    text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
     _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, chunks)
 
 
@@ -166,17 +175,38 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     for operand, result in zip(part.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
         values = values | {operand.name: f"{operand.name}.data_ptr()"}
-    if chunks > 1:
+    parted = chunks > 1 or part.inner > 1
+    if parted:
         n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
-        values = values | {"partials": "partials.data_ptr()", **_joined(rows.kept, chunks)}
-    text.launch(source, grid, pointwise.REDUCE_BLOCK, values)
-    if chunks > 1:
-        text.launch(pointwise.generate_join(part), accumulators.blocks(rows.kept, chunks), accumulators.BLOCK,
+        kept, each = rows.kept // part.inner, chunks * part.inner
+        values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": str(chunks)}
+    text.launch(source, grid, REDUCE_BLOCK, values)
+    if parted:
+        text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
                     values)
     text.lines += [f"{operand.name} = {operand.name}.contiguous()"
                    for operand, result in zip(part.outputs, text.call.results, strict=True)
                    if tuple(result.walk_strides) != tuple(result.strides)]
+
+
+def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> None:
+    """Partial values, what follows from them, and the elements: one launch."""
+    made, then, rows = resident.shape(problem, text.call.device), problem.then, resident.rows(problem)
+    assert made is not None and then is not None
+    acc = getattr(torch, problem.acc)
+    for operand, result in zip((*problem.outputs, *then.outputs), text.call.results, strict=True):
+        text.allocate(operand.name, result.shape, result.strides, result.dtype)
+        values = values | {operand.name: f"{operand.name}.data_ptr()"}
+    n_values = accumulators.n_values(accumulators.groups(problem))
+    text.allocate("partials", (n_values * made.chunks * rows.kept,), (1,), acc)
+    device = text.call.device
+    text.scope["counter"] = resident.counter
+    values |= {name: values[found] for name, found in problem.found}
+    values |= {"partials": "partials.data_ptr()", "chunks": str(made.chunks), "side": str(made.side),
+               "packs_kept": str(made.packs), "arrived": f"counter({device}, stream({device}))"}
+    text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
+                together=True)
 
 
 def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, str]) -> None:
@@ -248,6 +278,8 @@ def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> No
 
 def sources(problem: Problem) -> list[pointwise.Source]:
     """All that a call on 16-byte aligned tensors compiles."""
+    if problem.then is not None:
+        return [resident.generate(problem)]
     if problem.row_dims:
         sums = [o.dtype for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
         return [row_kernels.generate(problem, 16),

@@ -1,31 +1,41 @@
-"""CUDA text for a pointwise problem: constants, parameter struct, `load` and `finish`.
-
-How an operand is read depends on how it lies in the domain:
-  flat     as the domain is walked: a vector at the linear index
-  vector   a vector at an offset computed once per vector (a bias over the last dimension)
-  splat    one value for the whole vector (a per-row scale)
-  scalar   one value for the whole tensor
-  gather   an offset per element (anything else: permuted, strided, odd inner sizes)
-"""
+"""CUDA text for a pointwise problem: constants, parameter struct, `load` and `finish`; how it is laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import emit, leaves
-from fusionrt.layout import Reduction, dense, reduction
+from fusionrt.expr import Expr, emit, leaves
+from fusionrt.layout import Reduction, reduction
 from fusionrt.problem import Operand, Problem
 from fusionrt.runtime import accumulators
-from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, assemble, magic, pointer
+from fusionrt.runtime.access import (
+    REDUCE_BLOCK,
+    Again,
+    access_mode,
+    ahead_text,
+    is_fixed,
+    load_text,
+    writes,
+)
+from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry, is_flat
+from fusionrt.runtime.source import (
+    ITEMSIZE,
+    U64,
+    Field,
+    Params,
+    arithmetic,
+    assemble,
+    pointer,
+    template,
+)
 
 BLOCK = 128
-REDUCE_BLOCK = 256
 REDUCE_UNROLL = 2
 MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
+MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
-INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
 
 
 class Source(NamedTuple):
@@ -39,61 +49,6 @@ class Source(NamedTuple):
     text: str
     params: Params
     values: tuple[tuple[str | int, ...], ...]
-
-
-class Geometry:
-    """Fields and text for the coordinates of an element, shared by all operands that need them.
-
-    `axis` begins the names of what is declared here, so that two geometries may stand side by side.
-    """
-
-    def __init__(self, sizes: Sequence[int], wide: bool, axis: str = "c", wide_strides: bool = False) -> None:
-        self.sizes, self.wide, self.axis = sizes, wide, axis
-        self.wide_strides = wide or wide_strides
-        self.index_t = "unsigned long long" if wide else "unsigned"
-        self.divisor_t = "WideDivisor" if wide else "Divisor"
-        self.fields: list[tuple[Field, tuple[str | int, ...]]] = []
-
-    def index(self, name: str, value: str | int) -> str:
-        self.fields.append((Field(f"{self.index_t} {name}", U64 if self.wide else "I"), (value,)))
-        return f"p.{name}"
-
-    def divisor(self, name: str, value: int) -> str:
-        values = (value,) if self.wide else magic(value)
-        self.fields.append((Field(f"{self.divisor_t} {name}", U64 if self.wide else "III"), values))
-        return f"p.{name}"
-
-    def coordinates(self, index: str) -> list[str]:
-        """Statements for c0, c1, ...: the coordinates of linear element `index`."""
-        last, rest, lines, c, t = len(self.sizes) - 1, index, [], self.axis, self.index_t
-        for d in range(last):
-            lines.append(f"const {t} {c}q{d} = p.{c}_size{d}.divide({rest}), "
-                         f"{c}{d} = {rest} - {c}q{d} * p.{c}_size{d}.value;")
-            rest = f"{c}q{d}"
-        return [*lines, f"const {t} {c}{last} = {rest};"]
-
-    def declare(self, operands: Sequence[Operand]) -> None:
-        """Parameters that `coordinates` and `offset` read, for the operands that need them."""
-        if operands:
-            for d, size in enumerate(self.sizes[:-1]):
-                self.divisor(f"{self.axis}_size{d}", size)
-        for o in operands:
-            for d, stride in enumerate(o.strides):
-                if stride not in (0, 1):
-                    self._stride(f"{o.name}_{self.axis}_stride{d}", stride)
-
-    def _stride(self, name: str, value: int) -> None:
-        t, code = ("unsigned long long", U64) if self.wide_strides else (self.index_t, "I")
-        self.fields.append((Field(f"{t} {name}", code), (value,)))
-
-    def offset(self, operand: Operand) -> str:
-        terms = [f"{self.axis}{d}" + ("" if stride == 1 else f" * p.{operand.name}_{self.axis}_stride{d}")
-                 for d, stride in enumerate(operand.strides) if stride]
-        return " + ".join(terms) or "0"
-
-
-def is_flat(operand: Operand, sizes: Sequence[int]) -> bool:
-    return all(s == f or n == 1 for s, f, n in zip(operand.strides, dense(sizes), sizes, strict=True))
 
 
 def vector_width(problem: Problem, alignment: int) -> int:
@@ -183,46 +138,55 @@ def grid(problem: Problem, width: int) -> int:
     return -(-rows.columns // width * teams // BLOCK)
 
 
-def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
-    if is_flat(operand, sizes):
-        return "flat"
-    if not any(operand.strides):
-        return "scalar"
-    if width > 1 and sizes[0] % width == 0:
-        inner, outer = operand.strides[0], operand.strides[1:]
-        if inner == 0:
-            return "splat"
-        if inner == 1 and all(s % width == 0 for s in outer):
-            return "vector"
-    return "gather"
+class Body(NamedTuple):
+    """A specialisation before its template."""
+
+    stem: str
+    lines: list[str]
+    params: Params
+    values: tuple[tuple[str | int, ...], ...]
 
 
 def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Source:
     """The whole translation unit. `alignment`: bytes, to which every pointer is aligned."""
+    stem, lines, params, values = body(problem, alignment, rows)
+    text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), lines)
+    return Source(stem, text, params, values)
+
+
+def body(problem: Problem, alignment: int, rows: Reduction | None = None, again: Again | None = None,
+         staying: int = 0) -> Body:
+    """`again`: of a second pass, which walks down rows; `staying`: blocks of a multiprocessor, where outputs
+    follow from partial values within the kernel."""
     wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
     width = vector_width(problem, alignment)
-    walk = walked(problem, width)
+    walk = walked(problem, width) if again is None else reduction(problem.domain, (True, False))
     geometry = Geometry(problem.sizes, wide)
     modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
     written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
     geometry.declare([o for o, mode in (modes | written).items() if mode not in ("flat", "scalar")])
     extra: list[str] = []
     if rows is not None:
-        constants, extra = _reduction_text(problem, rows, geometry, width)
+        constants, extra = _reduction_text(problem, rows, geometry, width, staying)
     elif walk is not None:
         constants = _walk_text(problem, walk, geometry, width)
     else:
         geometry.index("count", problem.domain.numel)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
                      f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
-    fields = _fields(problem, geometry, rows, width)
+    fields = _fields(problem, geometry, rows, width, staying > 0)
     params = Params([field for field, _ in fields])
-    functions = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-                 *_load_text(geometry, modes, rows or walk), *draws_text(problem),
-                 *_finish_text(problem, _writes(geometry, written))]
+    lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
+             *load_text(geometry, modes, rows or walk, again),
+             *(ahead_text(problem, modes, rows, geometry, width) if rows and not staying else []),
+             *draws_text(problem),
+             *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
+    if staying:
+        lines += accumulators.storing(problem)
+    if rows is not None:
+        lines.append(template("columns.cuh"))
     stem = "pointwise_reduce" if rows is not None else "pointwise" if walk is None else "pointwise_walk"
-    text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), functions)
-    return Source(stem, text, params, tuple(values for _, values in fields))
+    return Body(stem, lines, params, tuple(values for _, values in fields))
 
 
 def full_outputs(problem: Problem) -> list[Operand]:
@@ -235,13 +199,13 @@ def _reach(problem: Problem) -> int:
                 for o in (*problem.inputs, *full_outputs(problem))), default=0)
 
 
-def _fields(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int
+def _fields(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool
             ) -> list[tuple[Field, tuple[str | int, ...]]]:
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields: list[tuple[Field, tuple[str | int, ...]]] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     at_once = rows is not None and is_final(problem, rows, width)
-    written = problem.outputs if at_once else full_outputs(problem)
+    written = problem.outputs if at_once or stored else full_outputs(problem)
     fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in written]
     if rows is not None and not at_once:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
@@ -259,66 +223,6 @@ def random_fields(problem: Problem) -> list[tuple[Field, tuple[str | int, ...]]]
     return [(Field("unsigned long long seed", U64), ("seed",)),
             (Field("unsigned long long random_offset", U64), ("random_offset",)),
             (pointer("unsigned long long", "random_state"), ("random_state",))]
-
-
-def _load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | None) -> list[str]:
-    """`Tile` and `load`; in a reduction `load_fixed` as well, for what a thread reads only once."""
-    members = [f"    Pack<{o.dtype}_t, {_lanes(mode)}> {o.name};" for o, mode in modes.items()]
-    fixed = {o: mode for o, mode in modes.items() if rows is not None and is_fixed(o, rows)}
-    varying = {o: mode for o, mode in modes.items() if o not in fixed}
-    signature = "template <int W> __device__ __forceinline__ Tile<W> {}(const Params& p, index_t i{}) {{"
-    load = [signature.format("load", "" if rows is None else ", const Tile<W>& fixed"),
-            "    Tile<W> tile;" if rows is None else "    Tile<W> tile = fixed;",
-            *_reads(geometry, varying), "    return tile;", "}"]
-    if rows is not None:
-        load += [signature.format("load_fixed", ""), "    Tile<W> tile;", *_reads(geometry, fixed),
-                 "    return tile;", "}"]
-    return ["template <int W> struct Tile {", *members, "};", *load]
-
-
-def is_fixed(operand: Operand, rows: Reduction) -> bool:
-    """The same for all that one thread of a reduction sees."""
-    owns_columns = rows.keeps_columns and rows.n_groups == 1
-    return not any(stride for stride, kept in zip(operand.strides, rows.pattern, strict=True)
-                   if not (owns_columns and kept))
-
-
-def _lanes(mode: str) -> str:
-    return "1" if mode in ("splat", "scalar") else "W"
-
-
-def _reads(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
-    body: list[str] = []
-    if set(modes.values()) & {"vector", "splat"}:
-        body += geometry.coordinates("i")
-    for o, mode in modes.items():
-        if mode == "flat":
-            body.append(f"tile.{o.name} = load_pack<W>(p.{o.name} + i);")
-        elif mode != "gather":
-            body.append(f"tile.{o.name} = load_pack<{_lanes(mode)}>"
-                        f"(p.{o.name} + ({geometry.offset(o)}));")
-    gathered = [o for o, mode in modes.items() if mode == "gather"]
-    if gathered:
-        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
-                 *("    " + line for line in geometry.coordinates("(i + v)")),
-                 *(f"    tile.{o.name}.data[v] = load_pack<1>"
-                   f"(p.{o.name} + ({geometry.offset(o)})).data[0];" for o in gathered), "}"]
-    return ["    " + line for line in body]
-
-
-def _writes(geometry: Geometry, modes: dict[Operand, str]) -> list[str]:
-    """Statements that store what `finish` has computed, one output after the other."""
-    body = geometry.coordinates("i") if "vector" in modes.values() else []
-    body += [f"store_pack(p.{o.name} + {'i' if mode == 'flat' else f'({geometry.offset(o)})'}, {o.name});"
-             for o, mode in modes.items() if mode != "gather"]
-    scattered = [o for o, mode in modes.items() if mode == "gather"]
-    if scattered:
-        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
-                 *("    " + line for line in geometry.coordinates("(i + v)"))]
-        body += [f"    {{ const acc_t one[1] = {{{o.name}[v]}}; "
-                 f"store_pack(p.{o.name} + ({geometry.offset(o)}), one); }}" for o in scattered]
-        body.append("}")
-    return body
 
 
 def draws_text(problem: Problem) -> list[str]:
@@ -340,7 +244,9 @@ def draws_text(problem: Problem) -> list[str]:
 
 def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
     values = accumulators.groups(problem) if any(problem.reduced) else []
-    roots = [g.operand for g in values] if problem.across else problem.roots
+    roots = [g.operand for g in values] if problem.across else [
+        root if reduced else _stored(root, o.dtype)
+        for root, o, reduced in zip(problem.roots, problem.outputs, problem.reduced, strict=True)]
     lines, results = emit(roots, "const auto {} = {};")
     used = set(leaves(roots, "arg"))
     full = {o.name: result for o, reduced, result in
@@ -364,6 +270,13 @@ def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
             *("    " + line for line in writes), "}"]
 
 
+def _stored(root: Expr, dtype: str) -> Expr:
+    """What is to be stored as `dtype`, which rounds as a cast does: to an integer and back are two of the
+    few instructions that only sixteen lanes have."""
+    inner = root.args[0]
+    return inner if root.op == f"cast_{dtype}" and isinstance(inner, Expr) else root
+
+
 def _walk_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int) -> list[str]:
     geometry.divisor("vectors", rows.columns // width)
     geometry.index("columns", rows.columns)
@@ -382,7 +295,7 @@ def registers(problem: Problem, rows: Reduction, width: int, at_once: int, value
     return 40 + -(-(fixed + kept + moving + 2 * max(0, len(problem.inputs) - 4)) // 8) * 8
 
 
-def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
+def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int, staying: int = 0
                     ) -> tuple[list[str], list[str]]:
     lanes, values = n_lanes(rows, width), accumulators.groups(problem)
     double = problem.acc == "float64"
@@ -391,9 +304,10 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     wide = width > 4
     unroll = 1 if double or wide else REDUCE_UNROLL
     apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
-    min_blocks = 1 if double else 4 - apart if wide else 2
+    many = _words(problem, width) > MANY_WORDS
+    min_blocks = 1 if double else 2 if many or not wide else 4 - apart
     if problem.across:
-        unroll, min_blocks = across_unroll(problem, rows, width)
+        unroll, min_blocks = across_unroll(problem, rows, width, staying)
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
@@ -404,12 +318,12 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
     geometry.index("groups", rows.n_groups)
-    geometry.index("chunks", n_chunks(problem, rows, width))
+    geometry.index("chunks", "chunks" if staying else n_chunks(problem, rows, width))
     functions = [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
     return constants, functions + (accumulators.storing(problem) if is_final(problem, rows, width) else [])
 
 
-def across_unroll(problem: Problem, rows: Reduction, width: int) -> tuple[int, int]:
+def across_unroll(problem: Problem, rows: Reduction, width: int, staying: int = 0) -> tuple[int, int]:
     """Packs that a thread of a reduction across memory reads at a time, and blocks of a multiprocessor: it
     writes nothing, so that what is on its way decides."""
     if problem.acc == "float64":
@@ -417,7 +331,7 @@ def across_unroll(problem: Problem, rows: Reduction, width: int) -> tuple[int, i
     # Of moments, the count is one for all columns, and nothing is lost yet.
     kept = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
     # More blocks where each has many sums of its own: what follows its last row is time without reading.
-    blocks = across_blocks(problem) + is_final(problem, rows, width)
+    blocks = staying or across_blocks(problem) + is_final(problem, rows, width)
     fits = (u for u in (8, 4) if 65536 // (
         REDUCE_BLOCK * (registers(problem, rows, width, u, kept) - 8)) >= blocks)
     return next(fits, 2), blocks
@@ -430,7 +344,7 @@ def across_blocks(problem: Problem) -> int:
 
 def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
     """Whether every block has all of its sums, and computes the outputs of rows that lie across memory."""
-    return problem.across and n_chunks(problem, rows, width) == 1
+    return problem.across and problem.inner == 1 and n_chunks(problem, rows, width) == 1
 
 
 def n_lanes(rows: Reduction, width: int) -> int:
@@ -515,7 +429,7 @@ def split(problem: Problem) -> list[Launch]:
     """One launch writes the full outputs and one pattern of reduced ones; another launch for each
     pattern that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
     if problem.across:
-        kept = tuple(s != 0 for s in problem.outputs[0].strides)
+        kept = tuple(map(any, zip(*(o.strides for o in problem.outputs), strict=True)))
         return [Launch(problem, tuple(range(len(problem.outputs))), reduction(problem.domain, kept))]
     patterns: dict[tuple[bool, ...], list[int]] = {}
     for k in sorted((k for k, r in enumerate(problem.reduced) if r),

@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 from fusionrt.expr import toposort
+from fusionrt.layout import dense
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.source import ITEMSIZE
@@ -88,10 +89,24 @@ def width(problem: Problem, alignment: int) -> int:
     operands = [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] == 1]
     if alignment >= 16:
         operands = [o for o in operands if varies(o, problem)]
-    found = max(1, min(16, alignment) // max([ITEMSIZE[o.dtype] for o in operands], default=4))
-    while problem.sizes[0] % found:
-        found //= 2
+    most = max(1, min(16, alignment) // max([ITEMSIZE[o.dtype] for o in operands], default=4))
+    found = math.gcd(most, problem.sizes[0])
+    if 4 * found <= most and _is_in_one_piece(problem):  # to gather weights costs less
+        return math.gcd(most, columns(problem))
     return found
+
+
+def _is_in_one_piece(problem: Problem) -> bool:
+    """Rows of several dimensions that lie in memory one element after the other, of the results at least: a
+    pack may then reach from one of the innermost rows into the next. What does not is gathered."""
+    full = [o for o in problem.outputs if any(o.strides[:problem.row_dims])]
+    return bool(full) and not any(problem.reduced) and all(_is_dense(o, problem) for o in full)
+
+
+def _is_dense(operand: Operand, problem: Problem) -> bool:
+    n = problem.row_dims
+    each = zip(problem.sizes[:n], operand.strides[:n], dense(problem.sizes[:n]), strict=True)
+    return all(size == 1 or own == step for size, own, step in each)
 
 
 def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
@@ -99,6 +114,9 @@ def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
     inner, outer = operand.strides[0], operand.strides[1:]
     if is_uniform(operand, problem):
         return "row"
+    if problem.sizes[0] % pack:
+        whole = _is_dense(operand, problem) and all(s % pack == 0 for s in operand.strides[problem.row_dims:])
+        return "vector" if whole else "gather"
     if (pack == 1 and problem.row_dims == 1) or (inner == 1 and all(s % pack == 0 for s in outer)):
         return "vector"
     return "splat" if inner == 0 else "gather"

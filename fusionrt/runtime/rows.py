@@ -9,7 +9,8 @@ from fusionrt.expr import Expr, emit, toposort
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, Pass, schedule, with_sums
 from fusionrt.runtime import accumulators, pointwise
-from fusionrt.runtime.pointwise import INDEX_LIMIT, Geometry, Source
+from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
+from fusionrt.runtime.pointwise import Source
 from fusionrt.runtime.row_layout import (
     Layout,
     access_mode,

@@ -1,0 +1,142 @@
+"""CUDA text that reads and writes the operands of a pointwise problem.
+
+How an operand is read depends on how it lies in the domain:
+  flat     as the domain is walked: a vector at the linear index
+  vector   a vector at an offset computed once per vector (a bias over the last dimension)
+  splat    one value for the whole vector (a per-row scale)
+  scalar   one value for the whole tensor
+  gather   an offset per element (anything else: permuted, strided, odd inner sizes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fusionrt.layout import Reduction
+from fusionrt.problem import Operand, Problem
+from fusionrt.runtime.geometry import Geometry, is_flat
+from fusionrt.runtime.source import ITEMSIZE
+
+REDUCE_BLOCK = 256                # threads
+AHEAD, RING_BYTES = 2, 32 << 10   # packs; of a block's shared memory
+
+
+def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
+    if is_flat(operand, sizes):
+        return "flat"
+    if not any(operand.strides):
+        return "scalar"
+    if width > 1 and sizes[0] % width == 0:
+        inner, outer = operand.strides[0], operand.strides[1:]
+        if inner == 0:
+            return "splat"
+        if inner == 1 and all(s % width == 0 for s in outer):
+            return "vector"
+    return "gather"
+
+
+class Again(NamedTuple):
+    """Of the second one of two passes within a kernel: operands that the first one has computed, and those
+    that it has kept."""
+
+    fresh: frozenset[str]
+    kept: frozenset[str]
+
+
+def load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | None,
+               again: Again | None) -> list[str]:
+    """`Tile` and `load`; in a reduction `load_fixed` as well, for what a thread reads only once; in a second
+    pass `load_rest`, of what was not kept."""
+    members = [f"    Pack<{o.dtype}_t, {_lanes(mode)}> {o.name};" for o, mode in modes.items()]
+    fixed = {o: mode for o, mode in modes.items() if rows is not None and is_fixed(o, rows)}
+    varying = {o: mode for o, mode in modes.items() if o not in fixed}
+    signature = "template <int W> __device__ __forceinline__ Tile<W> {}(const Params& p, index_t i{}) {{"
+    load = [signature.format("load", "" if rows is None else ", const Tile<W>& fixed"),
+            "    Tile<W> tile;" if rows is None else "    Tile<W> tile = fixed;",
+            *_reads(geometry, varying), "    return tile;", "}"]
+    if rows is not None:
+        load += [signature.format("load_fixed", ""), "    Tile<W> tile;",
+                 *_reads(geometry, fixed, again.fresh if again else frozenset()), "    return tile;", "}"]
+    if again is not None:
+        rest = {o: mode for o, mode in varying.items() if o.name not in again.kept}
+        load += [signature.format("load_rest", ", const Tile<W>& fixed"), "    Tile<W> tile = fixed;",
+                 *_reads(geometry, rest), "    return tile;", "}"]
+    return ["template <int W> struct Tile {", *members, "};", *load]
+
+
+def is_fixed(operand: Operand, rows: Reduction) -> bool:
+    """The same for all that one thread of a reduction sees."""
+    owns_columns = rows.keeps_columns and rows.n_groups == 1
+    return not any(stride for stride, kept in zip(operand.strides, rows.pattern, strict=True)
+                   if not (owns_columns and kept))
+
+
+def _lanes(mode: str) -> str:
+    return "1" if mode in ("splat", "scalar") else "W"
+
+
+def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] = frozenset()) -> list[str]:
+    """Statements that read; with `fresh_pack` what the same kernel has written."""
+    body: list[str] = []
+    if set(modes.values()) & {"vector", "splat"}:
+        body += geometry.coordinates("i")
+    for o, mode in modes.items():
+        if mode == "flat":
+            body.append(f"tile.{o.name} = load_pack<W>(p.{o.name} + i);")
+        elif mode != "gather":
+            read = "fresh_pack" if o.name in fresh else "load_pack"
+            body.append(f"tile.{o.name} = {read}<{_lanes(mode)}>"
+                        f"(p.{o.name} + ({geometry.offset(o)}));")
+    gathered = [o for o, mode in modes.items() if mode == "gather"]
+    if gathered:
+        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                 *("    " + line for line in geometry.coordinates("(i + v)")),
+                 *(f"    tile.{o.name}.data[v] = load_pack<1>"
+                   f"(p.{o.name} + ({geometry.offset(o)})).data[0];" for o in gathered), "}"]
+    return ["    " + line for line in body]
+
+
+def ahead(problem: Problem, modes: dict[Operand, str], rows: Reduction, width: int) -> int:
+    """Packs of an operand that are on their way into shared memory while a thread takes in another one: of
+    eight elements (16-bit operands), beside whose sums and special functions registers hold no second one."""
+    whole = set(modes.values()) <= {"flat", "vector"}
+    if width <= 4 or problem.across or problem.acc == "float64" or not whole:
+        return 0
+    ring = AHEAD * REDUCE_BLOCK * width * sum(ITEMSIZE[o.dtype] for o in modes)
+    return AHEAD if 0 < ring <= RING_BYTES else 0
+
+
+def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geometry: Geometry, width: int
+               ) -> list[str]:
+    """`Ring`, `fetch` and `fetched`: what changes along a thread's walk, by way of shared memory."""
+    moving = {o: mode for o, mode in modes.items() if not is_fixed(o, rows)}
+    stages = ahead(problem, moving, rows, width)
+    moving = moving if stages else {}
+    copies = geometry.coordinates("i") if "vector" in moving.values() else []
+    copies += [f"copy_pack(ring.{o.name}[stage][threadIdx.x], p.{o.name} + "
+               f"{'i' if mode == 'flat' else f'({geometry.offset(o)})'});" for o, mode in moving.items()]
+    return [f"constexpr int AHEAD = {stages};",
+            "struct Ring {", *(f"    Pack<{o.dtype}_t, VEC> {o.name}[AHEAD][BLOCK];" for o in moving), "};",
+            "__device__ __forceinline__ void fetch(const Params& p, index_t i, Ring& ring, int stage) {",
+            *("    " + line for line in copies), "}",
+            "__device__ __forceinline__",
+            "Tile<VEC> fetched(const Ring& ring, int stage, const Tile<VEC>& fixed) {",
+            "    Tile<VEC> tile = fixed;",
+            *(f"    tile.{o.name} = ring.{o.name}[stage][threadIdx.x];" for o in moving),
+            "    return tile;", "}"]
+
+
+def writes(geometry: Geometry, modes: dict[Operand, str], store: str) -> list[str]:
+    """Statements that store what `finish` has computed, one output after the other."""
+    body = geometry.coordinates("i") if "vector" in modes.values() else []
+    body += [f"{store}(p.{o.name} + {'i' if mode == 'flat' else f'({geometry.offset(o)})'}, {o.name});"
+             for o, mode in modes.items() if mode != "gather"]
+    scattered = [o for o, mode in modes.items() if mode == "gather"]
+    if scattered:
+        body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
+                 *("    " + line for line in geometry.coordinates("(i + v)"))]
+        body += [f"    {{ const acc_t one[1] = {{{o.name}[v]}}; "
+                 f"store_pack(p.{o.name} + ({geometry.offset(o)}), one); }}" for o in scattered]
+        body.append("}")
+    return body

@@ -1,0 +1,201 @@
+"""A stage over memory and the elements that follow from it, in one kernel: pointwise_resident.cu.
+
+Its blocks stay until all have met, so the device must hold all of them at a time. What they keep in shared
+memory between the two passes is not read again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import threading
+from typing import NamedTuple
+
+import torch
+
+from fusionrt.layout import Reduction
+from fusionrt.problem import Operand, Problem
+from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import device as cuda
+from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
+from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
+from fusionrt.runtime.source import ITEMSIZE, U64, Params, arithmetic, assemble
+
+COUNTERS = 1 << 14  # of a device
+RESERVED = 1 << 10  # bytes of shared memory that every block takes
+REGISTERS = 1 << 16
+
+
+def rows(problem: Problem) -> Reduction:
+    launch, = pointwise.split(problem)
+    assert launch.rows is not None
+    return launch.rows
+
+
+def fits(problem: Problem, device: torch.device) -> bool:
+    """Whether one kernel can compute the elements of `problem.then` as well, and the device holds it."""
+    return _is_matrix(problem) and (device.type == "meta" or shape(problem, device.index) is not None)
+
+
+def _is_matrix(problem: Problem) -> bool:
+    """Both passes are over one, the columns of which are kept, and several blocks share a column."""
+    then, made, sizes = problem.then, rows(problem), problem.sizes
+    if then is None or then.sizes != sizes or len(sizes) != 2 or not made.keeps_columns or problem.inner > 1:
+        return False
+    width = pointwise.vector_width(problem, 16)
+    packs = 1 < width == pointwise.vector_width(then, 16) and sizes[0] % width == 0
+    if not packs or problem.acc != "float32" or problem.domain.numel >= INDEX_LIMIT:
+        return False
+    modes = {access_mode(o, sizes, width) for o in (*problem.inputs, *then.inputs)}
+    flat = all(is_flat(o, sizes) for o in then.outputs)
+    shared = not pointwise.is_final(problem, made, width) and _most_chunks(made, width) > 1
+    random = bool(problem.streams or then.streams)
+    return modes <= {"flat", "vector", "scalar"} and flat and shared and not random
+
+
+def kept(problem: Problem) -> list[Operand]:
+    """What both passes read: whole packs of the first one's operands."""
+    assert problem.then is not None
+    read = {o.name for o in problem.then.inputs}
+    return [o for o in problem.inputs if o.name in read and is_flat(o, problem.sizes)]
+
+
+def pack_bytes(problem: Problem) -> int:
+    """Of the operands that are kept, a thread's."""
+    return sum(ITEMSIZE[o.dtype] for o in kept(problem)) * pointwise.vector_width(problem, 16)
+
+
+def blocks(problem: Problem) -> int:
+    """On a multiprocessor: three where several operands are read and registers allow two packs of each, which
+    was 1 to 3 % faster; of one operand two, which keep more packs on their way, were 2 to 8 % faster."""
+    made, width = rows(problem), pointwise.vector_width(problem, 16)
+    sums = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
+    registers = pointwise.registers(problem, made, width, 2, sums) - 8
+    return 3 if len(kept(problem)) > 1 and 3 * registers * REDUCE_BLOCK <= REGISTERS else 2
+
+
+def generate(problem: Problem) -> pointwise.Source:
+    then, made = problem.then, rows(problem)
+    assert then is not None
+    again = Again(frozenset(name for name, _ in problem.found),
+                            frozenset(o.name for o in kept(problem)))
+    staying = blocks(problem)
+    first = pointwise.body(problem, 16, made, staying=staying)
+    second = pointwise.body(then, 16, again=again)
+    width = pointwise.vector_width(problem, 16)
+    unroll, _ = pointwise.across_unroll(problem, made, width, staying)
+    declaration = ["struct Params {", "    finding::Params finding;", "    elements::Params elements;",
+                   "    unsigned* arrived;", "    int kept, side;", "};"]
+    at_once = min(unroll, pointwise.walk_unroll(then, width))
+    constants = [f"constexpr int MIN_BLOCKS = {staying}, AT_ONCE = {at_once}, "
+                 f"KEPT_BYTES = {pack_bytes(problem)};"]
+    text = assemble("pointwise_resident", arithmetic(problem.acc, then.significant_bits), [
+        "namespace finding {", *first.lines, "}", "namespace elements {", *second.lines, "}",
+        *declaration, *constants, *_keeping(problem, width)])
+    params = Joined(declaration, first.params, second.params)
+    values = (*first.values, *second.values, ("arrived",), ("packs_kept",), ("side",))
+    return pointwise.Source("pointwise_resident", text, params, values)
+
+
+class Joined(Params):
+    """The parameters of both passes, then where blocks meet and two numbers."""
+
+    def __init__(self, declaration: list[str], *parts: Params) -> None:
+        self.declaration = "\n".join(declaration)
+        formats = [part.packer.format + "x" * (-part.packer.size % 8) for part in parts]
+        self.packer = struct.Struct("=" + "".join(f.lstrip("=") for f in formats) + f"{U64}ii")
+
+
+def _keeping(problem: Problem, width: int) -> list[str]:
+    found, elements = "finding::Tile<finding::VEC>", "elements::Tile<finding::VEC>"
+    lines = [f"__device__ __forceinline__ void keep(unsigned char* to, const {found}& tile) {{"]
+    recall = [f"__device__ __forceinline__ {elements} recall(const unsigned char* from, "
+              f"const elements::Params& p, finding::index_t i, const {elements}& fixed) {{",
+              f"    {elements} tile = elements::load_rest<finding::VEC>(p, i, fixed);"]
+    before = 0
+    for o in kept(problem):
+        nbytes, pack = ITEMSIZE[o.dtype] * width, f"Pack<{o.dtype}_t, finding::VEC>"
+        at = f"{before} * finding::BLOCK + threadIdx.x * {nbytes}"
+        lines.append(f"    *reinterpret_cast<{pack}*>(to + {at}) = tile.{o.name};")
+        recall.append(f"    tile.{o.name} = *reinterpret_cast<const {pack}*>(from + {at});")
+        before += nbytes
+    return [*lines, "}", *recall, "    return tile;", "}"]
+
+
+# -- the launch ------------------------------------------------------------------------------------
+
+class Shape(NamedTuple):
+    grid: int
+    chunks: int
+    packs: int     # of a thread in shared memory
+    shared: int    # bytes of these, of a block
+    side: int
+
+
+def shape(problem: Problem, device: int) -> Shape | None:
+    """None where the device does not hold all blocks at a time."""
+    made, width = rows(problem), pointwise.vector_width(problem, 16)
+    tiles = pointwise.tiles(made, width)
+    chunks = min(_most_chunks(made, width), blocks(problem) * cuda.multiprocessors(device) // tiles)
+    if chunks < 2:
+        return None
+    grid = tiles * chunks
+    groups = accumulators.groups(problem)
+    static = 4 * max(len(g.places) for g in groups) * REDUCE_BLOCK * width
+    static += 4 * accumulators.n_values(groups) * REDUCE_BLOCK
+    of_multiprocessor, of_block = cuda.shared_bytes(device)
+    here = math.ceil(grid / cuda.multiprocessors(device))
+    room = min(of_multiprocessor // here - RESERVED, of_block) - static
+    if room < 0:
+        return None
+    a_pack = REDUCE_BLOCK * pack_bytes(problem)
+    needed = math.ceil(made.n_rows / (chunks * _depth(made, width)))
+    packs = max(0, min(needed, room // a_pack)) if a_pack else 0
+    # Few columns: the threads of a block share them.
+    side = min(5, max(0, (-(-made.columns // grid) - 1).bit_length()))
+    return Shape(grid, chunks, packs, packs * a_pack, side)
+
+
+def _depth(rows: Reduction, width: int) -> int:
+    """Rows that a block looks at together."""
+    return REDUCE_BLOCK // pointwise.n_lanes(rows, width)
+
+
+def _most_chunks(rows: Reduction, width: int) -> int:
+    """Blocks that share a column, so that each has several turns."""
+    return rows.n_rows // (4 * _depth(rows, width))
+
+
+# -- where blocks meet -----------------------------------------------------------------------------
+
+_local = threading.local()
+
+
+def counter(device: int, stream: int) -> int:
+    """Address of what the blocks of a launch count in. Launches of one stream follow each other and share it;
+    each that a graph holds has its own, as graphs run beside each other."""
+    if torch.cuda.is_current_stream_capturing():
+        return _next(device)
+    known = _local.__dict__.setdefault("counters", {})
+    found: int | None = known.get((device, stream))
+    if found is None:
+        found = known[device, stream] = _next(device)
+    return found
+
+
+def _next(device: int) -> int:
+    free, more = _pool(device)[1:]
+    if free:
+        return free.pop()
+    more.append(torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}"))  # a graph does so in each replay
+    address: int = more[-1].data_ptr()
+    return address
+
+
+@functools.cache
+def _pool(device: int) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
+    """Counters, the addresses of those that are free, and more of them when there are none."""
+    made = torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)
+    return made, list(range(made.data_ptr(), made.data_ptr() + 4 * COUNTERS, 4)), []
