@@ -1,6 +1,7 @@
 """The CPU runtime in real processes: threads, forks, workers, a cache; always the same numbers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import reference
-from fusionrt.cpu import compiler, threads
+from fusionrt.cpu import compiler, pages, threads
 from fusionrt.runtime import cache
 
 ROOT = Path(__file__).parents[1]
@@ -349,6 +350,56 @@ def test_nothing_is_written_beside_the_result():
             y = frt.gelu(x[1:-1])
             assert torch.equal(x, before)
             assert_close(y, torch.nn.functional.gelu(x[1:-1]))
+
+
+def huge_pages():
+    """Bytes of this process that lie in pages of 2 MiB."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"AnonHugePages:\s+(\d+) kB", text)[1])
+
+
+TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not TRANSPARENT.exists() or "[never]" in TRANSPARENT.read_text(), reason="huge pages")
+def test_large_results_lie_in_huge_pages():
+    x = torch.randn(pages.LARGE // 4 + 5)
+    before = huge_pages()
+    y = frt.relu(x)
+    assert huge_pages() - before >= pages.LARGE // 2  # those at the ends may be small
+    assert torch.equal(y, x.relu())
+
+
+@pytest.mark.parametrize("columns", [1, 7, 1023, 1025, 2600])
+@pytest.mark.parametrize("rows", [1, 5, 8, 17, 130])
+def test_sums_of_blocks_of_columns_and_groups_of_rows(rows, columns):
+    """A gradient of a bias: blocks of 1024 columns, eight rows in float32 before they are in float64."""
+    args = inputs(rows, columns)
+    for dtype, rtol, atol in ((torch.float32, 1e-5, 2e-5), (torch.bfloat16, 8e-3, 2e-4),
+                              (torch.float64, 1e-12, 1e-12)):
+        x, bias = (a.detach().to(dtype).requires_grad_() for a in args)
+        grad = torch.randn(rows, columns).to(dtype)
+        found = torch.autograd.grad(frt.bias_gelu(x, bias), (x, bias), grad)
+        wide = [a.detach().double().requires_grad_() for a in (x, bias)]
+        truth = torch.autograd.grad(reference.bias_gelu(*wide), wide, grad.double())
+        for one, exact in zip(found, truth, strict=True):
+            assert_close(one, exact.to(dtype), rtol=rtol, atol=atol)
+
+
+def test_sums_of_rows_with_dimensions_between_and_random_numbers():
+    x = torch.randn(3, 5, 4, 1100, requires_grad=True)
+    middle = torch.randn(3, 1, 4, 1100, requires_grad=True)  # its sums are others from row to row
+    grad = torch.randn(3, 5, 4, 1100)
+    found = torch.autograd.grad(frt.bias_gelu(x, middle), (x, middle), grad)
+    truth = torch.autograd.grad(reference.bias_gelu(x, middle), (x, middle), grad)
+    for one, exact in zip(found, truth, strict=True):
+        assert_close(one, exact, rtol=1e-5, atol=2e-5)
+    bias, residual = torch.randn(1100, requires_grad=True), torch.randn_like(x)
+    torch.manual_seed(0)
+    y = frt.bias_dropout_add(x, bias, residual, 0.5)
+    (bias_grad,) = torch.autograd.grad(y, bias, grad)
+    kept = (y - residual).detach() != 0
+    assert_close(bias_grad, (2 * grad * kept).sum((0, 1, 2)), rtol=1e-5, atol=2e-5)
 
 
 def test_calls_leave_no_memory_behind():

@@ -1,8 +1,12 @@
 """Numba text for a pointwise problem, and the callable that runs it on CPU tensors.
 
 A kernel walks a linear range of the domain, one run of the innermost dimension at a time, so that
-the inner loop has constant strides (0, 1 or a variable) and vectorises. Sums go to an array of the
-task's own, in float64; the number of tasks follows from the shape alone, so results do as well.
+the inner loop has constant strides (0, 1 or a variable) and vectorises. One that sums takes a range of
+tasks instead: parts of the domain whose sums go to arrays of their own, in float64. Their number follows
+from the shape alone, so results do as well; the number after the last says: add them up.
+
+Trap: LLVM's vectors have as many elements as the widest type in a loop allows. What is computed in
+float32 therefore goes to a buffer first, and another loop adds that to float64 sums.
 
 Of rows that lie across memory (`across`) each root is a sum, a maximum or a mean, and the output what is
 added up or compared for it. For a mean that is done in float64 throughout: that of equal elements is one.
@@ -12,75 +16,136 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
+import itertools
 import struct
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fusionrt.cpu import compiler, team, threads
-from fusionrt.expr import Expr, emit
+from fusionrt.cpu import compiler, pages, team, threads
+from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
+BUFFER = (BLOCK + 16) * 8  # bytes
 SUM_TASKS = 32
+CHEAP = 4        # operations that take no longer than storing their result and fetching it again
+ROWS = 8         # that are added up in float32 before they are in float64
 # Storage dtype -> element type of its array: 16-bit floats are bit patterns.
 ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 
 
 def generate(problem: Problem) -> str:
-    """The kernel's text. `pointers`: inputs, outputs (a task's sums for reduced ones), scratch."""
-    inputs, outputs, sizes = problem.inputs, problem.outputs, problem.sizes
-    apart = _apart(problem)
+    """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
+    inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
+    buffered, means = _buffered(problem), _of(problem, ("moment_mean",))
     summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
-    # Summed over the inner dimension: collected in a buffer, then added pairwise.
-    tops = {o for o, root in zip(outputs, problem.roots, strict=True) if _is_top(root)}
-    means = {o for o, root in zip(outputs, problem.roots, strict=True) if root.op == "moment_mean"}
-    buffered = [o for o in summed if o.strides[0] == 0 and o not in tops]
-    inner_tops = [o for o in summed if o.strides[0] == 0 and o in tops]
-    arrays = [(f"{o.name}_data", ELEMENT.get(o.dtype, o.dtype)) for o in inputs]
-    arrays += [(f"{o.name}_data", "float64" if o in summed else ELEMENT.get(o.dtype, o.dtype))
-               for o in outputs]
-    arrays += [(f"bits_{s}", "uint16") for s in problem.streams]
-    arrays += [(f"buffer_{o.name}", "float64" if o in means else problem.acc) for o in buffered]
-    lines = [f"{name} = {dtype}_at(pointers[{k}])" for k, (name, dtype) in enumerate(arrays)]
-    lines += [f"words_{s} = uint64_at(pointers[{len(inputs) + len(outputs) + k}])"
-              for k, s in enumerate(problem.streams)]
-    if problem.streams:
-        lines += ["drawn = 0", "drawn_end = start"]
+    operands = [*inputs, *summed, *_apart(problem)]
+    seed = n_dims * (1 + len(operands))
+    lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
+    lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
+              for k, o in enumerate(operands) for d in range(n_dims) if o.strides[d] not in (0, 1)]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
-    operands = [*inputs, *summed, *apart]
-    lines += [f"n{d} = integers[{d}]" for d in range(len(sizes))]
-    lines += [f"{o.name}_s{d} = integers[{len(sizes) * (1 + k) + d}]"
-              for k, o in enumerate(operands) for d in range(len(sizes)) if o.strides[d] not in (0, 1)]
-    seed = len(sizes) * (1 + len(operands))
-    body = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"]
-    if problem.streams or buffered:
-        body.append(f"length = min(length, {BLOCK})")
-    for d in range(1, len(sizes)):
-        body += [f"c{d} = row % n{d}", f"row = row // n{d}"] if d < len(sizes) - 1 else [f"c{d} = row"]
-    body += [f"{o.name}_base = {_offset(o)}" for o in operands]
-    if problem.streams:
-        body += ["if i + length > drawn_end:", "    drawn = i - (i & 511)",
-                 "    n_blocks = 2 if (i & 511) + length <= 1024 else 3",
-                 *(f"    fill_random(words_{s}, drawn // 512, n_blocks, uint64_of(integers[{seed}]), "
-                   f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))"
-                   for s in problem.streams), "    drawn_end = drawn + 512 * n_blocks"]
-    body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
-             for o in inputs if not o.strides[0]]
-    body += [line for o in inner_tops for line in (f"top_{o.name} = -acc_t(INF)", f"met_{o.name} = False")]
-    inner = _inner(problem, summed, buffered, tops, means, apart)
-    body += ["for j in range(length):", *("    " + line for line in inner)]
-    body += [f"{o.name}_data[{o.name}_base] += float64_of(pairwise_sum(buffer_{o.name}, length))"
-             for o in buffered]
-    body += [_raise_top(o, f"{o.name}_data[{o.name}_base]", f"maximum_found(top_{o.name}, met_{o.name})")
-             for o in inner_tops]
-    body.append("i += length")
-    return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
-                      *("    " + line for line in lines), "    i = start", "    while i < stop:",
-                      *("        " + line for line in body), ""])
+    scratch = [*problem.streams, *(f"buffer_{o.name}" for o in buffered)]
+    names = [*(o.name for o in (*inputs, *outputs)), *scratch]
+    places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
+    lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})"
+              for o in (*inputs, *outputs) if o not in summed]
+    if summed:
+        places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
+    own = [f"buffer_{o.name} = {'float64' if o in means else problem.acc}_at({places[f'buffer_{o.name}']})"
+           for o in buffered]
+    own += [f"{name} = {dtype}_at({places[s]})" for s in problem.streams
+            for name, dtype in ((f"bits_{s}", "uint16"), (f"words_{s}", "uint64"))]
+    body = [*_coordinates(problem), *(f"{o.name}_base = {_offset(o)}" for o in operands)]
+    body += _draws(problem, seed) if problem.streams else []
+    body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
+    walk = [*own, *_walk(problem, [*body, *_inner(problem, summed, buffered, means)], buffered)]
+    lines += _tasks(problem, summed, places, f"integers[{seed + 2}]", walk) if summed else walk
+    parameters = "first, last" if summed else "start, stop"
+    return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *_indented(lines), ""])
+
+
+def _in_columns(problem: Problem) -> bool:
+    """Whether blocks of columns are walked from the first to the last of a task's rows, so that the sums of
+    columns stay in the cache; else rows one after the other."""
+    return not problem.streams and any(
+        reduced and o.strides[0] for o, reduced in zip(problem.outputs, problem.reduced, strict=True))
+
+
+def _coordinates(problem: Problem) -> list[str]:
+    """Of the element at which a run of the innermost dimension begins, and how long that is."""
+    if _in_columns(problem):
+        lines, row = ["i = row * n0 + c0"], "row"
+    else:
+        lines, row = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"], "row"
+        if problem.streams or _buffered(problem):
+            lines.append(f"length = min(length, {BLOCK})")
+    outermost = len(problem.sizes) - 1
+    for d in range(1, outermost):
+        lines += [f"c{d} = {row} % n{d}", f"rest = {row} // n{d}"]
+        row = "rest"
+    return [*lines, f"c{outermost} = {row}"] if outermost else lines
+
+
+def _draws(problem: Problem, seed: int) -> list[str]:
+    fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, uint64_of(integers[{seed}]), "
+             f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))" for s in problem.streams]
+    return ["if i + length > drawn_end:", "    drawn = i - (i & 511)",
+            "    n_blocks = 2 if (i & 511) + length <= 1024 else 3", *fills,
+            "    drawn_end = drawn + 512 * n_blocks"]
+
+
+def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) -> list[str]:
+    """From `start` to `stop`: elements, or rows where blocks of columns are walked."""
+    if _in_columns(problem):
+        rows = _rows(body, [o for o in buffered if _gathers(problem, o)], _of(problem, _TOPS))
+        return [f"for c0 in range(0, n0, {BLOCK}):", f"    length = min(n0 - c0, {BLOCK})", *_indented(rows)]
+    drawn = ["drawn = 0", "drawn_end = start"] if problem.streams else []
+    return ["i = start", *drawn, "while i < stop:", *_indented([*body, "i += length"])]
+
+
+def _tasks(problem: Problem, summed: Sequence[Operand], places: Mapping[str, str], tasks: str,
+           walk: Sequence[str]) -> list[str]:
+    """A loop over tasks, each with sums of its own; or the addition of them all."""
+    tops, sums, empty, joined = _of(problem, _TOPS), [], [], []
+    count = " * ".join(f"n{d}" for d in range(1 if _in_columns(problem) else 0, len(problem.sizes))) or "1"
+    for o in summed:
+        kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
+        sums.append(f"{o.name}_data = float64_at({places[o.name]} + task * {kept} * 8)")
+        here, there = f"{o.name}_data[j]", f"{o.name}_other[j]"
+        empty += [f"for j in range({kept}):", f"    {here} = float64_of({'-INF' if o in tops else '0'})"]
+        joined += [f"{o.name}_data = float64_at({places[o.name]})", f"for other in range(1, {tasks}):",
+                   f"    {o.name}_other = float64_at({places[o.name]} + other * {kept} * 8)",
+                   f"    for j in range({kept}):",
+                   f"        {_add(here, there, o in tops)}"]
+    return ["for task in range(first, last):", f"    if task == {tasks}:", *_indented(_indented(joined)),
+            "        return", *_indented(sums), *_indented(empty), f"    start = {count} * task // {tasks}",
+            f"    stop = {count} * (task + 1) // {tasks}", *_indented(walk)]
+
+
+def _gathers(problem: Problem, output: Operand) -> bool:
+    """Whether a block's rows all go to the same sums, so that several can be added up in its buffer."""
+    return _in_columns(problem) and output.strides[0] != 0 and not any(output.strides[1:])
+
+
+def _rows(body: Sequence[str], gathered: Sequence[Operand], tops: Container[Operand]) -> list[str]:
+    """Some columns of a task's rows, a few of which the buffers gather before they are added to the sums."""
+    if not gathered:
+        return ["for row in range(start, stop):", *_indented(body)]
+    empty, added = [], []
+    for o in gathered:
+        empty.append(f"    buffer_{o.name}[j] = acc_t({'-INF' if o in tops else '0'})")
+        added.append(f"    {_add(f'{o.name}_data[c0 + j]', f'buffer_{o.name}[j]', o in tops)}")
+    group = ["for j in range(length):", *empty, f"for row in range(top_row, min(top_row + {ROWS}, stop)):",
+             *_indented(body), "for j in range(length):", *added]
+    return [f"for top_row in range(start, stop, {ROWS}):", *_indented(group)]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return ["    " + line for line in lines]
 
 
 def _offset(operand: Operand) -> str:
@@ -89,12 +154,17 @@ def _offset(operand: Operand) -> str:
     return " + ".join(terms) or "0"
 
 
-def _raise_top(output: Operand, place: str, value: str) -> str:
-    return f"{place} = larger_or_nan({place}, float64_of({value}))"
+def _add(place: str, value: str, is_top: bool) -> str:
+    return f"{place} = larger_or_nan({place}, float64_of({value}))" if is_top else (
+        f"{place} += float64_of({value})")
 
 
-def _is_top(root: Expr) -> bool:
-    return root.op in ("row_max", "row_top")
+_TOPS = ("row_max", "row_top")
+
+
+def _of(problem: Problem, ops: Container[str]) -> list[Operand]:
+    """The outputs whose roots are such."""
+    return [o for o, root in zip(problem.outputs, problem.roots, strict=True) if root.op in ops]
 
 
 def _apart(problem: Problem) -> list[Operand]:
@@ -104,32 +174,55 @@ def _apart(problem: Problem) -> list[Operand]:
                 o.strides, problem.domain.flat, problem.sizes, strict=True))]
 
 
-def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand], tops: Container[Operand],
-           means: Container[Operand], apart: Container[Operand]) -> list[str]:
+def _values(problem: Problem) -> list[Expr]:
+    """What is stored, added up or compared."""
+    return [a for root in problem.roots for a in (root.args if problem.across else [root])
+            if isinstance(a, Expr)]
+
+
+def _buffered(problem: Problem) -> list[Operand]:
+    """Sums whose summands are collected in a buffer: those over the inner dimension, added pairwise, and
+    those of what takes longer to compute than to store."""
+    tops, means = _of(problem, _TOPS), _of(problem, ("moment_mean",))
+    costly = len([n for n in toposort(_values(problem)) if n.args and isinstance(n.args[0], Expr)]) > CHEAP
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced and
+            (costly and problem.acc == "float32" and o not in means if o.strides[0] else o not in tops)]
+
+
+def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
+           means: Container[Operand]) -> list[str]:
+    """A run of the innermost dimension."""
+    tops, apart = _of(problem, _TOPS), _apart(problem)
     lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
              for o in problem.inputs if o.strides[0]]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
-    roots = [a for root in problem.roots for a in (root.args if problem.across else [root])
-             if isinstance(a, Expr)]
-    statements, results = emit(roots, "{} = {}")
+    statements, results = emit(_values(problem), "{} = {}")
     lines += statements
+    before, after = [], []
     taken = dict(problem.taken)
     for o, value in zip(problem.outputs, results, strict=True):
-        if o in tops and not o.strides[0]:
-            lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
-                      f"met_{o.name} = met_nan(met_{o.name}, {value})"]
-        elif o in tops:
-            lines.append(_raise_top(o, f"{o.name}_data[{o.name}_base + {_step(o)}]", value))
-        elif o in buffered:
-            lines.append(f"buffer_{o.name}[j] = {'float64_of' if o in means else 'acc_t'}({value})")
-        elif o in summed:
-            lines.append(f"{o.name}_data[{o.name}_base + {_step(o)}] += float64_of({value})")
-        else:
+        place = f"{o.name}_data[{o.name}_base" + (f" + {_step(o)}]" if o.strides[0] else "]")
+        buffer, is_top = f"buffer_{o.name}[j]", o in tops
+        if o not in summed:
             # By the name of the operand whose memory it takes: LLVM sees one memory, and vectorises.
             name = taken.get(o.name, o.name)
-            place = f"{name}_base + {_step(o)}" if o in apart or o.name in taken else "i + j"
-            lines.append(f"{name}_data[{place}] = store_{o.dtype}(acc_t({value}))")
-    return lines
+            at = f"{name}_base + {_step(o)}" if o in apart or o.name in taken else "i + j"
+            lines.append(f"{name}_data[{at}] = store_{o.dtype}(acc_t({value}))")
+        elif o in buffered and _gathers(problem, o):
+            lines.append(f"{buffer} = " + (f"larger_or_nan({buffer}, acc_t({value}))" if is_top else
+                                           f"{buffer} + acc_t({value})"))
+        elif o in buffered:
+            lines.append(f"{buffer} = {'float64_of' if o in means else 'acc_t'}({value})")
+            after += (["for j in range(length):", f"    {_add(place, buffer, is_top)}"] if o.strides[0] else
+                      [_add(place, f"pairwise_sum(buffer_{o.name}, length)", False)])
+        elif o.strides[0]:
+            lines.append(_add(place, value, is_top))
+        else:
+            before += [f"top_{o.name} = -acc_t(INF)", f"met_{o.name} = False"]
+            lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
+                      f"met_{o.name} = met_nan(met_{o.name}, {value})"]
+            after.append(_add(place, f"maximum_found(top_{o.name}, met_{o.name})", True))
+    return [*before, "for j in range(length):", *_indented(lines), *after]
 
 
 def _step(operand: Operand) -> str:
@@ -147,22 +240,29 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     scalars = [int(name[1:]) for name in problem.scalars if name != "row_size"]
     constant = [problem.row_size] if len(scalars) < len(problem.scalars) else []  # the last one
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
-    tops = [k for k in summed if _is_top(problem.roots[k])]
-    buffers = len(problem.streams) + sum(problem.outputs[k].strides[0] == 0 for k in summed if k not in tops)
+    buffers = len(problem.streams) + len(_buffered(problem))
+    # A task per part of the domain, never so many that their sums outweigh the domain itself.
+    tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
+
+    fixed = struct.pack(f"={len(integers)}q2Qq", *integers, 0, 0, tasks)
+    seed_at = 8 * len(integers)
+    numbers_of = struct.Struct(f"={len(problem.scalars)}d").pack
 
     def call(*args: Any) -> Any:
         inputs = [args[k].data_ptr() for k in positions]
-        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) if r.into is None else args[r.into]
+        outputs = [pages.empty(r.shape, r.strides, r.dtype) if r.into is None else args[r.into]
                    for r in results]
-        rng = args[n_args] if problem.streams else (0, 0, None)
-        seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
-        constants = struct.pack(f"={len(integers)}q2Q", *integers, seed % 2**64, offset % 2**64)
-        numbers = struct.pack(f"={len(problem.scalars)}d", *(args[k] for k in scalars), *constant)
-        if not summed:
-            _whole(run, inputs + [o.data_ptr() for o in outputs], constants, numbers, buffers, count)
+        constants = fixed
+        if problem.streams:
+            rng = args[n_args]
+            seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
+            constants = fixed[:seed_at] + struct.pack("=2Qq", seed % 2**64, offset % 2**64, tasks)
+        numbers = numbers_of(*[args[k] for k in scalars], *constant) if problem.scalars else b""
+        if summed:
+            _summing(run, problem, inputs, outputs, constants, numbers, buffers, tasks, sums_of,
+                     [r.walk_strides for r in results])
         else:
-            _summing(run, problem, inputs, outputs, constants, numbers, buffers, count, sums_of,
-                     [r.walk_strides for r in results], [k in tops for k in summed])
+            _whole(run, inputs + [o.data_ptr() for o in outputs], constants, numbers, buffers, count)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
@@ -171,48 +271,47 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
 def _whole(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
            count: int) -> None:
     parallel = count >= threads.SERIAL_BELOW and torch.get_num_threads() > 1
-    if parallel and not buffers and team.usable():
-        table = struct.pack(f"={len(pointers)}Q", *pointers)
-        team.run(run.address, run.scratch, (table, constants, numbers), count, threads.GRAIN)
+    if buffers:
+        task = functools.partial(_task, run, pointers, constants, numbers, buffers)
+        threads.run(task, count, parallel, threads.GRAIN)
         return
-    task = functools.partial(_task, run, pointers, constants, numbers, buffers)
-    threads.run(task, count, parallel, threads.GRAIN)
+    table = struct.pack(f"={len(pointers)}Q", *pointers)
+    if parallel and team.usable():
+        team.run(run.address, run.scratch, (table, constants, numbers), count, threads.GRAIN)
+    else:
+        threads.run(lambda start, stop: run(table, constants, numbers, start, stop), count, parallel,
+                    threads.GRAIN)
 
 
 def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
           start: int, stop: int) -> None:
-    size = (BLOCK + 16) * 8
-    scratch = ctypes.create_string_buffer(buffers * size) if buffers else None
+    scratch = ctypes.create_string_buffer(buffers * BUFFER) if buffers else None
     base = ctypes.addressof(scratch) if scratch is not None else 0
     table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
-                        *(base + k * size for k in range(buffers)))
+                        *(base + k * BUFFER for k in range(buffers)))
     run(table, constants, numbers, start, stop)
 
 
 def _summing(run: compiler.Function, problem: Problem, inputs: list[int], outputs: list[torch.Tensor],
-             constants: bytes, numbers: bytes, buffers: int, count: int, sums_of: list[int],
-             kept_strides: Sequence[Ints], is_top: Sequence[bool]) -> None:
-    # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of)) + 1))
-    partials = [torch.full((tasks, n), -math.inf if top else 0.0, dtype=torch.float64)
-                for n, top in zip(sums_of, is_top, strict=True)]
-    bounds = [count * t // tasks for t in range(tasks + 1)]
-
-    def part(first: int, last: int) -> None:
-        for t in range(first, last):
-            sums = iter(partials)
-            pointers = inputs + [next(sums)[t].data_ptr() if reduced else o.data_ptr() for o, reduced in
-                                 zip(outputs, problem.reduced, strict=True)]
-            _task(run, pointers, constants, numbers, buffers, bounds[t], bounds[t + 1])
-
-    threads.run(part, tasks, parallel=count >= threads.SERIAL_BELOW, grain=1)
-    sums = zip(partials, is_top, strict=True)
+             constants: bytes, numbers: bytes, buffers: int, tasks: int, sums_of: list[int],
+             kept_strides: Sequence[Ints]) -> None:
+    ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
+    memory = torch.empty(ends[-1] + tasks * buffers * BUFFER // 8, dtype=torch.float64)
+    base, places = memory.data_ptr(), iter(ends)
+    pointers = [base + 8 * next(places) if reduced else o.data_ptr()
+                for o, reduced in zip(outputs, problem.reduced, strict=True)]
+    pointers = inputs + pointers + [base + 8 * ends[-1] + k * tasks * BUFFER for k in range(buffers)]
+    arguments = (struct.pack(f"={len(pointers)}Q", *pointers), constants, numbers)
+    if tasks > 1 and torch.get_num_threads() > 1 and team.usable():
+        team.run(run.address, run.scratch, arguments, tasks, grain=1)
+    else:
+        threads.run(lambda first, last: run(*arguments, first, last), tasks, tasks > 1, grain=1)
+    if tasks > 1:
+        run(*arguments, tasks, tasks + 1)
+    places = iter(ends)
     for o, strides, reduced in zip(outputs, kept_strides, problem.reduced, strict=True):
         if reduced:
-            total, top = next(sums)
-            for t in range(1, tasks):
-                (torch.maximum if top else torch.add)(total[0], total[t], out=total[0])
-            o.copy_(total[0].as_strided(o.shape, strides))  # from the order of the walk
+            o.copy_(memory.as_strided(o.shape, strides, next(places)))  # from the order of the walk
 
 
 def _kept(operand: Operand, sizes: Ints) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu import compiler, pages, team, threads
 from fusionrt.cpu.pointwise import ELEMENT
 from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
@@ -363,7 +363,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     places, share = _scratch(problem, columns)
 
     def call(*args: Any) -> Any:
-        outputs = [torch.empty_strided(r.shape, r.strides, dtype=r.dtype) if r.into is None else args[r.into]
+        outputs = [pages.empty(r.shape, r.strides, r.dtype) if r.into is None else args[r.into]
                    for r in results]
         # As team.run divides rows among threads: a task finds its scratch by the row that it starts at.
         n_threads = torch.get_num_threads() if rows * columns >= threads.SERIAL_BELOW else 1

@@ -86,20 +86,48 @@ def where(typing_context, condition, a, b):
     return result(condition, a, b), codegen
 
 
+def _in_register(builder, number_type, constant):
+    """A constant that LLVM cannot see through: it is computed before the loop and stays in a register.
+
+    Else LLVM broadcasts each from memory wherever it is used (28 loads in a loop of 81 instructions, for
+    gelu), which takes a fifth to a fourth of the time of such loops.
+    """
+    llvm_type, suffix = _LLVM_FLOATS[number_type]
+    return _call_llvm(builder, f"llvm.arithmetic.fence.{suffix}", llvm_type, (constant,))
+
+
 @intrinsic
-def horner(typing_context, x, coefficients):
-    """The polynomial with these coefficients, highest power first, as a chain of fma."""
+def in_register(typing_context, constant):
+    """A float constant of a loop."""
 
     def codegen(context, builder, signature, args):
-        llvm_type, suffix = _LLVM_FLOATS[signature.return_type]
-        point, values = args
-        y, *rest = [builder.extract_value(values, i) for i in range(coefficients.count)]
-        for c in rest:
-            y = _call_llvm(builder, f"llvm.fma.{suffix}", llvm_type, (y, point, c))
-        return y
+        return _in_register(builder, signature.return_type, args[0])
 
-    matches = isinstance(coefficients, types.UniTuple) and coefficients.dtype == x
-    return (x(x, coefficients), codegen) if matches and x in _LLVM_FLOATS else None
+    return (constant(constant), codegen) if constant in _LLVM_FLOATS else None
+
+
+def _polynomial(monic):
+    @intrinsic
+    def evaluate(typing_context, x, coefficients):
+        def codegen(context, builder, signature, args):
+            llvm_type, suffix = _LLVM_FLOATS[signature.return_type]
+            point, values = args
+            y, *rest = [_in_register(builder, signature.return_type, builder.extract_value(values, i))
+                        for i in range(coefficients.count)]
+            if monic:
+                y = builder.fadd(point, y)
+            for c in rest:
+                y = _call_llvm(builder, f"llvm.fma.{suffix}", llvm_type, (y, point, c))
+            return y
+
+        matches = isinstance(coefficients, types.UniTuple) and coefficients.dtype == x
+        return (x(x, coefficients), codegen) if matches and x in _LLVM_FLOATS else None
+
+    return evaluate
+
+
+horner = _polynomial(False)   # with these coefficients, highest power first, as a chain of fma
+monic = _polynomial(True)     # with a 1 before them
 
 
 # --- comparisons and arithmetic, the same for both accumulation types -----------------------------
@@ -246,8 +274,8 @@ def store_bfloat16(x):
     """
     x = np.float32(x)
     bits = np.uint32(float_to_bits(x))
-    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd)
+    odd = np.uint32(bits & np.uint32(0x10000)) != np.uint32(0)
+    rounded = np.uint32(bits + where(odd, np.uint32(0x8000), np.uint32(0x7FFF)))
     # The choice is between 32-bit values: a select of 16-bit ones makes LLVM mix vector widths.
     return np.uint16(where(x == x, np.uint32(rounded >> np.uint32(16)), np.uint32(0x7FC0)))
 

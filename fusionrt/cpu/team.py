@@ -45,6 +45,7 @@ def _parallel() -> Any:
     return parallel
 
 
+_Addresses = ctypes.c_char_p * 3
 _QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -58,7 +59,7 @@ def run(kernel: int, scratch: int, arguments: tuple[bytes, bytes, bytes], size: 
     """kernel(scratch, scratch, *arguments, start, stop) over [0, size), by torch.get_num_threads()."""
     threads = torch.get_num_threads()
     chunk = -(-size // (threads * grain)) * grain
-    pointers = (ctypes.c_char_p * 3)(*arguments)  # an array of addresses
+    pointers = _Addresses(*arguments)
     job = struct.pack("=4Q", *_answers(), kernel, scratch) + bytes(pointers) + struct.pack("=2Q", size, chunk)
     _parallel()(_member(), job, threads, 0)
 
