@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
+from fusionrt.ops import folding
 from fusionrt.ops.attention import attention
+from fusionrt.ops.linear import linear_activation
 
 Tensor = torch.Tensor
+FEW_ROWS = 1024  # of which one more pass over a product costs less than its bias within it: passes/biases.py
 
 
 def is_batch_first(x: Tensor) -> bool:
     """Whether of (L, B, E) the batch is the outer dimension in memory."""
     return bool(x.stride(1) > x.stride(0))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, in two calls where that is faster."""
+    apart = x.is_cuda and x.dtype == torch.float32 and x.shape[-1] < x.numel() <= FEW_ROWS * x.shape[-1]
+    if bias is None or not apart or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return F.linear(x, weight, bias)
+    return F.linear(x, weight).add_(bias)
 
 
 def self_attention(x: Tensor, heads: int, in_weight: Tensor, in_bias: Tensor | None, out_weight: Tensor,
@@ -24,9 +37,35 @@ def self_attention(x: Tensor, heads: int, in_weight: Tensor, in_bias: Tensor | N
     batch_first = is_batch_first(x)
     x = x.transpose(0, 1) if batch_first else x
     outer, inner, width = x.shape
-    split = F.linear(x, in_weight, in_bias).view(outer, inner, 3, heads, width // heads)
+    split = linear(x, in_weight, in_bias).view(outer, inner, 3, heads, width // heads)
     order, back = ((2, 0, 3, 1, 4), (0, 2, 1, 3)) if batch_first else ((2, 1, 3, 0, 4), (2, 0, 1, 3))
     found = attention(*split.permute(order).unbind(0), dropout_p=dropout_p)
-    out = F.linear(found.permute(back).reshape(outer, inner, width), out_weight, out_bias)
+    out = linear(found.permute(back).reshape(outer, inner, width), out_weight, out_bias)
     out = out.transpose(0, 1) if batch_first else out
     return out.contiguous() if as_torch else out
+
+
+def pixel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor | None,
+                 eps: float | None = None, activation: Any = None, residual: Tensor | None = None) -> Tensor:
+    """residual + activation(norm(conv2d(x, weight, bias))) of 1 × 1 weights, channels_last images: a linear
+    layer of pixels. No gradients.
+
+    `norm`: nothing, or mean, variance, weight and bias, which are folded into the weight; `residual`: only
+    without an activation, or without a norm.
+    """
+    if norm:
+        weight, bias = folding.folded(weight, (bias, *norm), eps or 0.0, x.dtype)
+    n, c, h, w = x.shape
+    of_pixels = None if residual is None else residual.permute(0, 2, 3, 1).reshape(n * h * w, len(weight))
+    out = linear_activation(x.permute(0, 2, 3, 1).reshape(n * h * w, c), weight.flatten(1), bias, activation,
+                            residual=of_pixels)
+    return out.view(n, h, w, len(weight)).permute(0, 3, 1, 2)
+
+
+def appended(whole: Tensor, dim: int, start: int, *parts: Tensor) -> Tensor:
+    """The parts copied into `whole` from `start` on; what lies there up to their end."""
+    for part in parts:
+        size = part.shape[dim]
+        whole.narrow(dim, start, size).copy_(part)
+        start += size
+    return whole.narrow(dim, 0, start)

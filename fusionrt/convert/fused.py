@@ -164,11 +164,11 @@ def _arranged(cluster: Cluster) -> list[Node]:
         for size, stride in zip(value(n).shape, value(n).stride(), strict=True))]
     if not full:
         contiguous = _dense(cluster.shape, range(len(cluster.shape) - 1, -1, -1))
-        return operands if all(_lies(r, contiguous) for r in results) else []
+        return operands if all(lies(r, contiguous) for r in results) else []
     for n in full:
         t = value(n)
         strides = _dense(t.shape, sorted(range(t.dim()), key=lambda d: (_hint(t.stride(d)), -d)))
-        if all(_lies(r, strides) for r in results):
+        if all(lies(r, strides) for r in results):
             return [n, *(o for o in operands if o is not n)]
     return []
 
@@ -183,7 +183,8 @@ def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
     return strides
 
 
-def _lies(result: Node, strides: Sequence[Any]) -> bool:
+def lies(result: Node, strides: Sequence[Any]) -> bool:
+    """Whether a value has these strides, as far as they matter."""
     t = value(result)
     return all(same(size, 1) or same(own, stride)
                for size, own, stride in zip(t.shape, t.stride(), strides, strict=True))

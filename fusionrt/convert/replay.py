@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ Value = TypeVar("Value")
 _SETTINGS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")  # of the host alone
 # A capture that served fewer calls than FEW was in vain; after IN_VAIN of them in a row there are no more.
 FEW, IN_VAIN = 4, 4
+_DATA_PTR, _REFERENT = torch.Tensor.data_ptr, weakref.ref.__call__
 MODELS = 64  # sets of weights, whose CUDA graphs are kept: blocks of one class may be as many
 
 
@@ -94,7 +96,8 @@ class Captured(NamedTuple):
     graph: Any  # torch.cuda.CUDAGraph
     places: list[int]  # where each input is read; 0: it is copied, or no tensor
     buffers: dict[int, torch.Tensor]
-    sources: list[tuple[weakref.ref[torch.Tensor], int]]  # with their versions
+    sources: list[weakref.ref[torch.Tensor]]
+    versions: list[int]
     results: Callable[[], tuple[Any, ...]]
     held: list[Any]  # what was kept and is read by the graph
 
@@ -120,7 +123,7 @@ class Replays:
 
     def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int) -> None:
         self.run, self.device, self.roles, self.fresh, self.kept = run, device, roles, fresh, kept
-        self.weights = sorted({*roles.weights, *roles.sources})
+        self.weights, self.sources = _picked({*roles.weights, *roles.sources}), _picked(roles.sources)
         self.models: OrderedDict[tuple[int, ...], OrderedDict[Any, Kind]] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
@@ -128,7 +131,7 @@ class Replays:
             return self.run(*args)
         turn = _turn(self.device)
         with turn.lock, _current(self.device):
-            places = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+            places = _places(args)
             kind = self._kind(args, places)
             captured = kind.captured
             if captured is None or not self._serves(captured, args, places):
@@ -153,17 +156,19 @@ class Replays:
         key: Any = torch.is_inference_mode_enabled()
         if self.roles.vary:
             key = key, *((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
-        weights = tuple(map(places.__getitem__, self.weights))
-        return _recent(_recent(self.models, weights, OrderedDict, MODELS), key, Kind, self.kept)
+        return _recent(_recent(self.models, self.weights(places), OrderedDict, MODELS), key, Kind, self.kept)
 
     def _serves(self, captured: Captured, args: Sequence[Any], places: list[int]) -> bool:
-        places = places.copy()
-        for k in captured.buffers:
-            places[k] = 0
+        if captured.buffers:
+            places = places.copy()
+            for k in captured.buffers:
+                places[k] = 0
+        if places != captured.places:
+            return False
         # An address alone tells nothing: another tensor may lie where one was.
-        return places == captured.places and all(
-            source() is args[k] and version == _version(args[k])
-            for k, (source, version) in zip(self.roles.sources, captured.sources, strict=True))
+        sources = self.sources(args)
+        return (all(map(operator.is_, map(_REFERENT, captured.sources), sources))
+                and list(map(_version, sources)) == captured.versions)
 
     def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
                  ) -> Captured | None:
@@ -189,9 +194,25 @@ class Replays:
             torch.cuda.synchronize()
             turn.open_pool()
             return None
-        sources = [(weakref.ref(args[k]), _version(args[k])) for k in self.roles.sources]
+        sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
-                        sources, _copies(results) if self.fresh else lambda: tuple(results), held)
+                        list(map(weakref.ref, sources)), list(map(_version, sources)),
+                        _copies(results) if self.fresh else lambda: tuple(results), held)
+
+
+def _picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What stands at these places of a sequence."""
+    chosen = sorted(places)
+    if len(chosen) > 1:
+        return operator.itemgetter(*chosen)
+    return lambda given: tuple(given[k] for k in chosen)
+
+
+def _places(args: Sequence[Any]) -> list[int]:
+    try:
+        return list(map(_DATA_PTR, args))  # of hundreds of weights, in each call
+    except TypeError:  # numbers are among them
+        return [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
 
 
 def _recent(found: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
@@ -211,7 +232,10 @@ def _looking(norms: folding.Ahead, run: Run, given: Sequence[Any]) -> Any:
 
 def _version(t: torch.Tensor) -> int:
     """Tensors of the inference mode have none; from them nothing is kept."""
-    return 0 if t.is_inference() else t._version
+    try:
+        return t._version
+    except RuntimeError:
+        return 0
 
 
 def _kept_of(args: Sequence[Any]) -> list[Any]:

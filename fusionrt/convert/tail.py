@@ -12,7 +12,7 @@ from torch.fx import Node
 from fusionrt.catalogue import OPS
 from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
-from fusionrt.convert.fused import traced
+from fusionrt.convert.fused import lies, traced
 from fusionrt.convert.graph import same
 from fusionrt.expr import Expr, argument, leaves, node, substitute, toposort
 from fusionrt.op_names import OPS as NAMES
@@ -41,7 +41,8 @@ def tail_of(x: Node, clusters: Mapping[Node, Cluster], *, residual_first: bool =
         return None
     results = cluster.results
     residuals = [n for n in cluster.operands() if n is not x]
-    if len(results) != 1 or len(residuals) > 1 or not all(_alike(n, x) for n in (*residuals, *results)):
+    if (len(results) != 1 or len(residuals) > 1 or not all(_alike(n, x) for n in (*residuals, *results))
+            or not lies(results[0], value(x).stride())):  # a residual may have decided otherwise
         return None
     root = traced(cluster, [x, *residuals], results)[0]
     residual = residuals[0] if residuals else None

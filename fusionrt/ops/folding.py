@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from fusionrt.runtime.source import Field, Params, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
+WARPS = 8  # of a block; each has a channel
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
@@ -54,7 +56,8 @@ def layer(form: Form) -> list[Field]:
     return [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
             *(Field(f"{kind}* {name}", "Q") for kind, name in (
                 ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
-            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner")), Field("float eps", "f")]
+            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels")),
+            Field("float eps", "f")]
 
 
 @functools.cache
@@ -68,10 +71,10 @@ def kernel(form: Form, many: bool = False) -> Kernel:
     fields = layer(form)
     if many:
         constants.append(Params(fields, "Layer").declaration)
-        fields = [pointer("Layer", "layers"), pointer("int2", "blocks")]
+        fields = [pointer("Layer", "layers"), pointer("int2", "channels"), Field("int count", "i")]
     else:
         constants.append("struct Params;\nusing Layer = Params;")
-    return Kernel("fold_norm", "fold_norm", fields, constants)
+    return Kernel("fold_norm", "fold_norm", fields, constants, block=32 * WARPS)
 
 
 def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch.dtype
@@ -89,10 +92,10 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
     tensors = *dense, made.weight, made.bias, made.applied
     values = (*(0 if t is None else t.data_ptr() for t in tensors), weight[0].numel(), weight[0, 0].numel(),
-              weight.shape[1], eps)
+              weight.shape[1], weight.shape[0], eps)
     ahead = _ahead.get()
     if ahead is None or not ahead.has(form, values):
-        kernel(form)(weight.device, weight.shape[0], *values)
+        kernel(form)(weight.device, -(-len(weight) // WARPS), *values)
         if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
             ahead.add(form, values, made)
     return made.weight, made.bias
@@ -123,14 +126,18 @@ class Ahead:
         finally:
             _ahead.reset(token)
             self.is_noting = False
+        # What two norms are folded into in turns cannot be both ahead of all.
+        times = Counter(id(made) for layers in self.layers.values() for made in layers.values())
+        self.layers = {form: alone for form, layers in self.layers.items() if (alone := {
+            values: made for values, made in layers.items() if times[id(made)] == 1})}
         for form, layers in self.layers.items():
             packer = Params(layer(form)).packer
-            blocks = [(k, channel) for k, made in enumerate(layers.values())
-                      for channel in range(len(made.bias))]
+            channels = [(k, channel) for k, made in enumerate(layers.values())
+                        for channel in range(len(made.bias))]
             text = bytearray(b"".join(packer.pack(*values) for values in layers))
             device = next(iter(layers.values())).bias.device
             self.lists.append((form, torch.frombuffer(text, dtype=torch.uint8).to(device),
-                               torch.tensor(blocks, dtype=torch.int32, device=device)))
+                               torch.tensor(channels, dtype=torch.int32, device=device)))
         self._look()  # a graph's capture may load no kernel
 
     @contextlib.contextmanager
@@ -143,8 +150,10 @@ class Ahead:
             _ahead.reset(token)
 
     def _look(self) -> None:
-        for form, layers, blocks in self.lists:
-            kernel(form, True)(blocks.device, len(blocks), layers.data_ptr(), blocks.data_ptr())
+        for form, layers, channels in self.lists:
+            count = len(channels)
+            kernel(form, True)(channels.device, -(-count // WARPS), layers.data_ptr(), channels.data_ptr(),
+                               count)
 
 
 def takes(x: Tensor, groups: int) -> bool:

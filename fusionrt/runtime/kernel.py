@@ -19,14 +19,17 @@ class Kernel:
 
     The template's entry is `stem` and takes `Params`, whose members are `fields`, 8-byte ones first.
     `constants` are the lines that this specialisation puts before it; BLOCK, the threads of a block, is one.
+    `cluster`: blocks of a cluster, where the template declares them.
 
         scale = Kernel("scale", "scale", [pointer("float32_t", "x", const=False), Field("float by", "f")])
         scale(x.device, -(-x.numel() // scale.block), x.data_ptr(), 2.0)
     """
 
     def __init__(self, name: str, stem: str, fields: Sequence[Field], constants: Sequence[str] = (), *,
-                 acc: str = "float32", significant_bits: int = 24, block: int = 256) -> None:
+                 acc: str = "float32", significant_bits: int = 24, block: int = 256,
+                 cluster: int = 1) -> None:
         self.name, self.stem, self.block, self.params = name, stem, block, Params(fields)
+        self.cluster = cluster
         self.text = assemble(stem, arithmetic(acc, significant_bits), [
             f"constexpr int BLOCK = {block};", *constants, self.params.declaration])
         self._functions: dict[tuple[int, int], int] = {}
@@ -50,7 +53,7 @@ class Kernel:
         function = self._functions.get((device, shared))
         if function is None:
             function = cuda.function(self.text, self.stem, device, self.name)
-            cuda.allow(function, shared, 1)
+            cuda.allow(function, shared, self.cluster)
             self._functions[device, shared] = function
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         packed = self.params.packer.pack(*values)  # the driver copies it before it returns

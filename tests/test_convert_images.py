@@ -1,0 +1,323 @@
+"""Networks of images at inference: 1 × 1 convolutions as products, squeeze and excitation, concatenations."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from convert_checks import check_module, compiled, randomised
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from fusionrt.convert.max_pool import max_pool
+from fusionrt.convert.squeeze_excite import squeeze_excite
+from fusionrt.ops import folding
+
+
+class Inverted(nn.Module):
+    """EfficientNet's block."""
+
+    def __init__(self, width=16, inner=4, act=F.silu, gate=torch.sigmoid):
+        super().__init__()
+        hidden = 2 * width
+        self.expand = nn.Conv2d(width, hidden, 1, bias=False)
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False)
+        self.squeeze, self.excite = nn.Conv2d(hidden, inner, 1), nn.Conv2d(inner, hidden, 1)
+        self.project = nn.Conv2d(hidden, width, 1, bias=False)
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(hidden), nn.BatchNorm2d(hidden), nn.BatchNorm2d(width)
+        self.act, self.gate = act, gate
+
+    def forward(self, x):
+        y = self.act(self.bn1(self.expand(x)))
+        y = self.act(self.bn2(self.depthwise(y)))
+        y = y * self.gate(self.excite(self.act(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return x + self.bn3(self.project(y))
+
+
+class Block(nn.Module):
+    """DenseNet's, with a pooling behind it that wants its operand dense."""
+
+    def __init__(self, nested=False):
+        super().__init__()
+        self.nested = nested
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8 + 4 * k) for k in range(4))
+        self.convs = nn.ModuleList(nn.Conv2d(8 + 4 * k, 4, 3, padding=1) for k in range(3))
+
+    def forward(self, x):
+        found = [x]
+        for norm, conv in zip(self.norms[:3], self.convs, strict=True):
+            whole = torch.cat(found, 1)
+            found = [whole if self.nested else x, *([] if self.nested else found[1:]),
+                     conv(torch.relu(norm(whole)))]
+        return torch.relu(self.norms[3](torch.cat(found, 1)))
+
+
+def replaced(found, name):
+    return [key for f in found for key in f.replacements if key.startswith(f"{name}:")]
+
+
+def folded(weight, of, eps, dtype):
+    """In the place of the kernel."""
+    bias, mean, var, scale, shift = of
+    factor = torch.rsqrt(var + eps) * (1 if scale is None else scale)
+    moved = ((0 if bias is None else bias) - mean) * factor + (0 if shift is None else shift)
+    return (weight * factor.view(-1, 1, 1, 1)).to(dtype), moved.to(dtype)
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Passes for a GPU and 16 bits, on a CPU in float32."""
+    for name in ("pixels", "squeeze", "biases", "pooling", "concatenations"):
+        monkeypatch.setattr(sys.modules[f"fusionrt.convert.passes.{name}"], "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(sys.modules["fusionrt.convert.passes.pixels"], "HALVES",
+                        (torch.float32, torch.float16, torch.bfloat16))
+    monkeypatch.setattr(folding, "folded", folded)
+
+
+# -- 1 × 1 convolutions, squeeze and excitation ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("act", "gate"), [(F.silu, torch.sigmoid), (F.hardswish, F.hardsigmoid),
+                                           (F.relu, torch.sigmoid)])
+def test_inverted_block(anywhere, act, gate):
+    model = randomised(Inverted(act=act, gate=gate)).eval()
+    counts = check_module(model, torch.randn(2, 16, 6, 6), grad=False, rtol=1e-4, atol=1e-4)
+    assert counts["squeeze_excite"] == 1
+    run, found = compiled(model)
+    with torch.no_grad():
+        run(torch.randn(2, 16, 6, 6))
+    assert len(replaced(found, "pixels")) == (1 if act is F.relu else 2)
+
+
+def test_what_records_gradients_is_left(anywhere):
+    counts = check_module(randomised(Inverted()).eval(), torch.randn(2, 16, 6, 6), rtol=1e-4, atol=1e-4)
+    assert "squeeze_excite" not in counts
+
+
+def test_other_convolutions_are_left(anywhere):
+    """Of several pixels, with a stride, with groups, whose gate somebody else uses, of another mean."""
+
+    class Others(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(8, 8, 1, stride=2), nn.Conv2d(8, 8, 1, groups=2)
+            self.c, self.d = nn.Conv2d(8, 8, 1, padding=1), nn.Conv2d(8, 8, 3)
+            self.squeeze, self.excite = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+
+        def gate(self, x):
+            return torch.sigmoid(self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+
+        def forward(self, x):
+            y = F.silu(self.d(F.silu(self.c(F.silu(self.b(F.silu(self.a(x))))))))
+            seen = self.gate(y)
+            return y * seen, seen, y * self.gate(y + 1)
+
+    model, x = Others(), torch.randn(2, 8, 9, 9)
+    run, found = compiled(model)
+    with torch.no_grad():
+        assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert not replaced(found, "squeeze")
+    assert {key.split(":")[1] for key in replaced(found, "convolution")} > {
+        key.split(":")[1] for key in replaced(found, "pixels")}
+    assert len(replaced(found, "pixels")) == 4  # of the gates
+
+
+def test_a_residual_decides_about_the_layout():
+    """A sum of images in different layouts lies as torch's does, and can be viewed as that can."""
+
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.bn = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            y = x[:, :, 1:-1, 1:-1].contiguous() + self.bn(self.b(torch.relu(self.a(x))))
+            return y, y.view(x.shape[0], -1)
+
+    model, x = randomised(Viewed()).eval(), torch.randn(2, 8, 6, 6)
+    run, _ = compiled(model)
+    with torch.no_grad():
+        ours, own = run(x), model(x)
+    assert_close(ours, own, rtol=1e-4, atol=1e-5)
+    assert [t.stride() for t in ours] == [t.stride() for t in own]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 32, 112, 112, 8), (2, 24, 5, 5, 3), (3, 16, 1, 1, 8),
+                                   (5, 1152, 7, 7, 48), (9, 1152, 7, 7, 48), (17, 24, 30, 31, 4)])
+def test_squeeze_and_excitation_on_a_gpu(dtype, shape):
+    n, c, h, w, inner = shape
+    torch.manual_seed(0)
+    x = torch.randn(n, h, w, c, device="cuda").to(dtype).permute(0, 3, 1, 2)
+    weights = [torch.randn(*size, device="cuda").to(dtype) for size in (
+        (inner, c, 1, 1), (inner,), (c, inner, 1, 1), (c,))]
+
+    def reference(x, w1, b1, w2, b2):
+        hidden = F.silu(F.conv2d(x.mean((2, 3), keepdim=True), w1, b1))
+        return x * torch.sigmoid(F.conv2d(hidden, w2, b2))
+
+    exact = reference(*(t.double() for t in (x, *weights)))
+    own = (reference(x, *weights) - exact).abs().max()
+    ours = squeeze_excite(x, *weights, inner="silu", outer="sigmoid")
+    assert ours.stride() == x.stride()
+    assert (ours - exact).abs().max() <= 2 * own + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_inverted_block_on_a_gpu(dtype, monkeypatch):
+    """Replayed; weights that change are seen."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    model = randomised(Inverted(32, 8)).cuda().to(dtype).eval()
+    run, found = compiled(model)
+    with torch.no_grad():
+        for change in (lambda: None, lambda: model.expand.weight.mul_(1.5),
+                       lambda: model.bn3.running_mean.add_(1), lambda: model.excite.bias.add_(1)):
+            change()
+            exact = copy.deepcopy(model).double()
+            for _ in range(3):
+                x = torch.randn(4, 14, 14, 32, device="cuda", dtype=dtype).permute(0, 3, 1, 2)
+                own = (model(x) - exact(x.double())).abs().max()
+                assert (run(x) - exact(x.double())).abs().max() <= 2 * own + 1e-5
+    assert found[0].counts["squeeze_excite"] == 1
+    assert len(replaced(found, "pixels")) == (2 if dtype == torch.float16 else 0)
+
+
+@pytest.mark.gpu
+def test_a_convolution_with_two_norms_on_a_gpu():
+    """Their folded weights share a place."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+            self.first, self.second = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+
+        def forward(self, x):
+            return torch.relu(self.second(self.conv(torch.relu(self.first(self.conv(x))))))
+
+    model = randomised(Shared()).cuda().half().eval()
+    run, found = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 16, 9, 9, device="cuda", dtype=torch.float16)
+            assert_close(run(x), model(x), rtol=2e-2, atol=5e-2)
+    assert found[0].counts == {"conv_bn_relu": 2}
+
+
+# -- max pooling -----------------------------------------------------------------------------------------
+
+
+def test_max_pooling(anywhere):
+    """The pass; on a CPU torch's own is what it calls."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3), nn.MaxPool2d(2),
+                          nn.MaxPool2d(2, ceil_mode=True))
+    run, found = compiled(model)
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert_close(run(x), model(x))
+    assert len(replaced(found, "pooling")) == 2
+    run(x).sum().backward()
+    assert not replaced(found[1:], "pooling")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0), (1, 1)),
+                                   ((3, 2), (1, 2), (1, 0), (2, 1)), ((7, 7), (3, 3), (3, 3), (1, 1))])
+def test_max_pooling_on_a_gpu(dtype, sizes):
+    x = torch.randn(3, 13, 17, 24, device="cuda").to(dtype).permute(0, 3, 1, 2)
+    x[0, 3, 5, 7], x[1, 5], x[2, :, 3, 3] = float("nan"), -float("inf"), float("inf")
+    ours, own = max_pool(x, *sizes), F.max_pool2d(x, *sizes)
+    assert_close(ours, own, rtol=0, atol=0, equal_nan=True)
+    assert ours.stride() == own.stride()
+
+
+# -- concatenations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_concatenations_that_begin_alike(anywhere, device, nested, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model = randomised(Block(nested)).to(device).eval()
+    x = torch.randn(2, 8, 6, 6, device=device)
+    counts = check_module(model, x, grad=False, rtol=1e-4, atol=1e-4)
+    assert counts["concatenation"] == 4
+    assert "concatenation" not in check_module(model, x, rtol=1e-4, atol=1e-4)
+    run, _ = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 8, 6, 6, device=device)
+            ours, own = run(x), model(x)
+            assert_close(ours, own, rtol=1e-4, atol=1e-4)
+            assert ours.stride() == own.stride()
+
+
+def test_concatenations_that_are_left(anywhere):
+    """Whose results leave the graph, are written to, or go where a part of a wider tensor would not do; of
+    parts that are written to in between; of which each begins otherwise."""
+
+    def returned(x, y):
+        a = torch.cat([x, y], 1)
+        return a, torch.cat([x, y, y], 1) * 2 + 1
+
+    def written(x, y):
+        a = torch.cat([x, y], 1)
+        a[0] = 1
+        return a * 2 + 1, torch.cat([x, y, y], 1) * 2 + 1
+
+    def viewed(x, y):
+        a = torch.cat([x, y], 1)
+        return a.view(-1) * 2 + 1, torch.cat([x, y, y], 1) * 2 + 1
+
+    def between(x, y):
+        z = x * 3
+        a = torch.cat([y, z], 1) * 2 + 1
+        z[0] = 1
+        return a, torch.cat([y, z, z], 1) * 2 + 1
+
+    def otherwise(x, y):
+        return torch.cat([x, y], 1) * 2 + 1, torch.cat([y, x, y], 1) * 2 + 1, torch.cat([x, y, y], 0) * 2 + 1
+
+    for function in (returned, written, viewed, between, otherwise):
+        run, found = compiled(function)
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        with torch.no_grad():
+            assert_close(run(x, y), function(x, y))
+        assert not replaced(found, "concatenations"), function.__name__
+
+
+def test_excluded_concatenations(anywhere):
+    model, x = randomised(Block()).eval(), torch.randn(2, 8, 6, 6)
+    run, found = compiled(model)
+    with torch.no_grad():
+        run(x)
+        key = replaced(found, "concatenations")[1]
+        run, found = compiled(model, excluded=frozenset([key]))
+        assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert not replaced(found, "concatenations")
+
+
+# -- biases of linear layers -----------------------------------------------------------------------------
+
+
+def test_biases_become_part_of_what_follows(anywhere):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+    model, x = Layer(), torch.randn(4, 8)
+    run, found = compiled(model)
+    with torch.no_grad():
+        assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert len(replaced(found, "biases")) == 3
+    assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert not replaced(found[1:], "biases")
