@@ -142,7 +142,8 @@ def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any)
         out = apply(op, wide, None)
         shapes = op.output_shapes(of_one, shape)
         if isinstance(out, tuple):
-            return tuple(o.reshape(info.batch_size, *s) for o, s in zip(out, shapes, strict=True)), (0,) * len(out)
+            out = tuple(o.reshape(info.batch_size, *s) for o, s in zip(out, shapes, strict=True))
+            return out, (0,) * len(out)
         return out.reshape(info.batch_size, *shapes[0]), 0
     each = [overload(op, of_one)(*(a if dim is None else a[i] for a, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)]

@@ -233,7 +233,7 @@ def test_kernels_of_a_call():
     assert found[0].us == pytest.approx(alone, rel=0.3)
 
 
-def test_registers_and_occupancy_are_those_of_the_driver():
+def test_registers_and_occupancy_are_those_of_the_driver(home):
     driver = cuda.driver()
     x = torch.randn(512, 1024, device="cuda", requires_grad=True)
     b = torch.randn(1024, device="cuda", requires_grad=True)
@@ -249,7 +249,7 @@ def test_registers_and_occupancy_are_those_of_the_driver():
 
 
 def _loaded(found):
-    """Each with the handle of its kernel, loaded from the cache."""
+    """Each with the handle of its kernel, loaded from the cache, which nobody else has filled."""
     from fusionrt.runtime import cache
     entries = [entry for _, entry in cache.contents()]
     for r in found:

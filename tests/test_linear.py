@@ -345,6 +345,19 @@ def test_our_product(fits, monkeypatch):
     assert calls == ([(plain, False, True), (plain, False, False), (added, True, False)] if fits else [])
 
 
+@pytest.mark.parametrize("error", linear.UNAVAILABLE)
+def test_without_our_product(error, monkeypatch):
+    """While a graph is captured, or where nothing may be compiled."""
+    def product(*args):
+        raise error("linear_activation")
+
+    monkeypatch.setattr(linear, "route", lambda *args: linear.GEMM)
+    monkeypatch.setattr(linear, "sites", Sites())
+    monkeypatch.setattr(gemm, "supports", lambda *args: True)
+    monkeypatch.setattr(gemm, "linear", product)
+    check_in_norm(frt.linear_activation, (*operands(F32, "cpu", (2, 3)), "gelu"))
+
+
 def test_route(monkeypatch):
     """By cuBLASLt where it can be asked, by our product where that says that it is faster."""
     gpu, capability = torch.device("cuda:9"), (9, 0)

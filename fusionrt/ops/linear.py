@@ -25,18 +25,23 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
+from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr
 from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.random import Rng
 from fusionrt.runtime import gemm
+from fusionrt.runtime.cache import MissingKernelError
 
 Tensor = torch.Tensor
 NAMES = ("x", "weight", "bias", "residual")
 Numbers = tuple[float, ...]
 EPILOGUE, GEMM, KERNEL = "epilogue", "gemm", "kernel"
 EPILOGUES = ("relu", "gelu_tanh")  # that cuBLASLt applies after a bias
+# Our product, of whose shapes there are too many for a warm-up, may neither be compiled while a graph is
+# captured nor where that is switched off; what takes its place is warmed up.
+UNAVAILABLE = (CaptureError, MissingKernelError)
 
 
 # -- which way -------------------------------------------------------------------------------------
@@ -79,8 +84,12 @@ def product(operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: 
             return shaped(torch._addmm_activation(bias, rows, weight.t(), use_gelu=is_gelu), x), None
         added = None if residual is None else residual.reshape(-1, weight.shape[0])
         if gemm.supports(rows, weight, bias, added):
-            out, z = gemm.linear(rows, weight, bias, operator.outputs[0], added, keep)
-            return shaped(out, x), None if z is None else shaped(z, x)
+            try:
+                out, z = gemm.linear(rows, weight, bias, operator.outputs[0], added, keep)
+            except UNAVAILABLE:
+                pass
+            else:
+                return shaped(out, x), None if z is None else shaped(z, x)
     z = F.linear(x, weight, bias)
     z = torch.ops.aten._unsafe_view(z, z.shape) if z._is_view() else z
     kernel = operator if keep else operator.over({0: 0})
