@@ -44,6 +44,47 @@ __device__ __forceinline__ void sum_of_lanes(acc_t (&sums)[PACK], acc_t* scratch
     }
 }
 
+__device__ __forceinline__ void add_pixels(const Params& p, const value_t* x, int pixel, int end, int lanes,
+                                           acc_t (&own)[PACK]) {
+#pragma unroll 4
+    for (; pixel < end; pixel += lanes) {
+        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
+#pragma unroll
+        for (int v = 0; v < PACK; ++v) own[v] += at(values, v);
+    }
+}
+
+__device__ __forceinline__ void scale(const Pack<value_t, PACK>& values, const acc_t (&gate)[PACK], value_t* out) {
+    acc_t found[PACK];
+#pragma unroll
+    for (int v = 0; v < PACK; ++v) found[v] = at(values, v) * gate[v];
+    store_pack(out, found);
+}
+
+__device__ __forceinline__ void scale_pixels(const Params& p, const value_t* x, int pixel, int end, int lanes,
+                                             const acc_t (&gate)[PACK], value_t* out) {
+#pragma unroll 4
+    for (; pixel < end; pixel += lanes) {
+        const long long here = static_cast<long long>(pixel) * p.channels;
+        scale(load_pack<PACK>(x + here), gate, out + here);
+    }
+}
+
+// Row r of w1 times what `value` says of element v of pack k, by a warp.
+template <typename Value>
+__device__ __forceinline__ acc_t multiply_row(const Params& p, int r, int lane, int packs, const Value& value) {
+    acc_t sum = 0;
+#pragma unroll 4
+    for (int k = lane; k < packs; k += 32) {
+        const auto weights = load_pack<PACK>(p.w1 + static_cast<long long>(r) * p.channels + k * PACK);
+#pragma unroll
+        for (int v = 0; v < PACK; ++v) sum += at(weights, v) * value(k, v);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return sum;
+}
+
 // -- of many images --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
@@ -59,12 +100,7 @@ __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
     const value_t* x = p.x + image * p.channels + pack * PACK;
 
     acc_t own[PACK] = {};
-#pragma unroll 4
-    for (int pixel = begin + lane; pixel < end; pixel += lanes) {
-        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
-#pragma unroll
-        for (int v = 0; v < PACK; ++v) own[v] += at(values, v);
-    }
+    add_pixels(p, x, begin + lane, end, lanes, own);
     sum_of_lanes(own, scratch, packs, lane, lanes);
     if (lane == 0)
         for (int v = 0; v < PACK; ++v) sums[pack * PACK + v] = own[v];
@@ -79,15 +115,8 @@ __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
     __syncthreads();
 
     for (int r = rank + CLUSTER * (threadIdx.x / 32); r < p.hidden; r += CLUSTER * WARPS) {
-        acc_t sum = 0;
-#pragma unroll 4
-        for (int k = threadIdx.x % 32; k < packs; k += 32) {
-            const auto weights = load_pack<PACK>(p.w1 + static_cast<long long>(r) * p.channels + k * PACK);
-#pragma unroll
-            for (int v = 0; v < PACK; ++v) sum += at(weights, v) * mean[k * PACK + v];
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        const acc_t sum = multiply_row(p, r, threadIdx.x % 32, packs,
+                                       [&](int k, int v) { return mean[k * PACK + v]; });
         if (threadIdx.x % 32 < CLUSTER)
             in_block(hidden, threadIdx.x % 32)[r] = inner(sum + to_acc(p.b1[r]));
     }
@@ -111,14 +140,7 @@ __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
 #pragma unroll
     for (int v = 0; v < PACK; ++v) gate[v] = gates[pack * PACK + v];
     value_t* out = p.out + image * p.channels + pack * PACK;
-#pragma unroll 4
-    for (int pixel = begin + lane; pixel < end; pixel += lanes) {
-        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
-        acc_t found[PACK];
-#pragma unroll
-        for (int v = 0; v < PACK; ++v) found[v] = at(values, v) * gate[v];
-        store_pack(out + static_cast<long long>(pixel) * p.channels, found);
-    }
+    scale_pixels(p, x, begin + lane, end, lanes, gate, out);
 }
 
 // -- of few ----------------------------------------------------------------------------------------
@@ -127,15 +149,7 @@ __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
 __device__ __forceinline__ void multiply(const Params& p, const acc_t* sums, acc_t* products, int rank) {
     const int packs = p.channels / PACK, lane = threadIdx.x % 32;
     for (int r = threadIdx.x / 32; r < p.hidden; r += WARPS) {
-        acc_t sum = 0;
-#pragma unroll 4
-        for (int k = lane; k < packs; k += 32) {
-            const auto weights = load_pack<PACK>(p.w1 + static_cast<long long>(r) * p.channels + k * PACK);
-#pragma unroll
-            for (int v = 0; v < PACK; ++v) sum += at(weights, v) * sums[v * packs + k];
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        const acc_t sum = multiply_row(p, r, lane, packs, [&](int k, int v) { return sums[v * packs + k]; });
         if (lane < CLUSTER) in_block(products, lane)[rank * p.hidden + r] = sum;
     }
 }
@@ -185,12 +199,7 @@ __device__ __forceinline__ void of_few(const Params& p, acc_t* shared) {
         if (begin + i * lanes < end)
 #pragma unroll
             for (int v = 0; v < PACK; ++v) own[v] += at(kept[i], v);
-#pragma unroll 4
-    for (int pixel = begin + KEPT * lanes; pixel < end; pixel += lanes) {
-        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
-#pragma unroll
-        for (int v = 0; v < PACK; ++v) own[v] += at(values, v);
-    }
+    add_pixels(p, x, begin + KEPT * lanes, end, lanes, own);
     sum_of_lanes(own, scratch, packs, lane, lanes);
     if (lane == 0)
         for (int v = 0; v < PACK; ++v) sums[v * packs + pack] = own[v];
@@ -218,20 +227,9 @@ __device__ __forceinline__ void of_few(const Params& p, acc_t* shared) {
     for (int v = 0; v < PACK; ++v) gate[v] = gates[pack * PACK + v];
 #pragma unroll
     for (int i = 0; i < KEPT; ++i)
-        if (begin + i * lanes < end) {
-            acc_t found[PACK];
-#pragma unroll
-            for (int v = 0; v < PACK; ++v) found[v] = at(kept[i], v) * gate[v];
-            store_pack(out + static_cast<long long>(begin + i * lanes) * p.channels, found);
-        }
-#pragma unroll 4
-    for (int pixel = begin + KEPT * lanes; pixel < end; pixel += lanes) {
-        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
-        acc_t found[PACK];
-#pragma unroll
-        for (int v = 0; v < PACK; ++v) found[v] = at(values, v) * gate[v];
-        store_pack(out + static_cast<long long>(pixel) * p.channels, found);
-    }
+        if (begin + i * lanes < end)
+            scale(kept[i], gate, out + static_cast<long long>(begin + i * lanes) * p.channels);
+    scale_pixels(p, x, begin + KEPT * lanes, end, lanes, gate, out);
 }
 
 // --------------------------------------------------------------------------------------------------

@@ -76,18 +76,20 @@ def _lanes(mode: str) -> str:
     return "1" if mode in ("splat", "scalar") else "W"
 
 
+def _address(geometry: Geometry, operand: Operand, mode: str) -> str:
+    """Of the element, or the vector, at `i`."""
+    return f"p.{operand.name} + {'i' if mode == 'flat' else f'({geometry.offset(operand)})'}"
+
+
 def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] = frozenset()) -> list[str]:
     """Statements that read; with `fresh_pack` what the same kernel has written."""
     body: list[str] = []
     if set(modes.values()) & {"vector", "splat"}:
         body += geometry.coordinates("i")
     for o, mode in modes.items():
-        if mode == "flat":
-            body.append(f"tile.{o.name} = load_pack<W>(p.{o.name} + i);")
-        elif mode != "gather":
+        if mode != "gather":
             read = "fresh_pack" if o.name in fresh else "load_pack"
-            body.append(f"tile.{o.name} = {read}<{_lanes(mode)}>"
-                        f"(p.{o.name} + ({geometry.offset(o)}));")
+            body.append(f"tile.{o.name} = {read}<{_lanes(mode)}>({_address(geometry, o, mode)});")
     gathered = [o for o, mode in modes.items() if mode == "gather"]
     if gathered:
         body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
@@ -97,7 +99,7 @@ def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] 
     return ["    " + line for line in body]
 
 
-def ahead(problem: Problem, modes: dict[Operand, str], rows: Reduction, width: int) -> int:
+def ahead(problem: Problem, modes: dict[Operand, str], width: int) -> int:
     """Packs of an operand that are on their way into shared memory while a thread takes in another one: of
     eight elements (16-bit operands), beside whose sums and special functions registers hold no second one."""
     whole = set(modes.values()) <= {"flat", "vector"}
@@ -111,11 +113,11 @@ def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geo
                ) -> list[str]:
     """`Ring`, `fetch` and `fetched`: what changes along a thread's walk, by way of shared memory."""
     moving = {o: mode for o, mode in modes.items() if not is_fixed(o, rows)}
-    stages = ahead(problem, moving, rows, width)
+    stages = ahead(problem, moving, width)
     moving = moving if stages else {}
     copies = geometry.coordinates("i") if "vector" in moving.values() else []
-    copies += [f"copy_pack(ring.{o.name}[stage][threadIdx.x], p.{o.name} + "
-               f"{'i' if mode == 'flat' else f'({geometry.offset(o)})'});" for o, mode in moving.items()]
+    copies += [f"copy_pack(ring.{o.name}[stage][threadIdx.x], {_address(geometry, o, mode)});"
+               for o, mode in moving.items()]
     return [f"constexpr int AHEAD = {stages};",
             "struct Ring {", *(f"    Pack<{o.dtype}_t, VEC> {o.name}[AHEAD][BLOCK];" for o in moving), "};",
             "__device__ __forceinline__ void fetch(const Params& p, index_t i, Ring& ring, int stage) {",
@@ -130,7 +132,7 @@ def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geo
 def writes(geometry: Geometry, modes: dict[Operand, str], store: str) -> list[str]:
     """Statements that store what `finish` has computed, one output after the other."""
     body = geometry.coordinates("i") if "vector" in modes.values() else []
-    body += [f"{store}(p.{o.name} + {'i' if mode == 'flat' else f'({geometry.offset(o)})'}, {o.name});"
+    body += [f"{store}({_address(geometry, o, mode)}, {o.name});"
              for o, mode in modes.items() if mode != "gather"]
     scattered = [o for o, mode in modes.items() if mode == "gather"]
     if scattered:
