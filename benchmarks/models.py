@@ -15,6 +15,7 @@ validating.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -22,7 +23,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -130,7 +131,8 @@ def made(name: str, precision: str, batch: int, device: str) -> tuple[nn.Module,
 
 def compile_all(cells: Sequence[Row], against: Sequence[str], processes: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with (contextlib.suppress(BrokenExecutor),  # a process died: its rows are compiled when they are measured
+          ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool):
         list(pool.map(functools.partial(compile_row, against=against), cells))
 
 

@@ -3,7 +3,8 @@
 A call has to cost less than one eager torch op. So each thread remembers the kind of call it made
 last, as one of Dynamo's tensor guards (type, dtype, device, sizes, strides, gradient requirement and
 dispatch state of all tensors, compared in C++ in 0.2 us; a dictionary keyed by the same costs 0.8)
-and what to run then. Everything else goes to `Operator.__call__`.
+and what to run then. Everything else goes to `Operator.__call__`. The guard does not look at
+`torch.no_grad`: what is run asks for it, or was kept under it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def guard(*tensors: torch.Tensor) -> Check:
 
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
-    made. A kind is a `key` of whatever is no tensor, and of shapes, and the guard of the tensors. (That does
-    not know a call that has one tensor twice; it is checked each time.)
+    made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
+    the guard does not look at, and the guard of the tensors. (That does not know a call that has one tensor
+    twice; it is checked each time.)
 
         run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
         return run(*tensors)
@@ -54,7 +56,7 @@ class Sites(threading.local):
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
-            check, run = self.known[key]
+            check, run = self.known[key, torch.is_grad_enabled()]
             known = forward_ad._current_level < 0 and check(*[t for t in tensors if t is not None])
         except (KeyError, TypeError):
             return None
@@ -64,7 +66,7 @@ class Sites(threading.local):
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
             if len(self.known) >= self.KEPT:
                 self.known.clear()
-            self.known[key] = guard(*[t for t in tensors if t is not None]), run
+            self.known[key, torch.is_grad_enabled()] = guard(*[t for t in tensors if t is not None]), run
         return run
 
 

@@ -270,7 +270,8 @@ def test_the_tensors_device_is_used_whatever_is_current():
                 found = everything(op, args)
                 assert {t.device.index for t in found} == {other}
                 assert torch.cuda.current_device() == current
-        assert_close(found, expected(17 + current, args))
+        # Near one 1 - sigmoid has few digits, on both sides.
+        assert_close(found, expected(17 + current, args), rtol=1e-4, atol=1e-4)
         torch.manual_seed(1)
         with torch.cuda.device(current):
             kept = frt.relu_dropout(torch.ones(64, 64, device=f"cuda:{other}"), 0.5)

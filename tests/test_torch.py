@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import (
 
 import fusionrt as frt
 from fusionrt import library, reference
+from fusionrt.bench.case import Case
+from fusionrt.catalogue import OPS
 from fusionrt.op import Operator
 
 
@@ -558,3 +561,29 @@ def test_conjugate_and_negative_views(device):
     y = lazy.clone().requires_grad_()
     assert_close(torch.autograd.grad(frt.gelu(torch.complex(y, -y).conj().imag).sum(), y),
                  torch.autograd.grad(F.gelu(y).sum(), y))
+
+
+# --- with and without gradients
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_gradients_after_a_call_without(name, device):
+    """What a thread has chosen for its first call, which records nothing, is not for the next one."""
+    case = Case(name, "float32", 13 * 64, "cpu" if "cpu" in name else device, columns=64)
+    if not case.differentiable:
+        pytest.skip("has no gradient")
+    args = [a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a
+            for a in case.inputs[0]]
+
+    def gradients(before):
+        if before:
+            with torch.no_grad():
+                case.op(*args)
+        torch.manual_seed(3)
+        outs = case.op(*args)
+        loss = sum(out.sin().sum() for out in (outs if isinstance(outs, tuple) else (outs,)))
+        return torch.autograd.grad(loss, [a for a in args if torch.is_tensor(a) and a.requires_grad])
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        after, alone = one.submit(gradients, True).result(), other.submit(gradients, False).result()
+    assert_close(after, alone, rtol=0, atol=0, equal_nan=True)
