@@ -10,7 +10,9 @@ in newly allocated memory. `of_copy` is a fraction of the rate of a copy of as m
 
 from __future__ import annotations
 
+import itertools
 import math
+from operator import itemgetter
 
 from benchmarks import script
 from benchmarks.families import POINTWISE, members
@@ -36,10 +38,11 @@ def main() -> None:
     name = f"catalogue-{'gpu' if options.device == 'cuda' else 'cpu'}"
     run = script.results(name, __doc__, options, bool(options.ops))
     sizes = SIZES[:1] if options.quick else SIZES
-    for row in remaining(run, [{"op": op} for op in ops], options):
-        suite.run([Cell(row["op"], dtype, elements, (FORWARD, BACKWARD, BOTH))
-                   for dtype in DTYPES for elements in sizes], run, options.device)
-    if is_complete(run, [{"op": op} for op in ops]):
+    rows = [{"op": op, "dtype": dtype, "elements": elements} for op in ops for dtype in DTYPES
+            for elements in sizes]
+    for _, missing in itertools.groupby(remaining(run, rows, options), itemgetter("op")):
+        suite.run([Cell(**row, directions=(FORWARD, BACKWARD, BOTH)) for row in missing], run, options.device)
+    if is_complete(run, rows):
         run.finish(COLUMNS)
 
 
