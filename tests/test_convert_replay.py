@@ -60,6 +60,7 @@ class Here:
         pass
 
     inside = False
+    capturing = staticmethod(contextlib.nullcontext)
 
     @contextlib.contextmanager
     def aside(self):

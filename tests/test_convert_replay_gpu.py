@@ -273,3 +273,36 @@ def test_gradients_on_a_gpu(net):
     net.drop.p = 0.0
     net.train()
     check_module(net, images().requires_grad_(), rtol=1e-2, atol=1e-2)
+
+
+class Products(nn.Module):
+    """Of many terms and few results: cuBLAS adds up parts of them in its workspace."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096 if k < 2 else 24) for k in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_others_may_free_cublas_workspaces(dtype, fresh):
+    """As torch.compile(mode="reduce-overhead") does, before each of its captures."""
+    model = Products().to("cuda", dtype).eval()
+    x = torch.randn(32, 4096, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        expected = model(x)
+        fast, _ = compiled(model, fresh_outputs=fresh)
+        for _ in range(3):
+            fast(x)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.ones(1 << 18, device="cuda") for _ in range(256)]  # where the workspaces were
+        for _ in range(3):
+            assert_close(fast(x), expected, rtol=1e-2, atol=1e-3)
+        torch.cuda.synchronize()
+        assert all(bool((one == 1).all()) for one in others)

@@ -188,8 +188,9 @@ class Replays:
                 for k, content in before.items():
                     args[k].detach().copy_(content)
                 held = [*_kept_of(args), norms]
-                results = _into(graph, turn.pool if self.fresh else None,
-                                lambda: _looking(norms, self.run, given))
+                with turn.capturing():
+                    results = _into(graph, turn.pool if self.fresh else None,
+                                    lambda: _looking(norms, self.run, given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             torch.cuda.synchronize()
             turn.open_pool()
@@ -252,7 +253,7 @@ class Turn:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.stream = torch.cuda.Stream()
+        self.stream, self._captures = torch.cuda.Stream(), torch.cuda.Stream()
         self._last: Any = None
         self._raw = -1
         self.open_pool()
@@ -261,7 +262,7 @@ class Turn:
         """Memory for graphs, kept by an empty one. After a capture that failed as well: torch leaves that one
         half open, and refuses random numbers until another has ended well."""
         self.pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        with self.aside():
+        with self.aside(), self.capturing():
             _into(self._keeper, self.pool, lambda: torch.zeros(1, device="cuda"))
 
     def after_others(self) -> None:
@@ -273,9 +274,15 @@ class Turn:
                 now.wait_stream(self._last)
             self._last, self._raw = now, raw
 
+    def capturing(self) -> contextlib.AbstractContextManager[Any]:
+        """On a stream where nothing else is ever done: cuBLAS has a workspace for each stream, which others
+        may free (torch.compile's CUDA graphs do). That of this one is made during a capture, and so is a part
+        of the graphs' memory, which stays."""
+        return torch.cuda.stream(self._captures)
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """On the stream of captures."""
+        """On a stream of its own, for what comes before a capture."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield
@@ -286,6 +293,13 @@ class Turn:
 def _turn(device: torch.device) -> Turn:
     with torch.cuda.device(device):
         return Turn()
+
+
+def release() -> None:
+    """Give back the memory that graphs have left behind whose models are gone."""
+    if _turn.cache_info().currsize:
+        torch.cuda.synchronize()  # the order of replays is forgotten with it
+        _turn.cache_clear()
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
