@@ -242,6 +242,45 @@ def test_models_that_share_a_captured_graph(captures, monkeypatch):
     assert len(captures) == 2
 
 
+def test_views_of_parameters_are_not_taken_for_recorded(captures, monkeypatch):
+    """Of which torch says that they require a gradient, without gradients too."""
+    monkeypatch.setattr(replay, "_device", lambda gm: CPU)
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.linear = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(torch.cat([self.first.expand(x.shape[0], -1, -1), x], 1))
+
+    model = Tokens()
+    torch._dynamo.reset()
+    fast = compiled_apart(model)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 2, 4)
+            assert_close(fast(x), model(x))
+    assert len(captures) == 1
+
+
+def test_autocast_keeps_nothing_of_a_capture(captures):
+    """What it has cast is its own, and lives as long as it is on."""
+    seen = []
+
+    def run(x, w):
+        seen.append(torch.is_autocast_cache_enabled())
+        return (x @ w,)
+
+    made, _ = replays(run, weights=[1])
+    x, w = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            made(x, w)
+        assert torch.is_autocast_cache_enabled()
+    assert seen[:3] == [True, False, False]
+
+
 def test_captures_in_vain_come_to_an_end(captures):
     made, _calls = replays(double, sources=[1])
     x, w = torch.randn(3), torch.randn(3)

@@ -306,3 +306,19 @@ def test_others_may_free_cublas_workspaces(dtype, fresh):
             assert_close(fast(x), expected, rtol=1e-2, atol=1e-3)
         torch.cuda.synchronize()
         assert all(bool((one == 1).all()) for one in others)
+
+
+def test_autocast_around(net):
+    """Its casts of weights are gone when it ends; weights change meanwhile."""
+    fast, _ = compiled(net)
+    for k in range(6):
+        x = images()
+        with torch.no_grad():
+            net.up.weight.add_(0.01)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                for _ in range(2 if k < 2 else 1):
+                    found = fast(x)
+                expected = net(x)
+        others = [torch.full((64, 64), 1e4, device="cuda", dtype=torch.bfloat16) for _ in range(64)]
+        assert_close(found, expected, rtol=5e-2, atol=5e-2)
+    del others

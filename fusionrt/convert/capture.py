@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusionrt.convert.aliases import guarded
 from fusionrt.convert.effects import Facts, tensors
-from fusionrt.convert.graph import Edits, value
+from fusionrt.convert.graph import VALUE, Edits, value
 from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import replayed
@@ -85,6 +85,7 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
     chosen = chosen._replace(cuda_graphs=chosen.cuda_graphs and _MODES[mode])
     if not _is_plain(gm, example_inputs):
         return gm.forward
+    _correct_views(gm)
     mutated = _mutated_inputs(gm)
     original = _copy(gm) if mutated else None
     found = rewrite(gm, chosen)
@@ -113,6 +114,15 @@ def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         or (type(given) in PLAIN and given.layout == torch.strided and isinstance(value(n), torch.Tensor))
         for n, given in zip(inputs, example_inputs, strict=True)
     )
+
+
+def _correct_views(gm: GraphModule) -> None:
+    """Without gradients torch says of a view of a parameter that it requires one, which nothing records."""
+    for n in gm.graph.nodes if not torch.is_grad_enabled() else ():
+        t = value(n)
+        if (n.op.startswith("call") and isinstance(t, torch.Tensor) and t.requires_grad and t.grad_fn is None
+                and t._is_view()):
+            n.meta[VALUE] = t.detach()
 
 
 def _mutated_inputs(gm: GraphModule) -> list[int]:

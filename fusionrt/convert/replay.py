@@ -176,7 +176,7 @@ class Replays:
         graph, norms = torch.cuda.CUDAGraph(), folding.Ahead()
         turn.after_others()
         try:
-            with turn.aside():
+            with turn.aside(), casting_anew():
                 # Memory of this stream, which waits for all replays before it gets any again.
                 buffers = {k: _buffer(args[k]) for k in moving if isinstance(args[k], torch.Tensor)}
                 given = [buffers.get(k, a) for k, a in enumerate(args)]
@@ -199,6 +199,18 @@ class Replays:
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
                         list(map(weakref.ref, sources)), list(map(_version, sources)),
                         _copies(results) if self.fresh else lambda: tuple(results), held)
+
+
+@contextlib.contextmanager
+def casting_anew() -> Iterator[None]:
+    """Autocast keeps what it has cast until it ends. A graph is to cast in each replay: it would read memory
+    that is given back, and weights that have changed since."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
