@@ -33,7 +33,7 @@ from benchmarks import script
 from benchmarks.resume import add_options, is_complete, remaining
 from fusionrt.bench import memory, profile, rivals, suite, timing
 from fusionrt.bench.results import Results, Row, kind, why
-from fusionrt.convert import replay, stats
+from fusionrt.convert import cuda_graphs, stats
 from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.model import ModelConverter, record_of
 from fusionrt.convert.registry import MODELS, ModelUnavailable, build, example_inputs, missing, randomise
@@ -247,7 +247,7 @@ def device_facts(facts: Mapping[str, Facts]) -> Row:
 def release() -> None:
     rivals.fresh_compilers()
     gc.collect()
-    replay.release()
+    cuda_graphs.release()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

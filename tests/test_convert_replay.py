@@ -12,7 +12,7 @@ from convert_checks import compiled_apart
 from torch import nn
 from torch.testing import assert_close
 
-from fusionrt.convert import derived, replay
+from fusionrt.convert import cuda_graphs, derived, replay
 from fusionrt.convert.aliases import guarded
 from fusionrt.convert.capture import Options, backend
 from fusionrt.convert.replay import Replays, Roles
@@ -84,10 +84,10 @@ def captures(monkeypatch):
         count.append(1)
         return graph.capture(run)
 
-    monkeypatch.setattr(replay, "_into", into)
+    monkeypatch.setattr(cuda_graphs, "into", into)
     count.turn = here = Here()
-    monkeypatch.setattr(replay, "_turn", lambda device: here)
-    monkeypatch.setattr(replay, "_current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_graphs, "turn_of", lambda device: here)
+    monkeypatch.setattr(cuda_graphs, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -131,9 +131,10 @@ def test_what_moves_is_copied_and_what_is_written_to_in_place_is_seen(captures):
 
 def test_buffers_are_memory_of_the_stream_of_captures(captures, monkeypatch):
     """It waits for all replays before it gets any of it again, whoever's stream still reads it."""
-    own = replay._buffer
+    own = cuda_graphs.buffer_like
     seen = []
-    monkeypatch.setattr(replay, "_buffer", lambda like: seen.append(captures.turn.inside) or own(like))
+    monkeypatch.setattr(cuda_graphs, "buffer_like",
+                        lambda like: seen.append(captures.turn.inside) or own(like))
     made, _ = replays(double)
     inputs, w = [torch.randn(3) for _ in range(4)], torch.randn(3)
     for x in inputs:
@@ -216,7 +217,7 @@ def test_few_sets_of_weights_are_kept(captures, monkeypatch):
 
 def test_models_that_share_a_captured_graph(captures, monkeypatch):
     """Dynamo has one graph for both, of which weights and buffers are inputs."""
-    monkeypatch.setattr(replay, "_device", lambda gm: CPU)
+    monkeypatch.setattr(replay, "device_of_graph", lambda gm: CPU)
     monkeypatch.setattr(sys.modules["fusionrt.convert.passes.stacked"], "DEVICES", ("cpu",))
 
     class Two(nn.Module):
@@ -244,7 +245,7 @@ def test_models_that_share_a_captured_graph(captures, monkeypatch):
 
 def test_views_of_parameters_are_not_taken_for_recorded(captures, monkeypatch):
     """Of which torch says that they require a gradient, without gradients too."""
-    monkeypatch.setattr(replay, "_device", lambda gm: CPU)
+    monkeypatch.setattr(replay, "device_of_graph", lambda gm: CPU)
 
     class Tokens(nn.Module):
         def __init__(self):

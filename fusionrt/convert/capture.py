@@ -20,6 +20,7 @@ from fusionrt.convert.graph import VALUE, Edits, value
 from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import replayed
+from fusionrt.convert.training import trained
 from fusionrt.op import PLAIN
 
 Run = Callable[..., Any]
@@ -93,7 +94,8 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
         chosen.on_graph(found)
     run: Run = gm.forward
     if chosen.cuda_graphs:
-        run = replayed(gm, run, mutated, chosen.fresh_outputs, chosen.graphs_kept)
+        run = (trained(gm, run, mutated) if _records(gm) else
+               replayed(gm, run, mutated, chosen.fresh_outputs, chosen.graphs_kept))
     return run if original is None else guarded(run, original.forward, mutated)
 
 
@@ -114,6 +116,12 @@ def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         or (type(given) in PLAIN and given.layout == torch.strided and isinstance(value(n), torch.Tensor))
         for n, given in zip(inputs, example_inputs, strict=True)
     )
+
+
+def _records(gm: GraphModule) -> bool:
+    """Whether its results have gradients."""
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    return any(t.requires_grad for n in output.all_input_nodes for t in tensors(value(n)))
 
 
 def _correct_views(gm: GraphModule) -> None:

@@ -10,19 +10,16 @@ to these very tensors, and is captured anew when their versions tell.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import operator
-import threading
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fusionrt.convert import derived
+from fusionrt.convert import cuda_graphs, derived
 from fusionrt.convert.effects import Facts, tensors, value
 from fusionrt.convert.graph import DERIVED
 from fusionrt.ops import folding
@@ -49,13 +46,13 @@ class Roles(NamedTuple):
 
 def replayed(gm: GraphModule, run: Run, written: Sequence[int], fresh: bool, kept: int) -> Run:
     """`run`, by replays where that gives the same. `written`: inputs that the graph writes to."""
-    device = _device(gm)
+    device = device_of_graph(gm)
     if device is None or not _replays(gm):
         return run
-    return Replays(run, device, _roles(gm, written), fresh, kept)
+    return Replays(run, device, roles_of(gm, written), fresh, kept)
 
 
-def _device(gm: GraphModule) -> torch.device | None:
+def device_of_graph(gm: GraphModule) -> torch.device | None:
     """The one GPU that everything is on, if it is so."""
     devices = {t.device for n in gm.graph.nodes for t in tensors(value(n))}
     device = devices.pop() if devices else None
@@ -68,16 +65,20 @@ def _replays(gm: GraphModule) -> bool:
     facts = Facts(gm.graph)
     given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
     for n in facts.nodes:
-        if n.op.startswith("call") and (
-                any(t.requires_grad for t in tensors(value(n)))
-                or (facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS)):
+        if is_barrier(facts, n) or (
+                n.op.startswith("call") and any(t.requires_grad for t in tensors(value(n)))):
             return False
         if n.op == "output" and any(not given.isdisjoint(facts.classes[a]) for a in n.all_input_nodes):
             return False
     return True
 
 
-def _roles(gm: GraphModule, written: Sequence[int]) -> Roles:
+def is_barrier(facts: Facts, n: Node) -> bool:
+    """Whether a call may do something that a replay does not."""
+    return facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS
+
+
+def roles_of(gm: GraphModule, written: Sequence[int]) -> Roles:
     inputs: list[Node] = [n for n in gm.graph.nodes if n.op == "placeholder"]
     sources = {n for u in gm.graph.nodes for n in u.meta.get(DERIVED, ())}
     sizes = [size for n in inputs for size in getattr(value(n), "shape", [None])]
@@ -123,15 +124,15 @@ class Replays:
 
     def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int) -> None:
         self.run, self.device, self.roles, self.fresh, self.kept = run, device, roles, fresh, kept
-        self.weights, self.sources = _picked({*roles.weights, *roles.sources}), _picked(roles.sources)
+        self.weights, self.sources = picked({*roles.weights, *roles.sources}), picked(roles.sources)
         self.models: OrderedDict[tuple[int, ...], OrderedDict[Any, Kind]] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():  # into a graph of someone else's
             return self.run(*args)
-        turn = _turn(self.device)
-        with turn.lock, _current(self.device):
-            places = _places(args)
+        turn = cuda_graphs.turn_of(self.device)
+        with turn.lock, cuda_graphs.current(self.device):
+            places = places_of(args)
             kind = self._kind(args, places)
             captured = kind.captured
             if captured is None or not self._serves(captured, args, places):
@@ -156,7 +157,7 @@ class Replays:
         key: Any = torch.is_inference_mode_enabled()
         if self.roles.vary:
             key = key, *((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
-        return _recent(_recent(self.models, self.weights(places), OrderedDict, MODELS), key, Kind, self.kept)
+        return recent(recent(self.models, self.weights(places), OrderedDict, MODELS), key, Kind, self.kept)
 
     def _serves(self, captured: Captured, args: Sequence[Any], places: list[int]) -> bool:
         if captured.buffers:
@@ -170,15 +171,16 @@ class Replays:
         return (all(map(operator.is_, map(_REFERENT, captured.sources), sources))
                 and list(map(_version, sources)) == captured.versions)
 
-    def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: Turn
+    def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: cuda_graphs.Turn
                  ) -> Captured | None:
         """None where that cannot be done, which only trying tells."""
         graph, norms = torch.cuda.CUDAGraph(), folding.Ahead()
         turn.after_others()
         try:
-            with turn.aside(), casting_anew():
+            with turn.aside(), cuda_graphs.casting_anew():
                 # Memory of this stream, which waits for all replays before it gets any again.
-                buffers = {k: _buffer(args[k]) for k in moving if isinstance(args[k], torch.Tensor)}
+                buffers = {k: cuda_graphs.buffer_like(args[k]) for k in moving
+                           if isinstance(args[k], torch.Tensor)}
                 given = [buffers.get(k, a) for k, a in enumerate(args)]
                 for k, buffer in buffers.items():
                     buffer.copy_(args[k])
@@ -189,8 +191,8 @@ class Replays:
                     args[k].detach().copy_(content)
                 held = [*_kept_of(args), norms]
                 with turn.capturing():
-                    results = _into(graph, turn.pool if self.fresh else None,
-                                    lambda: _looking(norms, self.run, given))
+                    results = cuda_graphs.into(graph, turn.pool if self.fresh else None,
+                                               lambda: _looking(norms, self.run, given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             torch.cuda.synchronize()
             turn.open_pool()
@@ -198,22 +200,10 @@ class Replays:
         sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
                         list(map(weakref.ref, sources)), list(map(_version, sources)),
-                        _copies(results) if self.fresh else lambda: tuple(results), held)
+                        cuda_graphs.copies_of(results) if self.fresh else lambda: tuple(results), held)
 
 
-@contextlib.contextmanager
-def casting_anew() -> Iterator[None]:
-    """Autocast keeps what it has cast until it ends. A graph is to cast in each replay: it would read memory
-    that is given back, and weights that have changed since."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-def _picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """What stands at these places of a sequence."""
     chosen = sorted(places)
     if len(chosen) > 1:
@@ -221,14 +211,14 @@ def _picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return lambda given: tuple(given[k] for k in chosen)
 
 
-def _places(args: Sequence[Any]) -> list[int]:
+def places_of(args: Sequence[Any]) -> list[int]:
     try:
         return list(map(_DATA_PTR, args))  # of hundreds of weights, in each call
     except TypeError:  # numbers are among them
         return [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
 
 
-def _recent(found: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
+def recent(found: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
     """What is found by the key, made where there is nothing: then what was not asked for longest goes."""
     if key not in found:
         found[key] = make()
@@ -255,113 +245,3 @@ def _kept_of(args: Sequence[Any]) -> list[Any]:
     given = [a for a in args if isinstance(a, torch.Tensor)]
     return [folding._folded.get(a) for a in given] + [
         entry for a in given for entry in derived.kept.get(a, {}).values()]
-
-
-# -- taking turns --------------------------------------------------------------------------------------
-
-
-class Turn:
-    """Of a device: its replays share memory, and so run one after the other, whatever their streams."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.stream, self._captures = torch.cuda.Stream(), torch.cuda.Stream()
-        self._last: Any = None
-        self._raw = -1
-        self.open_pool()
-
-    def open_pool(self) -> None:
-        """Memory for graphs, kept by an empty one. After a capture that failed as well: torch leaves that one
-        half open, and refuses random numbers until another has ended well."""
-        self.pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        with self.aside(), self.capturing():
-            _into(self._keeper, self.pool, lambda: torch.zeros(1, device="cuda"))
-
-    def after_others(self) -> None:
-        """What the current stream does next waits for what was done in another one."""
-        raw = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        if raw != self._raw:
-            now = torch.cuda.current_stream()
-            if self._last is not None:
-                now.wait_stream(self._last)
-            self._last, self._raw = now, raw
-
-    def capturing(self) -> contextlib.AbstractContextManager[Any]:
-        """On a stream where nothing else is ever done: cuBLAS has a workspace for each stream, which others
-        may free (torch.compile's CUDA graphs do). That of this one is made during a capture, and so is a part
-        of the graphs' memory, which stays."""
-        return torch.cuda.stream(self._captures)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """On a stream of its own, for what comes before a capture."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-
-@functools.cache
-def _turn(device: torch.device) -> Turn:
-    with torch.cuda.device(device):
-        return Turn()
-
-
-def release() -> None:
-    """Give back the memory that graphs have left behind whose models are gone."""
-    if _turn.cache_info().currsize:
-        torch.cuda.synchronize()  # the order of replays is forgotten with it
-        _turn.cache_clear()
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    is_current = torch.cuda.current_device() == device.index
-    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
-
-
-# -- memory --------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode(False)
-def _buffer(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _into(graph: Any, pool: Any, run: Callable[[], Any]) -> Sequence[Any]:
-    """What `run` gives, captured. The collector waits: it might free another graph, which no capture
-    survives."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
-        try:
-            found: Sequence[Any] = run()
-        finally:
-            graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
-    return found
-
-
-def _copies(results: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
-    """A function that copies the results; what shares memory among them does so in the copies."""
-    distinct = {id(r): r for r in results if isinstance(r, torch.Tensor)}
-    sharing = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
-    alone = {i for i, t in distinct.items()
-             if sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()}
-
-    def copies() -> tuple[Any, ...]:
-        made: dict[int, Any] = {i: distinct[i].clone() for i in alone}
-        memory: dict[int, Any] = {}
-        for i, t in distinct.items():
-            if i not in made:
-                whole = t.untyped_storage()
-                copied = memory.get(whole.data_ptr())
-                if copied is None:
-                    copied = memory[whole.data_ptr()] = whole.clone()
-                view = torch.empty(0, dtype=t.dtype, device=t.device)
-                made[i] = view.set_(copied, t.storage_offset(), t.shape, t.stride())
-        return tuple(made[id(r)] if isinstance(r, torch.Tensor) else r for r in results)
-
-    return copies

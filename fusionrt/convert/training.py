@@ -1,0 +1,223 @@
+"""CUDA graphs of training: the forward pass of a captured graph is one replay, its backward pass another.
+
+The first calls run as they are, and are watched: who differentiates a pass twice, or its gradients, is left
+to torch. Then both passes are captured, in memory of their own, where what the forward pass saves lies until
+the backward pass. So a forward pass whose predecessor may still be differentiated runs as it is.
+
+Gradients of parameters are not copied: `.grad` is the memory that the graph writes. Whoever accumulates gets
+a copy of what was there; a step before which others still hold gradients of the last one runs as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+from fusionrt.autograd import is_watched
+from fusionrt.convert import cuda_graphs, replay
+from fusionrt.convert.effects import Facts, value
+
+Run = Callable[..., Any]
+WATCHED = 2  # calls, before one is captured
+KEPT = 4     # sets of weights
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def trained(gm: GraphModule, run: Run, written: Sequence[int]) -> Run:
+    """`run`, by replays where that gives the same. `written`: inputs that the graph writes to."""
+    device, roles = replay.device_of_graph(gm), replay.roles_of(gm, written)
+    return run if device is None or not _trains(gm, roles) else Training(run, device, roles)
+
+
+def _trains(gm: GraphModule, roles: replay.Roles) -> bool:
+    """Whether replays do all that a call with gradients does: nothing on the host, no results that are views
+    of inputs; sizes are known, and what is written to is a buffer of a module."""
+    facts = Facts(gm.graph)
+    given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
+    inputs = [n for n in facts.nodes if n.op == "placeholder"]
+    output = next(n for n in facts.nodes if n.op == "output")
+    return (not roles.vary and not roles.sources and set(roles.written) <= set(roles.weights)
+            and not any(value(inputs[k]).requires_grad for k in roles.written)
+            and not any(replay.is_barrier(facts, n) for n in facts.nodes)
+            and all(given.isdisjoint(facts.classes[a]) for a in output.all_input_nodes))
+
+
+class Passes(NamedTuple):
+    """What was captured. Inputs by their places: `buffers`, which are copied, and `leaves`, which get
+    gradients; `seeds`: the gradients of the outputs that have some, by their places."""
+
+    forward: Any  # torch.cuda.CUDAGraph
+    backward: Any
+    buffers: dict[int, torch.Tensor]
+    outputs: Sequence[Any]
+    results: Callable[[], tuple[Any, ...]]
+    seeds: dict[int, torch.Tensor]
+    leaves: Sequence[int]
+    grads: Sequence[torch.Tensor | None]
+    holders: Sequence[int]  # how many hold each gradient's memory if nobody else does
+
+
+class Step:
+    """One forward pass: alive as long as it may be differentiated."""
+
+    done = False
+
+
+class Model:
+    """One set of weights."""
+
+    def __init__(self) -> None:
+        self.calls, self.is_left_alone = 0, False
+        self.passes: Passes | None = None
+        self.last: Callable[[], Step | None] = lambda: None
+
+    def is_pending(self) -> bool:
+        step = self.last()
+        return step is not None and not step.done
+
+    def watch(self, outputs: Any) -> Any:
+        """Look at how a call that runs as it is will be differentiated."""
+        seen = 0
+
+        def noted(grad: torch.Tensor) -> None:
+            nonlocal seen
+            seen += 1
+            self.is_left_alone |= torch.is_grad_enabled() or seen > 1
+
+        for out in outputs:
+            if isinstance(out, torch.Tensor) and out.requires_grad:
+                out.register_hook(noted)
+                break
+        return outputs
+
+
+class Training:
+    """What a graph whose calls record gradients becomes: a function of its inputs."""
+
+    def __init__(self, run: Run, device: torch.device, roles: replay.Roles) -> None:
+        self.run, self.device, self.roles = run, device, roles
+        self.weights = replay.picked(roles.weights)
+        self.models: OrderedDict[tuple[int, ...], Model] = OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() or is_watched() or not torch.is_grad_enabled():
+            return self.run(*args)
+        turn = cuda_graphs.turn_of(self.device)
+        with turn.lock, cuda_graphs.current(self.device):
+            model = replay.recent(self.models, self.weights(replay.places_of(args)), Model, KEPT)
+            model.calls += 1
+            if model.is_left_alone or model.is_pending():
+                return self.run(*args)
+            if model.passes is None:
+                if model.calls <= WATCHED:
+                    return model.watch(self.run(*args))
+                model.passes = self._capture(args, turn)
+                model.is_left_alone = model.passes is None
+            if model.passes is None or _held(model.passes, args):
+                return self.run(*args)
+            return tuple(Replayed.apply(self, model, *args))
+
+    def _capture(self, args: Sequence[Any], turn: cuda_graphs.Turn) -> Passes | None:
+        """None where that cannot be done, which only trying tells."""
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
+        turn.after_others()
+        torch.cuda.empty_cache()  # what the calls before have left is what the graphs will need
+        try:
+            with turn.aside(), cuda_graphs.casting_anew():
+                copied = set(range(len(args))) - set(self.roles.weights)
+                buffers = {k: cuda_graphs.buffer_like(args[k]) for k in copied
+                           if isinstance(args[k], torch.Tensor)}
+                # Hooks of the parameters are not part of a graph: these have none.
+                given = [_leaf(buffers.get(k, a), a) for k, a in enumerate(args)]
+                leaves = [k for k, a in enumerate(given) if isinstance(a, torch.Tensor) and a.requires_grad]
+                with turn.capturing():
+                    outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
+                    recorded = {k: o for k, o in enumerate(outputs)
+                                if isinstance(o, torch.Tensor) and o.requires_grad}
+                    seeds = {k: torch.empty_like(o) for k, o in recorded.items()}
+                    grads = cuda_graphs.into(backward, pool, lambda: torch.autograd.grad(
+                        list(recorded.values()), [given[k] for k in leaves], list(seeds.values()),
+                        allow_unused=True))
+        except RuntimeError:  # a call that no graph can hold, or no memory for it
+            torch.cuda.synchronize()
+            turn.open_pool()
+            return None
+        outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+        return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
+                      grads, list(map(_holders, grads)))
+
+
+def _leaf(tensor: Any, like: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.detach().requires_grad_(like.requires_grad)
+
+
+def _holders(grad: torch.Tensor | None) -> int:
+    return 0 if grad is None else _use_count(grad.untyped_storage()._cdata)
+
+
+def _held(passes: Passes, args: Sequence[Any]) -> bool:
+    """Whether others than the parameters hold gradients of the last step."""
+    return any(_holders(grad) > before + _is_of(args[k], grad)
+               for k, grad, before in zip(passes.leaves, passes.grads, passes.holders, strict=True))
+
+
+def _is_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
+    """Whether this is the memory of its `.grad`."""
+    own = parameter.grad if parameter.is_leaf else None
+    return own is not None and grad is not None and own.data_ptr() == grad.data_ptr()
+
+
+class Replayed(torch.autograd.Function):
+    """One step."""
+
+    @staticmethod
+    def forward(ctx: Any, training: Training, model: Model, *args: Any) -> tuple[Any, ...]:
+        passes: Any = model.passes
+        for k, buffer in passes.buffers.items():
+            buffer.copy_(args[k])
+        cuda_graphs.turn_of(training.device).after_others()
+        passes.forward.replay()
+        ctx.device, ctx.passes, ctx.step = training.device, passes, Step()
+        ctx.inputs = [args[k] for k in passes.leaves]
+        model.last = weakref.ref(ctx.step)
+        results: tuple[Any, ...] = passes.results()
+        ctx.mark_non_differentiable(*(r for k, r in enumerate(results)
+                                      if isinstance(r, torch.Tensor) and k not in passes.seeds))
+        ctx.model = weakref.ref(model)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        passes, step, model = ctx.passes, ctx.step, ctx.model()
+        if step.done or torch.is_grad_enabled():
+            if model is not None:
+                model.is_left_alone = True
+            raise RuntimeError(
+                "fusionrt: this forward pass was a replay of a CUDA graph, which can be differentiated once, "
+                "without create_graph. The next calls of the model will be none; nor are those of "
+                "torch.compile(model, backend=\"fusionrt\", options={\"cuda_graphs\": False})")
+        turn = cuda_graphs.turn_of(ctx.device)
+        with turn.lock, cuda_graphs.current(ctx.device):
+            for parameter, grad in zip(ctx.inputs, passes.grads, strict=True):
+                if _is_of(parameter, grad):  # it will be added to
+                    parameter.grad = parameter.grad.clone()
+            turn.after_others()
+            for k, seed in passes.seeds.items():
+                seed.copy_(grads[k])
+            passes.backward.replay()
+            step.done = True
+        found: list[Any] = [None] * len(ctx.needs_input_grad)
+        for k, parameter, grad, before in zip(passes.leaves, ctx.inputs, passes.grads, passes.holders,
+                                              strict=True):
+            if grad is not None:
+                alone = parameter.is_leaf and k not in passes.buffers and _holders(grad) == before
+                found[2 + k] = grad.detach() if alone else grad.clone()
+        return tuple(found)
