@@ -43,7 +43,7 @@ def main() -> None:
     run = script.results(f"image-{kind()}", __doc__, options)
     try:
         from torchvision.transforms.v2 import functional
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # or its build and torch's do not fit each other
         functional = None
         run.absent("torchvision", why(error))
     batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES

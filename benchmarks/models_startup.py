@@ -38,15 +38,16 @@ print(json.dumps({"ms": (first - before) * 1e3, "second_ms": (time.perf_counter(
 """
 OURS = ("import fusionrt\nfast = fusionrt.auto_convert_model(model, example_inputs=inputs.kwargs or "
         "inputs.args, validate_accuracy={})")
-VARIANTS = {"fusionrt": OURS.format(False), "fusionrt, validated": OURS.format(True),
-            "compile": "fast = torch.compile(model, dynamic=False)",
-            "reduce": 'fast = torch.compile(model, mode="reduce-overhead", dynamic=False)'}
+VARIANTS = {"compile": "fast = torch.compile(model, dynamic=False)",
+            "reduce": 'fast = torch.compile(model, mode="reduce-overhead", dynamic=False)',
+            "fusionrt": OURS.format(False), "fusionrt-validated": OURS.format(True)}
 COLUMNS = ("model", "variant", "cache", "ms", "spread_ms", "second_ms", "of_compile", "absent")
 
 
 def main() -> None:
     parser = script.parser(__doc__)
     parser.add_argument("--only", default=",".join(NAMES), help="default: %(default)s")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=3, help="a figure; default: %(default)s")
     options = parser.parse_args()
     names = script.names(options.only)
@@ -56,7 +57,7 @@ def main() -> None:
             run.absent(name, f"{MODELS[name].package} is not installed")
             continue
         taken: dict[str, float] = {}
-        for variant in ("compile", "reduce", "fusionrt", "fusionrt, validated"):
+        for variant in sorted(script.names(options.variants), key=list(VARIANTS).index):
             for cache in ("cold", "warm"):
                 measure(run, name, variant, cache, 1 if options.quick else options.processes, taken)
     run.finish(COLUMNS)

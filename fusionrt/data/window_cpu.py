@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.cpu.kernel import Kernel
-from fusionrt.data.window_rows import Request, Rows
+from fusionrt.data import window_few
+from fusionrt.data.window_rows import LOADS, Request, Rows
 
 COLUMNS = 64        # of a task
 WINDOWS = 1 << 12   # of a task, at least
-LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float({})"}
 
 
 class Family(NamedTuple):
@@ -164,6 +164,9 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None
          ) -> None:
     """Into `out`, and the places of extremes into `index`."""
+    if index is None and window_few.serves(request, rows):
+        window_few.roll(request, x, rows, out)
+        return
     segment, width, dense = request.window - 1, min(rows.inner, COLUMNS), request.dense(rows.n)
     group = -(-max(WINDOWS // width, 1) // segment) * segment
     tasks = rows.outer * -(-rows.inner // width) * -(-dense // group)

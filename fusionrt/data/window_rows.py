@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 Tensor = torch.Tensor
+LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float({})"}  # on a CPU
 
 
 class Request(NamedTuple):
