@@ -23,6 +23,7 @@ from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.op import unpack
 from fusionrt.ops.activations import relu
+from fusionrt.ops.recomputation import is_made_by
 from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
 
@@ -34,14 +35,16 @@ IMAGES = (32, 256, 56, 56)  # of the examples
 @per_call
 def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool, epilogue: Epilogue,
               recorded: bool, tracked: bool) -> Run:
-    """`names` of the tensors that there are; mean and var are among them unless they are found in x.
+    """`names` of the tensors that there are; mean and var, or rstd, are among them unless found in x.
     `per_channel`: weight and bias have one value a row. `recorded`, `tracked`: with what the gradient reads,
     with the unbiased variance."""
 
     def expression(x: Expr, eps: float, weight: Any = None, bias: Any = None, residual: Any = None,
-                   mean: Any = None, var: Any = None) -> tuple[Any, ...]:
+                   mean: Any = None, var: Any = None, rstd: Any = None) -> tuple[Any, ...]:
         more: list[Expr] = []
-        if var is None:
+        if rstd is not None:
+            y = (x - mean) * rstd
+        elif var is None:
             y, mean, rstd = standardize(x, eps)
             more = [mean, *([rstd] if recorded else [])] if recorded or tracked else []
             if tracked:
@@ -52,7 +55,7 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
         y = y if bias is None else y + bias
         return finished(op, y if residual is None else y + residual, epilogue), *more
 
-    uniform = ("mean", "var", *(("weight", "bias") if per_channel else ()))
+    uniform = ("mean", "var", "rstd", *(("weight", "bias") if per_channel else ()))
     return row_operator(expression, ("x", *names, "eps"), name=op, row_dims=row_dims,
                         uniform=tuple(name for name in names if name in uniform), of_channels=True)
 
@@ -62,7 +65,7 @@ def _is_recorded(*tensors: Any) -> bool:
 
 
 def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, Any], weight: Any, bias: Any,
-                 residual: Any, eps: float, epilogue: Epilogue) -> tuple[Any, ...]:
+                 residual: Any, eps: float, epilogue: Epilogue, recompute: bool = False) -> tuple[Any, ...]:
     """The result, and with `training` mean and unbiased variance of every channel. A row is a channel."""
     n = x.dim()
     order, ones = (1, 0, *range(2, n)), (-1,) + (1,) * (n - 1)
@@ -76,7 +79,12 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
         return (out.permute(order),)
-    return out[0].permute(order), out[1].view(-1), out[-1].view(-1)
+    y = out[0].permute(order)
+    if recompute and recorded:
+        given = {"x": x, "mean": out[1], "rstd": out[2], **tensors}
+        again = _operator(op, tuple(given)[1:], n - 1, True, epilogue, False, False)
+        is_made_by(y, lambda x, *of: again(x.permute(order), *of, eps).permute(order), *given.values())
+    return y, out[1].view(-1), out[-1].view(-1)
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -156,13 +164,15 @@ def _typical(make: Make) -> tuple[Any, ...]:
 @public(example=lambda make: tuple(t.detach() if 0 < k < 3 else t for k, t in enumerate(_typical(make))))
 def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                bias: Any = None, training: bool = False, momentum: float | None = 0.1, eps: float = 1e-5, *,
-               num_batches_tracked: Any = None, residual: Any = None, epilogue: Epilogue = None) -> Any:
+               num_batches_tracked: Any = None, residual: Any = None, epilogue: Epilogue = None,
+               recompute: bool = False) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), mean and var of every channel.
 
     x: (N, C, ...), residual: x's shape, the others (C,). With `training` mean and (biased) variance are the
     batch's, and running_mean, running_var, where given, move towards the batch's mean and unbiased variance
     by `momentum`, in place; without it they are what is taken. `momentum` None: by 1 / num_batches_tracked,
-    the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to.
+    the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to. `recompute`: a
+    convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
     Source: torch.nn.functional.batch_norm, torch.nn.BatchNorm2d (Ioffe & Szegedy 2015).
     Raises TypeError or ValueError for what does not fit, for one value a channel in training as torch does.
 
@@ -178,7 +188,8 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
         running, tracked = (running_mean, running_var), running_mean is not None
         counted = training and (tracked or num_batches_tracked is not None)
         factor = _factor("batch_norm", momentum, num_batches_tracked) if counted else 0.0
-        y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue)
+        y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue,
+                                 recompute)
         if training and tracked and x.numel():
             _update(running, (found[0], found[1]), factor)
         return y

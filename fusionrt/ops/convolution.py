@@ -90,35 +90,38 @@ def conv_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, tra
 def conv_bn_act(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, bn_weight: Any = None,
                 bn_bias: Any = None, *, activation: Any = "relu", residual: Any = None, stride: Ints = 1,
                 padding: Padding = 0, dilation: Ints = 1, groups: int = 1, training: bool = False,
-                momentum: float = 0.1, eps: float = 1e-5) -> Any:
+                momentum: float = 0.1, eps: float = 1e-5, recompute: bool = False) -> Any:
     """activation(batch_norm(convolution(x) + bias) + residual), of 1 to 3 dimensions.
 
     x: (N, C, ...), weight: (C', C / groups, ...), residual: the result's shape, the others (C',) or None;
     `activation` as in `conv_activation`. With `training` mean and variance are the batch's, and running_mean,
     running_var, where given, move towards them by `momentum`, in place; without it they are what is taken.
     Where then no gradient is recorded and cuDNN has a kernel for it (relu, channels_last on a GPU, groups 1),
-    the norm is folded into the weights, once for each version of these.
+    the norm is folded into the weights, once for each version of these. `recompute`: in training, a
+    convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
     Source: activation(F.batch_norm(F.conv2d(x, weight, bias, ...), ...) + residual).
     Raises TypeError or ValueError, with the argument, for what does not fit.
 
         conv_bn_act(x, weight, None, mean, var, gamma, beta, padding=1)
     """
     of, options = (bias, running_mean, running_var, bn_weight, bn_bias), (stride, padding, dilation, groups)
-    return with_norm("conv_bn_act", x, weight, of, activation, residual, options, training, momentum, eps)
+    return with_norm("conv_bn_act", x, weight, of, activation, residual, options, training, momentum, eps,
+                     recompute)
 
 
 @public(example=_last_example)
 def conv2d_bn_act(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, bn_weight: Any = None,
                   bn_bias: Any = None, *, activation: Any = "relu", residual: Any = None, stride: Ints = 1,
                   padding: Padding = 0, dilation: Ints = 1, groups: int = 1, training: bool = False,
-                  momentum: float = 0.1, eps: float = 1e-5) -> Any:
+                  momentum: float = 0.1, eps: float = 1e-5, recompute: bool = False) -> Any:
     """`conv_bn_act` of images: activation(batch_norm(conv2d(x) + bias) + residual), x (N, C, H, W).
 
         conv2d_bn_act(x, weight, None, mean, var, gamma, beta, activation="silu", padding=1, training=True)
     """
     _check_images("conv2d_bn_act", x)
     of, options = (bias, running_mean, running_var, bn_weight, bn_bias), (stride, padding, dilation, groups)
-    return with_norm("conv2d_bn_act", x, weight, of, activation, residual, options, training, momentum, eps)
+    return with_norm("conv2d_bn_act", x, weight, of, activation, residual, options, training, momentum, eps,
+                     recompute)
 
 
 def _check_images(op: str, x: Any) -> None:

@@ -25,6 +25,7 @@ from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import cast_as_autocast, recorded
+from fusionrt.ops.recomputation import sparing
 from fusionrt.problem import STORAGE
 from fusionrt.row_fusion import row_operator
 
@@ -139,6 +140,11 @@ def check_residual(op: str, residual: Tensor | None, x: Tensor, kind: Kind) -> N
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     """With its gradients."""
+    with sparing(x):
+        return _convolve(x, weight, bias, kind)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
     geometry = _depthwise(x, weight, kind)
     if geometry is None:
         return _dense(x, weight, bias, kind)
@@ -281,14 +287,15 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
 
 
 def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, residual: Any, options: Given,
-              training: bool, momentum: float, eps: float) -> Any:
+              training: bool, momentum: float, eps: float, recompute: bool = False) -> Any:
     """`conv_bn_act`, for the op of that name; `of` in the order of folding.OF_NORM."""
     channels = dict(zip(folding.OF_NORM, of, strict=True))
     arrays = {"x": x, "weight": weight, **channels, "residual": residual}
     ordinary = _ordinary(arrays.values())
     if not ordinary and any(map(is_foreign, arrays.values())):
         (x, weight, *of, residual), restore = converted(op, arrays)
-        return restore(with_norm(op, x, weight, of, activation, residual, options, training, momentum, eps))
+        return restore(with_norm(op, x, weight, of, activation, residual, options, training, momentum, eps,
+                                 recompute))
     kind, function = check(op, arrays, folding.OF_NORM, options), resolve(op, activation)
     check_residual(op, residual, x, kind)
     bias, mean, var, scale, shift = of
@@ -298,7 +305,7 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
     if training or not ordinary or is_watched() or recorded(*arrays.values()):
         z = convolve(x, weight, bias, kind)
         return batch_norm(z, mean, var, scale, shift, training, momentum, eps, residual=residual,
-                          epilogue=function)
+                          epilogue=function, recompute=recompute)
     found = _relu_by_cudnn(x, weight, of, residual, kind, eps) if function is relu else None
     if found is not None:
         return found
