@@ -165,6 +165,26 @@ def test_autocast_training():
     assert_close(slope, its, rtol=0.1, atol=0.1)
 
 
+def test_autocast_casts_once():
+    """What several layers read: the same results, kept once for their gradients."""
+    layers, x = nn.ModuleList(nn.Linear(16, 8, bias=k > 0) for k in range(3)), leaf(4, 16)
+
+    def function(x):
+        return torch.cat([layer(x) for layer in layers], 1)
+
+    kept = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run, found = compiled(function)
+        ours, own = outcome(run, copies([x])), outcome(function, copies([x]))
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: kept.append(t.data_ptr()) if t.shape == x.shape else None, lambda t: t):
+            run(x)
+    assert sum(key.startswith("casts") for key in found[0].replacements) == 1
+    assert torch.equal(ours[0], own[0])
+    assert_close(ours[2], own[2], rtol=2e-2, atol=2e-2)
+    assert len(kept) == 3 and len(set(kept)) == 1
+
+
 def test_multihead_attention_of_torch():
     for batch_first in (True, False):
         layer = nn.MultiheadAttention(16, 4, batch_first=batch_first).eval()

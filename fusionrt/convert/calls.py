@@ -45,6 +45,10 @@ def self_attention(x: Tensor, heads: int, in_weight: Tensor, in_bias: Tensor | N
     return out.contiguous() if as_torch else out
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
 def pixel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor | None,
                  eps: float | None = None, activation: Any = None, residual: Tensor | None = None) -> Tensor:
     """residual + activation(norm(conv2d(x, weight, bias))) of 1 × 1 weights, channels_last images: a linear

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fusionrt.convert.graph import Edits
 from fusionrt.convert.passes.attention import attention
 from fusionrt.convert.passes.biases import biases
+from fusionrt.convert.passes.casts import casts
 from fusionrt.convert.passes.channel_norms import channel_norms
 from fusionrt.convert.passes.checkpoints import checkpoints
 from fusionrt.convert.passes.clusters import clusters
@@ -36,6 +37,7 @@ PASSES: dict[str, Callable[[Edits], None]] = {
     # structured ops with what stands around them
     "rotary": rotary, "attention": attention, "convolution": convolution, "channel_norms": channel_norms,
     "spared": spared, "squeeze": squeeze, "pixels": pixels, "pooling": pooling, "weights": weights,
-    "packed": packed, "feed_forward": feed_forward, "biases": biases, "linear": linear, "losses": losses,
+    "packed": packed, "casts": casts, "feed_forward": feed_forward, "biases": biases, "linear": linear,
+    "losses": losses,
     # the rest
     "clusters": clusters, "restored": restored, "concatenations": concatenations}
