@@ -369,6 +369,38 @@ def test_constants_are_computed_once():
     assert found[0].graph_after <= 3
 
 
+def test_constants_that_are_filled():
+    """As the masks of shifted windows are: whoever reads them does so afterwards."""
+
+    def mask(x):
+        made = x.new_zeros((6, 6))
+        for k in range(3):
+            made[k:, k:-1] = k + 1
+        return made
+
+    def function(x):
+        made = mask(x).view(2, 3, 6).permute(1, 0, 2).reshape(6, 6)
+        return x.masked_fill(made != 0, -1.0)
+
+    def read_meanwhile(x):
+        made = mask(x)
+        y = x + made
+        made[0] = 7.0
+        return y * made
+
+    def written_by_x(x):
+        made = mask(x)
+        made[0] = x[0]
+        return made * 2
+
+    x = torch.randn(6, 6)
+    for f, calls in ((function, 1), (read_meanwhile, None), (written_by_x, None)):
+        run, found = compiled(f)
+        for _ in range(2):
+            assert_close(run(x), f(x))
+        assert calls is None or found[0].graph_after == calls
+
+
 def test_stacked_linear_layers(monkeypatch):
     """Three products of one input are one; what follows sees views of it, and new weights."""
     monkeypatch.setattr(sys.modules["fusionrt.convert.passes.stacked"], "DEVICES", ("cpu",))

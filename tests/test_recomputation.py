@@ -14,6 +14,12 @@ from fusionrt.convert.passes import PASSES
 DTYPES = [F64, F32, BF16]
 
 
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """cuDNN has gradients that are not, of float64 above all."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def tensors(dtype, device):
     shapes = ((2, 6, 9, 7), (8, 6, 3, 3), (8,), (8,), (5, 8, 3, 3))
     return [make(s, dtype, device).requires_grad_() for s in shapes]

@@ -8,8 +8,9 @@
     print(converter.report())
 
 One file an idea: `model` (the entry), `forward` and `sharing` (what a converted module is), `inputs`,
-`validate` and `rollback` (the proof), `capture`, `graph`, `passes`, `cluster` and `replay` (what is done to
-the captured graphs), `stats`, `report`, `save`, `registry` (models by name), `command` (`fusionrt convert`).
+`validate` and `rollback` (the proof), `capture`, `graph`, `passes`, `cluster`, `replay`, `training` and
+`cuda_graphs` (what is done to the captured graphs), `stats`, `report`, `save`, `registry` (models by name),
+`command` (`fusionrt convert`).
 """
 
 from __future__ import annotations

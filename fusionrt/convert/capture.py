@@ -2,7 +2,7 @@
 
 Dynamo hands over the torch functions that a model called, with parameters and buffers as inputs. Passes
 rewrite that graph into fusionrt's ops, which are differentiable by themselves: what is left is ordinary
-Python, run as it is, in training as well. Inference replays CUDA graphs.
+Python, run as it is, in training as well. Repeated shapes are replays of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusionrt.convert.aliases import guarded
-from fusionrt.convert.effects import Facts, tensors
+from fusionrt.convert.effects import Facts, as_recorded, tensors
 from fusionrt.convert.graph import VALUE, Edits, value
 from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
@@ -125,12 +125,9 @@ def _records(gm: GraphModule) -> bool:
 
 
 def _correct_views(gm: GraphModule) -> None:
-    """Without gradients torch says of a view of a parameter that it requires one, which nothing records."""
-    for n in gm.graph.nodes if not torch.is_grad_enabled() else ():
-        t = value(n)
-        if (n.op.startswith("call") and isinstance(t, torch.Tensor) and t.requires_grad and t.grad_fn is None
-                and t._is_view()):
-            n.meta[VALUE] = t.detach()
+    for n in gm.graph.nodes:
+        if n.op.startswith("call") and VALUE in n.meta:
+            n.meta[VALUE] = as_recorded(value(n))
 
 
 def _mutated_inputs(gm: GraphModule) -> list[int]:

@@ -55,6 +55,15 @@ def value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
+def as_recorded(found: Any) -> Any:
+    """The value; without gradients torch says of a view of a parameter that it requires one, which nothing
+    records."""
+    if (not torch.is_grad_enabled() and isinstance(found, torch.Tensor) and found.requires_grad
+            and found.grad_fn is None and found._is_view()):
+        return found.detach()
+    return found
+
+
 def effect(node: Node) -> Effect:
     if node.op in ("placeholder", "get_attr", "output"):
         return NONE

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusionrt.convert.effects import NONE, Effect, Facts, effect, value
+from fusionrt.convert.effects import NONE, Effect, Facts, as_recorded, effect, value
 
 VALUE, KEY, EFFECT = "example_value", "fusionrt_key", "fusionrt_effect"
 # Inputs of a call from which it computes something that it keeps for later calls.
@@ -115,7 +115,8 @@ class Edits:
         with self.graph.inserting_before(at):
             made = self.graph.call_function(target, tuple(args), {
                 k: v for k, v in kwargs.items() if k not in functions})
-        made.meta.update({VALUE: value(at) if given is None else given, KEY: key(at), EFFECT: effects})
+        made.meta.update({VALUE: value(at) if given is None else as_recorded(given), KEY: key(at),
+                          EFFECT: effects})
         self.facts.add(made, at)
         return made
 

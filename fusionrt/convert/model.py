@@ -48,7 +48,8 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     accuracy_threshold: the error allowed instead, over the largest number of each output.
     strict:             raise ValidationError instead of undoing replacements.
     passes:             names of `fusionrt.convert.PASSES`, in order; default: all of them.
-    cuda_graphs:        replay CUDA graphs for shapes that come again, where no gradient is needed.
+    cuda_graphs:        replay CUDA graphs for shapes that come again. In training a forward pass can then be
+                        differentiated once, unless the first ones were differentiated twice.
     fresh_outputs:      False: what a replayed graph returns may be overwritten by the next call.
 
     Raises:

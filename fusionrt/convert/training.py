@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +127,6 @@ class Training:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
         turn.after_others()
-        torch.cuda.empty_cache()  # what the calls before have left is what the graphs will need
         try:
             with turn.aside(), cuda_graphs.casting_anew():
                 copied = set(range(len(args))) - set(self.roles.weights)
@@ -135,15 +134,12 @@ class Training:
                            if isinstance(args[k], torch.Tensor)}
                 # Hooks of the parameters are not part of a graph: these have none.
                 given = [_leaf(buffers.get(k, a), a) for k, a in enumerate(args)]
-                leaves = [k for k, a in enumerate(given) if isinstance(a, torch.Tensor) and a.requires_grad]
+                leaves = list(_recorded(given))
+                self._warm_up(args, given)
                 with turn.capturing():
                     outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
-                    recorded = {k: o for k, o in enumerate(outputs)
-                                if isinstance(o, torch.Tensor) and o.requires_grad}
-                    seeds = {k: torch.empty_like(o) for k, o in recorded.items()}
-                    grads = cuda_graphs.into(backward, pool, lambda: torch.autograd.grad(
-                        list(recorded.values()), [given[k] for k in leaves], list(seeds.values()),
-                        allow_unused=True))
+                    seeds = {k: torch.empty_like(o) for k, o in _recorded(outputs).items()}
+                    grads = cuda_graphs.into(backward, pool, lambda: _gradients(outputs, given, seeds))
         except RuntimeError:  # a call that no graph can hold, or no memory for it
             torch.cuda.synchronize()
             turn.open_pool()
@@ -151,6 +147,33 @@ class Training:
         outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
         return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
                       grads, list(map(_holders, grads)))
+
+
+    def _warm_up(self, args: Sequence[Any], given: Sequence[Any]) -> None:
+        """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
+        it has written to is as it was."""
+        before = {k: args[k].detach().clone() for k in self.roles.written}
+        with torch.no_grad():
+            for k in set(range(len(args))) - set(self.roles.weights):
+                given[k].copy_(args[k])
+        outputs = self.run(*given)
+        seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}
+        _gradients(outputs, given, seeds)
+        for k, content in before.items():
+            args[k].detach().copy_(content)
+        del outputs, seeds
+        torch.cuda.empty_cache()  # what it and the calls before have left is what the graphs will need
+
+
+def _recorded(values: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Those with a gradient, by their places."""
+    return {k: v for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
+
+
+def _gradients(outputs: Sequence[Any], given: Sequence[Any], seeds: Mapping[int, torch.Tensor]
+               ) -> Sequence[torch.Tensor | None]:
+    return torch.autograd.grad([outputs[k] for k in seeds], list(_recorded(given).values()),
+                               list(seeds.values()), allow_unused=True)
 
 
 def _leaf(tensor: Any, like: Any) -> Any:

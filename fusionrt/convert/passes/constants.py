@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -24,9 +25,13 @@ def constants(edits: Edits) -> None:
     facts = edits.facts
     known: dict[Node, Any] = {}
     for n in facts.nodes:
-        found = _computed(n, known) if _can_be_known(n, known, facts) else None
+        if not _can_be_known(n, known, facts):
+            continue
+        found = _computed(n, known)
         if found is not None:
             known[n] = found
+        elif _is_fill(n):  # as it should not be: what it leaves unfilled is not to be taken for known
+            return
     for n in known:
         if isinstance(known[n], torch.Tensor) and any(u not in known for u in n.users) and edits.allows(n):
             edits.note(n, None)
@@ -36,6 +41,8 @@ def constants(edits: Edits) -> None:
 
 def _can_be_known(n: Node, known: dict[Node, Any], facts: Facts) -> bool:
     name = str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
+    if _is_fill(n):
+        return n.args[0] in known
     if (n.op not in ("call_function", "call_method") or name.startswith(_RANDOM) or facts.effects[n] != NONE
             or _escapes(n, facts)):
         return False
@@ -50,26 +57,47 @@ def _can_be_known(n: Node, known: dict[Node, Any], facts: Facts) -> bool:
         and t.numel() * t.itemsize <= LARGEST for t in found)
 
 
+def _is_fill(n: Node) -> bool:
+    """Writing numbers to known places."""
+    return n.target is operator.setitem and n.all_input_nodes == [n.args[0]]
+
+
 def _escapes(n: Node, facts: Facts) -> bool:
-    """Whether somebody could write to it."""
-    return facts.is_written(n) or any(u.op == "output" or facts.effects[u].barrier for c in facts.classes[n]
+    """Whether somebody could write to it what is not known, or reads it while it is written to."""
+    classes = set(facts.classes[n])
+    if facts.is_written(n):
+        fills = [m for m in facts.nodes for t in facts.effects[m].writes
+                 if not classes.isdisjoint(facts.classes[t])]
+        last = max(map(facts.position.__getitem__, fills))
+        readers = {u for c in classes for m in facts.members[c] for u in m.users} - set(fills)
+        if not all(map(_is_fill, fills)) or any(
+                facts.position[u] < last and not classes & set(facts.classes[u]) for u in readers):
+            return True
+    return any(u.op == "output" or facts.effects[u].barrier for c in facts.classes[n]
                                       for m in facts.members[c] for u in m.users)
 
 
 def _computed(n: Node, known: dict[Node, Any]) -> Any:
     """Its value, if that is what Dynamo has found it to be."""
-    args, kwargs = map_arg((n.args, dict(n.kwargs)), lambda a: known.get(a, value(a)))
+    args, kwargs = map_arg((n.args, dict(n.kwargs)), lambda a: known[a] if a in known else _like(value(a)))
     target: Any = n.target
     if n.op == "call_method":
         target, args = getattr(args[0], target), args[1:]
     try:
         with torch.inference_mode(False), torch.no_grad():
             found = target(*args, **kwargs)
+            if _is_fill(n):
+                return args[0]
     except Exception:  # of whatever the call is: it is then left where it was
         return None
     kinds = [[(type(t) is torch.Tensor, t.shape, t.dtype, t.device, t.stride()) for t in tensors(of)]
              for of in (found, value(n))]
     return found if [(True, *kind[1:]) for kind in kinds[1]] == kinds[0] else None
+
+
+def _like(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor of that size, of which nothing else is asked."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _hold(edits: Edits, n: Node, tensor: torch.Tensor) -> None:
