@@ -34,12 +34,13 @@ def render(text: str, folder: Path = FOLDER) -> str:
 
 
 def load(folder: Path, name: str) -> Row | None:
-    """A result file; None if there is none, or only that of an interrupted or partial run."""
+    """A result file; None if there is none, or only that of a quick run, or of an interrupted one that does not
+    say in its notes what it lacks."""
     path = folder / f"{name}.json"
     if not path.is_file():
         return None
     content = results.load(path)
-    return content if content["complete"] and not content["quick"] else None
+    return content if (content["complete"] or content["notes"]) and not content["quick"] else None
 
 
 def measured(name: str) -> Callable[[Callable[[list[Row]], str]], Callable[[Path], str]]:
@@ -64,7 +65,7 @@ def _where(content: Row, name: str) -> str:
         parts.append(f"{ceiling} {span(rows)}")
     failed = sum("error" in row for row in content["rows"])
     parts += [f"{rival} absent ({reason})" for rival, reason in content.get("absent", {}).items()]
-    parts += content.get("notes", [])
+    parts += [*([] if content["complete"] else ["**incomplete**"]), *content.get("notes", [])]
     parts += [f"rows that failed: {failed}"] if failed else []
     return f"*{', '.join(parts)}; {content['date']}; `benchmarks/results/{name}.json`.*"
 
@@ -367,11 +368,17 @@ TABLES: dict[str, Callable[[Path], str]] = {
         "model", "variant", "cache", "ms", "of_compile")),
     "models_training": measured("models_training-gpu")(_listed(
         "model", "batch", "us", "vs_eager", "vs_compile", "MB", "of_eager_MB")),
+    "models_cpu": measured("models-cpu")(_listed("model", "batch", "us", "vs_eager", "spread", "undone")),
     "image_gpu": measured("image-gpu")(_listed(
         "case", "images", "height", "width", "us", "of_copy", "vs_torchvision", "vs_torchvision_batch",
         "vs_torch", "wall_us")),
+    "image_cpu": measured("image-cpu")(_listed(
+        "case", "images", "height", "width", "us", "vs_torchvision", "vs_torchvision_batch", "vs_torch")),
     "window_gpu": measured("window-gpu")(_listed(
         "case", "op", "dtype", "window", "direction", "us", "of_copy", "vs_unfold")),
+    "window_cpu": measured("window-cpu")(_listed(
+        "case", "op", "dtype", "window", "us", "vs_unfold", "vs_pool", "vs_pandas")),
+    "rows_cpu": measured("rows_cpu")(_listed("op", "direction", "us", "of_copy", "vs_eager", "spread")),
     "pointwise_cpu": pointwise_cpu,
     "catalogue_gpu": measured("catalogue-gpu")(_catalogue),
     "catalogue_cpu": measured("catalogue-cpu")(_catalogue)}

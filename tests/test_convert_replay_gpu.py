@@ -288,6 +288,7 @@ class Products(nn.Module):
         return x
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_others_may_free_cublas_workspaces(dtype, fresh):
@@ -308,6 +309,7 @@ def test_others_may_free_cublas_workspaces(dtype, fresh):
         assert all(bool((one == 1).all()) for one in others)
 
 
+@pytest.mark.gpu
 def test_autocast_around(net):
     """Its casts of weights are gone when it ends; weights change meanwhile."""
     fast, _ = compiled(net)

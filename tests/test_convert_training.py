@@ -207,6 +207,18 @@ def test_gradients_that_others_hold_stay_what_they_are(captures):
     assert len(count) == 1
 
 
+def test_gradients_that_others_take_in_between(captures):
+    (ours, _), parameters = made(), weights()
+    warmed(ours, parameters)
+    step(ours, torch.randn(3, 4), parameters)
+    loss = ours(torch.randn(3, 4), *parameters)[0].sum()
+    held = parameters[0].grad
+    before = held.clone()
+    with pytest.raises(RuntimeError, match="gradient was taken between a forward and a backward pass"):
+        loss.backward()
+    assert_close(held, before)
+
+
 @pytest.mark.parametrize("how", ["retain_graph", "create_graph"])
 def test_who_differentiates_twice_is_left_alone(captures, how):
     (ours, _), parameters, expected = made(), weights(), weights()

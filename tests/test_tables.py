@@ -45,7 +45,7 @@ def write(folder, name, rows, **more):
     content = {"complete": True, "quick": False, "date": "2026-01-02", "ceilings": {
         "copy": [{"bytes": 1 << 28, "us": 65.6, "TB/s": 4.09}, {"bytes": 1 << 32, "TB/s": 4.27}]},
         "machine": {"gpu": "a GPU", "cpu": "a CPU", "torch_threads": 2},
-        "versions": {"torch": "2", "fusionrt": "1", "driver": "3"}, "rows": rows, **more}
+        "versions": {"torch": "2", "fusionrt": "1", "driver": "3"}, "notes": [], "rows": rows, **more}
     (folder / f"{name}.json").write_text(json.dumps(content))
 
 
@@ -69,6 +69,12 @@ def test_figures_come_from_the_files(tmp_path):
 def test_partial_runs_do_not_count(tmp_path, state):
     write(tmp_path, "pointwise_large-gpu", [row()], **state)
     assert tables.TABLES["pointwise_large"](tmp_path) == tables.NOT_MEASURED
+
+
+def test_what_a_partial_run_lacks_is_said(tmp_path):
+    write(tmp_path, "pointwise_large-gpu", [row()], complete=False, notes=["a part of the ops"])
+    table = tables.TABLES["pointwise_large"](tmp_path)
+    assert "`add_relu`" in table and "**incomplete**, a part of the ops; " in table
 
 
 @pytest.mark.parametrize(("name", "file", "made", "expected"), [

@@ -148,7 +148,6 @@ class Training:
         return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
                       grads, list(map(_holders, grads)))
 
-
     def _warm_up(self, args: Sequence[Any], given: Sequence[Any]) -> None:
         """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
         it has written to is as it was."""
@@ -204,9 +203,9 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, training: Training, model: Model, *args: Any) -> tuple[Any, ...]:
         passes: Any = model.passes
+        cuda_graphs.turn_of(training.device).after_others()
         for k, buffer in passes.buffers.items():
             buffer.copy_(args[k])
-        cuda_graphs.turn_of(training.device).after_others()
         passes.forward.replay()
         ctx.device, ctx.passes, ctx.step = training.device, passes, Step()
         ctx.inputs = [args[k] for k in passes.leaves]
@@ -222,17 +221,21 @@ class Replayed(torch.autograd.Function):
         passes, step, model = ctx.passes, ctx.step, ctx.model()
         if step.done or torch.is_grad_enabled():
             if model is not None:
-                model.is_left_alone = True
+                model.is_left_alone, model.passes = True, None
             raise RuntimeError(
                 "fusionrt: this forward pass was a replay of a CUDA graph, which can be differentiated once, "
                 "without create_graph. The next calls of the model will be none; nor are those of "
                 "torch.compile(model, backend=\"fusionrt\", options={\"cuda_graphs\": False})")
         turn = cuda_graphs.turn_of(ctx.device)
         with turn.lock, cuda_graphs.current(ctx.device):
-            for parameter, grad in zip(ctx.inputs, passes.grads, strict=True):
+            turn.after_others()
+            for parameter, grad, before in zip(ctx.inputs, passes.grads, passes.holders, strict=True):
                 if _is_of(parameter, grad):  # it will be added to
                     parameter.grad = parameter.grad.clone()
-            turn.after_others()
+                if _holders(grad) > before:
+                    raise RuntimeError(
+                        "fusionrt: a parameter's gradient was taken between a forward and a backward pass, "
+                        "which is about to write to its memory: take a copy")
             for k, seed in passes.seeds.items():
                 seed.copy_(grads[k])
             passes.backward.replay()

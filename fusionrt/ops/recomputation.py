@@ -44,7 +44,10 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
     def pack(t: Tensor) -> Any:
         is_x = t.data_ptr() == place and t.shape == shape and t.stride() == strides
-        return recipe if is_x else Recipe(lambda: t, (t,), (t._version,))
+        if is_x:
+            return recipe
+        t = t.detach()  # torch knows where it comes from
+        return Recipe(lambda: t, (t,), (t._version,))
 
     return saved_tensors_hooks(pack, _made)
 
