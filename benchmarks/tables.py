@@ -34,8 +34,8 @@ def render(text: str, folder: Path = FOLDER) -> str:
 
 
 def load(folder: Path, name: str) -> Row | None:
-    """A result file; None if there is none, or only that of a quick run, or of an interrupted one that does not
-    say in its notes what it lacks."""
+    """A result file; None if there is none, or only that of a quick run, or of an interrupted one whose notes
+    do not say what it lacks."""
     path = folder / f"{name}.json"
     if not path.is_file():
         return None
