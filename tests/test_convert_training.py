@@ -219,6 +219,17 @@ def test_gradients_that_others_take_in_between(captures):
     assert_close(held, before)
 
 
+def test_parameters_that_change_in_between_are_noticed(captures):
+    """As an optimizer's step would, that comes too early."""
+    (ours, _), parameters = made(), weights()
+    warmed(ours, parameters)
+    loss = ours(torch.randn(3, 4), *parameters)[0].sum()
+    with torch.no_grad():
+        parameters[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation between the forward and"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("how", ["retain_graph", "create_graph"])
 def test_who_differentiates_twice_is_left_alone(captures, how):
     (ours, _), parameters, expected = made(), weights(), weights()

@@ -169,7 +169,7 @@ class Replays:
         # An address alone tells nothing: another tensor may lie where one was.
         sources = self.sources(args)
         return (all(map(operator.is_, map(_REFERENT, captured.sources), sources))
-                and list(map(_version, sources)) == captured.versions)
+                and list(map(version, sources)) == captured.versions)
 
     def _capture(self, args: Sequence[Any], places: Sequence[int], moving: set[int], turn: cuda_graphs.Turn
                  ) -> Captured | None:
@@ -199,7 +199,7 @@ class Replays:
             return None
         sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
-                        list(map(weakref.ref, sources)), list(map(_version, sources)),
+                        list(map(weakref.ref, sources)), list(map(version, sources)),
                         cuda_graphs.copies_of(results) if self.fresh else lambda: tuple(results), held)
 
 
@@ -233,7 +233,7 @@ def _looking(norms: folding.Ahead, run: Run, given: Sequence[Any]) -> Any:
         return run(*given)
 
 
-def _version(t: torch.Tensor) -> int:
+def version(t: torch.Tensor) -> int:
     """Tensors of the inference mode have none; from them nothing is kept."""
     try:
         return t._version

@@ -209,6 +209,7 @@ class Replayed(torch.autograd.Function):
         passes.forward.replay()
         ctx.device, ctx.passes, ctx.step = training.device, passes, Step()
         ctx.inputs = [args[k] for k in passes.leaves]
+        ctx.versions = list(map(replay.version, ctx.inputs))
         model.last = weakref.ref(ctx.step)
         results: tuple[Any, ...] = passes.results()
         ctx.mark_non_differentiable(*(r for k, r in enumerate(results)
@@ -226,6 +227,9 @@ class Replayed(torch.autograd.Function):
                 "fusionrt: this forward pass was a replay of a CUDA graph, which can be differentiated once, "
                 "without create_graph. The next calls of the model will be none; nor are those of "
                 "torch.compile(model, backend=\"fusionrt\", options={\"cuda_graphs\": False})")
+        if ctx.versions != list(map(replay.version, ctx.inputs)):
+            raise RuntimeError("fusionrt: a parameter needed for a gradient has been modified by an inplace "
+                               "operation between the forward and the backward pass")
         turn = cuda_graphs.turn_of(ctx.device)
         with turn.lock, cuda_graphs.current(ctx.device):
             turn.after_others()
