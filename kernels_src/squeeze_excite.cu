@@ -85,6 +85,18 @@ __device__ __forceinline__ acc_t multiply_row(const Params& p, int r, int lane, 
     return sum;
 }
 
+// Row c of w2, if there is one, times the hidden values, by PARTS threads beside each other.
+__device__ __forceinline__ acc_t multiply_channel(const Params& p, int c, int part, const acc_t* hidden) {
+    acc_t sum = 0;
+    if (c < p.channels)
+#pragma unroll 4
+        for (int r = part; r < p.hidden; r += PARTS)
+            sum += to_acc(p.w2[static_cast<long long>(c) * p.hidden + r]) * hidden[r];
+#pragma unroll
+    for (int step = PARTS / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return sum;
+}
+
 // -- of many images --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
@@ -125,13 +137,7 @@ __device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
     const int part = threadIdx.x % PARTS;
     for (int first = 0; first < p.channels; first += CLUSTER * (BLOCK / PARTS)) {  // the same for all threads
         const int c = first + rank + CLUSTER * (threadIdx.x / PARTS);
-        acc_t sum = 0;
-        if (c < p.channels)
-#pragma unroll 4
-            for (int r = part; r < p.hidden; r += PARTS)
-                sum += to_acc(p.w2[static_cast<long long>(c) * p.hidden + r]) * hidden[r];
-#pragma unroll
-        for (int step = PARTS / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        const acc_t sum = multiply_channel(p, c, part, hidden);
         if (c < p.channels && part < CLUSTER) in_block(gates, part)[c] = outer(sum + to_acc(p.b2[c]));
     }
     meet();
@@ -160,13 +166,7 @@ __device__ __forceinline__ void open_gates(const Params& p, const acc_t* hidden,
 #pragma unroll 2
     for (int begin = first; begin < p.channels; begin += step * (BLOCK / PARTS)) {  // alike for all threads
         const int c = begin + step * (threadIdx.x / PARTS);
-        acc_t sum = 0;
-        if (c < p.channels)
-#pragma unroll 4
-            for (int r = part; r < p.hidden; r += PARTS)
-                sum += to_acc(p.w2[static_cast<long long>(c) * p.hidden + r]) * hidden[r];
-#pragma unroll
-        for (int by = PARTS / 2; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+        const acc_t sum = multiply_channel(p, c, part, hidden);
         if (c >= p.channels) continue;
         const acc_t gate = outer(sum + to_acc(p.b2[c]));
         if (step == 1 && part == 0) gates[c] = gate;

@@ -56,7 +56,7 @@ class Here:
     def after_others(self):
         pass
 
-    def open_pool(self):
+    def recover(self):
         pass
 
     inside = False

@@ -26,11 +26,16 @@ class Turn:
         self.open_pool()
 
     def open_pool(self) -> None:
-        """Memory for graphs, kept by an empty one. After a capture that failed as well: torch leaves that one
-        half open, and refuses random numbers until another has ended well."""
+        """Memory for graphs, kept by an empty one."""
         self.pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with self.aside(), self.capturing():
             into(self._keeper, self.pool, lambda: torch.zeros(1, device="cuda"))
+
+    def recover(self) -> None:
+        """After a capture that failed: torch leaves its pool half open, and refuses random numbers until
+        another capture has ended well."""
+        torch.cuda.synchronize()
+        self.open_pool()
 
     def after_others(self) -> None:
         """What the current stream does next waits for what was done in another one."""

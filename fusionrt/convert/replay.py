@@ -60,22 +60,19 @@ def device_of_graph(gm: GraphModule) -> torch.device | None:
 
 
 def _replays(gm: GraphModule) -> bool:
-    """Whether a replay does all that a call does: no gradients, nothing on the host, no results that are
-    views of inputs."""
+    """Whether a replay does all that a call does, without gradients."""
+    return is_repeatable(gm) and not any(
+        t.requires_grad for n in gm.graph.nodes if n.op.startswith("call") for t in tensors(value(n)))
+
+
+def is_repeatable(gm: GraphModule) -> bool:
+    """Whether a call does nothing on the host, and gives no views of inputs."""
     facts = Facts(gm.graph)
     given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
-    for n in facts.nodes:
-        if is_barrier(facts, n) or (
-                n.op.startswith("call") and any(t.requires_grad for t in tensors(value(n)))):
-            return False
-        if n.op == "output" and any(not given.isdisjoint(facts.classes[a]) for a in n.all_input_nodes):
-            return False
-    return True
-
-
-def is_barrier(facts: Facts, n: Node) -> bool:
-    """Whether a call may do something that a replay does not."""
-    return facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS
+    output = next(n for n in facts.nodes if n.op == "output")
+    return (all(given.isdisjoint(facts.classes[a]) for a in output.all_input_nodes)
+            and not any(facts.effects[n].barrier and getattr(n.target, "__name__", "") not in _SETTINGS
+                        for n in facts.nodes))
 
 
 def roles_of(gm: GraphModule, written: Sequence[int]) -> Roles:
@@ -194,8 +191,7 @@ class Replays:
                     results = cuda_graphs.into(graph, turn.pool if self.fresh else None,
                                                lambda: _looking(norms, self.run, given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
-            torch.cuda.synchronize()
-            turn.open_pool()
+            turn.recover()
             return None
         sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,

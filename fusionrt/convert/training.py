@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from fusionrt.autograd import is_watched
 from fusionrt.convert import cuda_graphs, replay
-from fusionrt.convert.effects import Facts, value
+from fusionrt.convert.effects import value
 
 Run = Callable[..., Any]
 WATCHED = 2  # calls, before one is captured
@@ -31,20 +31,16 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def trained(gm: GraphModule, run: Run, written: Sequence[int]) -> Run:
     """`run`, by replays where that gives the same. `written`: inputs that the graph writes to."""
     device, roles = replay.device_of_graph(gm), replay.roles_of(gm, written)
-    return run if device is None or not _trains(gm, roles) else Training(run, device, roles)
+    if device is None or not replay.is_repeatable(gm) or not _trains(gm, roles):
+        return run
+    return Training(run, device, roles)
 
 
 def _trains(gm: GraphModule, roles: replay.Roles) -> bool:
-    """Whether replays do all that a call with gradients does: nothing on the host, no results that are views
-    of inputs; sizes are known, and what is written to is a buffer of a module."""
-    facts = Facts(gm.graph)
-    given = {c for n in facts.nodes if n.op in ("placeholder", "get_attr") for c in facts.classes[n]}
-    inputs = [n for n in facts.nodes if n.op == "placeholder"]
-    output = next(n for n in facts.nodes if n.op == "output")
+    """Whether sizes are known, and what is written to is a buffer of a module."""
+    inputs = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
     return (not roles.vary and not roles.sources and set(roles.written) <= set(roles.weights)
-            and not any(value(inputs[k]).requires_grad for k in roles.written)
-            and not any(replay.is_barrier(facts, n) for n in facts.nodes)
-            and all(given.isdisjoint(facts.classes[a]) for a in output.all_input_nodes))
+            and not any(inputs[k].requires_grad for k in roles.written))
 
 
 class Passes(NamedTuple):
@@ -129,31 +125,29 @@ class Training:
         turn.after_others()
         try:
             with turn.aside(), cuda_graphs.casting_anew():
-                copied = set(range(len(args))) - set(self.roles.weights)
-                buffers = {k: cuda_graphs.buffer_like(args[k]) for k in copied
-                           if isinstance(args[k], torch.Tensor)}
+                buffers = {k: cuda_graphs.buffer_like(a) for k, a in enumerate(args)
+                           if k not in self.roles.weights and isinstance(a, torch.Tensor)}
                 # Hooks of the parameters are not part of a graph: these have none.
                 given = [_leaf(buffers.get(k, a), a) for k, a in enumerate(args)]
                 leaves = list(_recorded(given))
-                self._warm_up(args, given)
+                self._warm_up(args, given, buffers)
                 with turn.capturing():
                     outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
                     seeds = {k: torch.empty_like(o) for k, o in _recorded(outputs).items()}
                     grads = cuda_graphs.into(backward, pool, lambda: _gradients(outputs, given, seeds))
         except RuntimeError:  # a call that no graph can hold, or no memory for it
-            torch.cuda.synchronize()
-            turn.open_pool()
+            turn.recover()
             return None
         outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
         return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
                       grads, list(map(_holders, grads)))
 
-    def _warm_up(self, args: Sequence[Any], given: Sequence[Any]) -> None:
+    def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]) -> None:
         """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
         it has written to is as it was."""
         before = {k: args[k].detach().clone() for k in self.roles.written}
         with torch.no_grad():
-            for k in set(range(len(args))) - set(self.roles.weights):
+            for k in buffers:
                 given[k].copy_(args[k])
         outputs = self.run(*given)
         seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}

@@ -1,4 +1,5 @@
-"""Rolling windows on a CPU: van Herk's scans over segments of window - 1 elements, in float64.
+"""Rolling windows on a CPU: van Herk's scans over segments of window - 1 elements, in float64; windows of
+few elements are those of `window_cpu_few`.
 
 A task takes some segments of one row, or of neighbouring rows ("columns") whose elements are neighbours in
 memory: the reversed scan of a segment goes to scratch, the scan of what follows it is joined to that.
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.cpu.kernel import Kernel
-from fusionrt.data import window_few
+from fusionrt.data import window_cpu_few
 from fusionrt.data.window_rows import LOADS, Request, Rows
 
 COLUMNS = 64        # of a task
@@ -164,8 +165,8 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None
          ) -> None:
     """Into `out`, and the places of extremes into `index`."""
-    if index is None and window_few.serves(request, rows):
-        window_few.roll(request, x, rows, out)
+    if index is None and window_cpu_few.serves(request, rows):
+        window_cpu_few.roll(request, x, rows, out)
         return
     segment, width, dense = request.window - 1, min(rows.inner, COLUMNS), request.dense(rows.n)
     group = -(-max(WINDOWS // width, 1) // segment) * segment

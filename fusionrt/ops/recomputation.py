@@ -25,20 +25,20 @@ class Recipe(NamedTuple):
     versions: tuple[int, ...]
 
 
-_recipes: Any = WeakIdKeyDictionary()  # of the results that are alive
+_recipes: Any = WeakIdKeyDictionary()  # of the results that are alive, with their versions
 
 
 def is_made_by(result: Tensor, make: Callable[..., Tensor], *sources: Tensor) -> None:
     """make(*sources) gives the result, without a gradient."""
     if not is_watched():
         kept = tuple(t.detach() for t in sources)
-        _recipes[result] = Recipe(torch.no_grad()(lambda: make(*kept)), kept, tuple(t._version for t in kept))
+        _recipes[result] = result._version, _recipe(torch.no_grad()(lambda: make(*kept)), *kept)
 
 
 def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """What is done within saves x, for a gradient, by how it is made, if that is known."""
-    recipe = None if is_watched() else _recipes.get(x)
-    if recipe is None:
+    version, recipe = (None, None) if is_watched() else _recipes.get(x, (None, None))
+    if recipe is None or version != x._version:
         return contextlib.nullcontext()
     place, shape, strides = x.data_ptr(), x.shape, x.stride()  # x itself is not to live on
 
@@ -47,9 +47,13 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
         if is_x:
             return recipe
         t = t.detach()  # torch knows where it comes from
-        return Recipe(lambda: t, (t,), (t._version,))
+        return _recipe(lambda: t, t)
 
     return saved_tensors_hooks(pack, _made)
+
+
+def _recipe(make: Callable[[], Tensor], *sources: Tensor) -> Recipe:
+    return Recipe(make, sources, tuple(t._version for t in sources))
 
 
 def _made(recipe: Recipe) -> Tensor:

@@ -23,8 +23,8 @@ from fusionrt.convert.passes.losses import losses
 from fusionrt.convert.passes.packed import packed
 from fusionrt.convert.passes.pixels import pixels
 from fusionrt.convert.passes.pooling import pooling
+from fusionrt.convert.passes.recomputation import recomputation
 from fusionrt.convert.passes.rotary import rotary
-from fusionrt.convert.passes.spared import spared
 from fusionrt.convert.passes.spelled_out import addmm, gelu, rms_norm
 from fusionrt.convert.passes.squeeze import squeeze
 from fusionrt.convert.passes.stacked import stacked
@@ -36,8 +36,8 @@ PASSES: dict[str, Callable[[Edits], None]] = {
     "rms_norm": rms_norm, "gelu": gelu, "addmm": addmm, "layout": layout, "stacked": stacked,
     # structured ops with what stands around them
     "rotary": rotary, "attention": attention, "convolution": convolution, "channel_norms": channel_norms,
-    "spared": spared, "squeeze": squeeze, "pixels": pixels, "pooling": pooling, "weights": weights,
-    "packed": packed, "casts": casts, "feed_forward": feed_forward, "biases": biases, "linear": linear,
-    "losses": losses,
+    "recomputation": recomputation, "squeeze": squeeze, "pixels": pixels, "pooling": pooling,
+    "weights": weights, "packed": packed, "casts": casts, "feed_forward": feed_forward, "biases": biases,
+    "linear": linear, "losses": losses,
     # the rest
     "clusters": clusters, "restored": restored, "concatenations": concatenations}

@@ -13,11 +13,12 @@ from fusionrt.convert.graph import Edits, is_tensor
 def casts(edits: Edits) -> None:
     """Torch casts for each of them."""
     for n in edits.nodes():
-        users = [u for u in n.users if _is_cast_by(u, n)]
-        if len(users) > 1 and edits.allows(users[0]) and not edits.facts.is_written(n):
-            dtype, first = value(users[0]).dtype, min(users, key=edits.facts.position.__getitem__)
-            made = edits.call(cast, (n, dtype), {}, first, given=value(n).to(dtype))
-            edits.note(first, None)
+        users = sorted((u for u in n.users if _is_cast_by(u, n)), key=edits.facts.position.__getitem__)
+        dtypes = {value(u).dtype for u in users}
+        if len(users) > 1 == len(dtypes) and edits.allows(users[0]) and not edits.facts.is_written(n):
+            dtype, = dtypes
+            made = edits.call(cast, (n, dtype), {}, users[0], given=value(n).to(dtype))
+            edits.note(users[0], None)
             for u in users:
                 u.args = (made, *u.args[1:])
 

@@ -25,17 +25,18 @@ def constants(edits: Edits) -> None:
     facts = edits.facts
     known: dict[Node, Any] = {}
     for n in facts.nodes:
-        if not _can_be_known(n, known, facts):
-            continue
-        found = _computed(n, known)
+        found = _computed(n, known) if _can_be_known(n, known, facts) else None
         if found is not None:
             known[n] = found
-        elif _is_fill(n):  # as it should not be: what it leaves unfilled is not to be taken for known
-            return
-    for n in known:
-        if isinstance(known[n], torch.Tensor) and any(u not in known for u in n.users) and edits.allows(n):
-            edits.note(n, None)
-            _hold(edits, n, known[n])
+        elif _is_fill(n) and not known.keys().isdisjoint(m for c in facts.classes[n.args[0]]
+                                                         for m in facts.members[c]):
+            return  # as should not be: what it leaves unfilled is not to be taken for known
+    read = [n for n in known if isinstance(known[n], torch.Tensor) and any(u not in known for u in n.users)]
+    if any(map(_is_fill, known)) and not all(map(edits.allows, read)):
+        return  # fills stay or go with what they fill
+    for n in filter(edits.allows, read):
+        edits.note(n, None)
+        _hold(edits, n, known[n])
     edits.erase(list(known))
 
 

@@ -16,7 +16,7 @@ from fusionrt.ops.convolution import conv_activation, conv_bn_act
 _OURS = (conv_activation, conv_bn_act)
 
 
-def spared(edits: Edits) -> None:
+def recomputation(edits: Edits) -> None:
     """Of norms in training whose result nobody reads but convolutions, which then are ours."""
     for n in edits.nodes():
         if (_function(n) in (conv_bn_act, batch_norm) and n.kwargs.get("training") and value(n).requires_grad
