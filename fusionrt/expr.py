@@ -209,9 +209,9 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # 1 - sigmoid(a), given both; a function of a alone.
     "sigmoid_complement": ("sigmoid_complement({}, {})", lambda g, out, a, s: (-g * (s * out), None)),
     "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
-    # Of a alone; e and r are its e^a and 1 / (n + 2), which the slope needs as well.
-    "tanh_softplus": ("{1} * ({1} + acc_t(2)) * {2}",
-                      lambda g, out, a, e, r: (g * _tanh_softplus_slope(a, e, r), None, None)),
+    # Of a alone; the others are parts of `tanh_softplus`, of which the slope needs two as well.
+    "tanh_softplus": ("{2} * {1}", lambda g, out, a, s, u, r: (g * where(a < 20, u * (u + r), 0),
+                                                               None, None, None)),
     "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
     "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
     "floor": ("floor({})", lambda *_: (None,)),
@@ -270,11 +270,6 @@ def row_mean(a: Any) -> Expr:
     return row_sum(a) / node("row_size", "row_size")
 
 
-def _tanh_softplus_slope(a: Expr, e: Expr, r: Expr) -> Expr:
-    """4 e (e + 1) / (n + 2)^2: few products, and no cancellation."""
-    return where(a < 20, (4 * r) * (r * (e * (e + 1))), 0)
-
-
 def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
     return where(loses, 0, where(tie, 0.5 * g, g))
 
@@ -318,9 +313,15 @@ near_reciprocal: Function = _function("near_reciprocal")
 
 
 def tanh_softplus(a: Any) -> Expr:
-    """tanh(log(1 + e^a)) = n / (n + 2) with n = e^a (e^a + 2); beyond 20 it is 1 in double precision."""
+    """tanh(log(1 + e^a)) = n / (n + 2) with n = e^a (e^a + 2); beyond 20 it is 1 in double precision.
+
+    With s = e^a / 2 + 1, r = 1 / (e^a s + 1) and u = e^a r it is u s, and its slope u (u + r): few products,
+    and no cancellation.
+    """
     e = exp(where(a < 20, a, 20))
-    return node("tanh_softplus", a, e, near_reciprocal(e * (e + 2) + 2))
+    s = 0.5 * e + 1
+    r = near_reciprocal(e * s + 1)
+    return node("tanh_softplus", a, s, e * r, r)
 
 
 def power(base: Any, exponent: Any) -> Expr:

@@ -116,12 +116,13 @@ class Operator:
     def _run(self, plan: Callable[..., Any], args: Args) -> Callable[..., Any]:
         """The plan, with what a call of these arguments needs beside it: random numbers, a gradient."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        device, streams = tensors[0].device, bool(self.streams)
+        streams = bool(self.streams)
+        draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors):
-            return (lambda *args: plan(*args, self.draw(device))) if streams else plan
+            return (lambda *args: plan(*args, draw())) if draw else plan
 
         def recorded(*args: Any) -> Any:
-            rng = self.draw(device) if streams else None
+            rng = draw() if draw else None
             if torch.is_grad_enabled():
                 return record(self, plan, rng, *args)
             return plan(*args, rng) if streams else plan(*args)

@@ -8,10 +8,12 @@ since its seed, so that the same `torch.manual_seed` gives the same masks on a C
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,21 +36,33 @@ Rng = tuple[int, int, Any]
 
 def draw(device: torch.device, streams: int) -> Rng:
     """Take `streams` counters from the device's default generator."""
+    return drawing(device, streams)()
+
+
+def drawing(device: torch.device, streams: int) -> Callable[[], Rng]:
+    """A function that does so: it looks at the device once."""
     if device.type == "meta":
-        return 0, 0, None
-    if device.type != "cuda":
-        with _lock:
-            return (*_draw_cpu(streams), None)
-    if torch.cuda.is_current_stream_capturing():
-        # The generator's state lives on the device while a graph is captured; a value drawn by a
-        # kernel of torch's is drawn again at every replay.
-        return 0, 0, draw_tensor(device)
+        return lambda: (0, 0, None)
+    return _drawing_cuda(device, streams) if device.type == "cuda" else functools.partial(_draw_cpu, streams)
+
+
+def _drawing_cuda(device: torch.device, streams: int) -> Callable[[], Rng]:
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
-    with _lock:
-        offset = generator.get_offset()
-        generator.set_offset(offset + 4 * streams)  # torch counts 32-bit values, four to a counter
-    return generator.initial_seed(), offset // 4, None
+    seed, offset_of, move = generator.initial_seed, generator.get_offset, generator.set_offset
+    is_capturing, step = torch.cuda.is_current_stream_capturing, 4 * streams  # 32-bit values, as torch counts
+
+    def draw() -> Rng:
+        if is_capturing():
+            # The generator's state lives on the device while a graph is captured; a value drawn by a
+            # kernel of torch's is drawn again at every replay.
+            return 0, 0, draw_tensor(device)
+        with _lock:
+            offset = offset_of()
+            move(offset + step)
+        return seed(), offset // 4, None
+
+    return draw
 
 
 def draw_tensor(device: torch.device) -> torch.Tensor:
@@ -60,7 +74,12 @@ _left: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 _REMEMBERED = 4096
 
 
-def _draw_cpu(streams: int) -> tuple[int, int]:
+def _draw_cpu(streams: int) -> Rng:
+    with _lock:
+        return (*_counted(streams), None)
+
+
+def _counted(streams: int) -> tuple[int, int]:
     generator = torch.default_generator
     before = _digest(generator)
     if before in _left:

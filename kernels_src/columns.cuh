@@ -8,14 +8,15 @@ template <int W> using Values = acc_t[VALUES][W];
 template <int W> struct Walk {
     Values<W> values;
     unsigned seen = 0;
-    __device__ __forceinline__ Walk() { start<W>(values); }
+    RandomState random;
+    __device__ __forceinline__ explicit Walk(const Params& p) : random(random_state(p)) { start<W>(values); }
     // N tiles, the elements before which are `apart`; the first one's stand at position `at` of their row.
     template <int N>
     __device__ __forceinline__ void take_in(const Params& p, const index_t (&i)[N], const Tile<W> (&tiles)[N],
                                             index_t at, index_t apart) {
         acc_t found[N][GROUPS][W];
 #pragma unroll
-        for (int n = 0; n < N; ++n) finish<W>(p, i[n], tiles[n], draws<W>(p, i[n]), found[n]);
+        for (int n = 0; n < N; ++n) finish<W>(p, i[n], tiles[n], draws<W>(random, i[n]), found[n]);
         take<N, W>(values, found, Order{static_cast<acc_t>(seen), at, apart});
         seen += N;
     }

@@ -12,6 +12,8 @@
 //                                 down the rows; else (channels, scalars) columns are reduced as well
 //   LANES                         threads side by side along the columns of a block (COLUMNS_KEPT),
 //                                 or threads that share a group (32, or BLOCK)
+//   ONE_ROW                       a group is one row: all of its elements are neighbours
+//   TWINS                         columns are kept, and lanes 16 apart draw from the same counters
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
 //   VALUES, GROUPS, MOST          values in all; those found together form a group, of at most MOST
 //   Group<G>::FIRST, COUNT        which of the values those are
@@ -36,44 +38,51 @@ __device__ __forceinline__ void leave(const P& p, const acc_t (&values)[VALUES],
     }
 }
 
-// A thread's steps of APART from `at` on up to `end`, EACH elements of a row apart: `first_of` says where those of one
-// begin. While some are taken in, the next ones are on their way: into registers, or into shared memory where
-// accumulators leave none (left to itself the compiler would load what it then waits for).
-template <int APART, int EACH, typename FirstOf>
-__device__ __forceinline__ void go(const Params& p, Walk<VEC>& walk, const Tile<VEC>& fixed, index_t at, index_t end,
-                                   const FirstOf& first_of) {
+// A thread's steps, `apart` from each other, from `at` on up to `end`, of EACH elements of a row: `first_of` says where
+// those of one begin. While some are taken in, the next ones are on their way: into registers, or into shared memory
+// where accumulators leave none (left to itself the compiler would load what it then waits for).
+template <int EACH, typename FirstOf>
+__device__ __forceinline__ void go(const Params& p, Walk<VEC>& walk, const Tile<VEC>& fixed, index_t at, index_t apart,
+                                   index_t end, const FirstOf& first_of) {
     if constexpr (AHEAD > 0 && COPIES_PASS_BY) {
         __shared__ Ring ring;
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s) {
-            if (at + s * APART < end) fetch(p, first_of(at + s * APART), ring, s);
+            if (at + s * apart < end) fetch(p, first_of(at + s * apart), ring, s);
             commit_copies();
         }
-        for (int stage = 0; at < end; at += APART, stage = stage + 1 < AHEAD ? stage + 1 : 0) {
+        for (int stage = 0; at < end; at += apart, stage = stage + 1 < AHEAD ? stage + 1 : 0) {
             wait_for_copies<AHEAD - 1>();
             const index_t i[1] = {first_of(at)};
             const Tile<VEC> one[1] = {fetched(ring, stage, fixed)};
-            walk.take_in(p, i, one, at * EACH, APART * EACH);
-            if (at + AHEAD * APART < end) fetch(p, first_of(at + AHEAD * APART), ring, stage);
+            walk.take_in(p, i, one, at * EACH, apart * EACH);
+            if (at + AHEAD * apart < end) fetch(p, first_of(at + AHEAD * apart), ring, stage);
             commit_copies();
         }
     } else {
-        for (; at + (UNROLL - 1) * APART < end; at += UNROLL * APART) {
+        for (; at + (UNROLL - 1) * apart < end; at += UNROLL * apart) {
             index_t i[UNROLL];
             Tile<VEC> tiles[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                i[u] = first_of(at + u * APART);
+                i[u] = first_of(at + u * apart);
                 tiles[u] = load<VEC>(p, i[u], fixed);
             }
-            walk.take_in(p, i, tiles, at * EACH, APART * EACH);
+            walk.take_in(p, i, tiles, at * EACH, apart * EACH);
         }
-        for (; at < end; at += APART) {
+        for (; at < end; at += apart) {
             const index_t i[1] = {first_of(at)};
             const Tile<VEC> one[1] = {load<VEC>(p, i[0], fixed)};
-            walk.take_in(p, i, one, at * EACH, APART * EACH);
+            walk.take_in(p, i, one, at * EACH, apart * EACH);
         }
     }
+}
+
+// That at one place of a tile. Of twins' tiles one half lies HALF_BLOCK columns after the other.
+__device__ __forceinline__ index_t column_of(index_t tile, int place) {
+    if constexpr (!TWINS) return tile * WIDTH + place;
+    constexpr int SIDE = WIDTH / 2, TILES = HALF_BLOCK / SIDE;
+    return tile / TILES * (2 * HALF_BLOCK) + tile % TILES * SIDE + place / SIDE * HALF_BLOCK + place % SIDE;
 }
 
 __device__ __forceinline__ void reduce_rows(const Params& p) {
@@ -81,31 +90,30 @@ __device__ __forceinline__ void reduce_rows(const Params& p) {
     const index_t tiles = (p.columns + WIDTH - 1) / WIDTH;
     const index_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % p.chunks;
     const index_t group = blockIdx.x / tiles / p.chunks;
-    const index_t column = tile * WIDTH + lane * VEC;
+    const index_t column = column_of(tile, lane * VEC);
 
-    Walk<VEC> walk;
+    Walk<VEC> walk(p);
     if (column < p.columns) {
         const index_t base = group_base(p, group) + column;
         const Tile<VEC> fixed = load_fixed<VEC>(p, base);
-        const index_t end = chunk_begin(p.rows, chunk + 1, p.chunks);
-        go<DEPTH, 1>(p, walk, fixed, chunk_begin(p.rows, chunk, p.chunks) + depth, end,
-                     [&](index_t row) { return base + row_base(p, row); });
+        go<1>(p, walk, fixed, chunk_begin(p.rows, chunk, p.chunks) + depth, DEPTH,
+              chunk_begin(p.rows, chunk + 1, p.chunks), [&](index_t row) { return base + row_base(p, row); });
     }
 
     __shared__ acc_t shared[MOST][DEPTH][WIDTH];
     acc_t joined[OWN][VALUES];
     join_columns(walk.values, joined, shared);
-    const index_t first = tile * WIDTH + threadIdx.x % WIDTH;
     if (threadIdx.x / WIDTH == 0)
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
-            if (first + n * BLOCK < p.columns)
-                leave(p, joined[n], chunk, group * p.columns + first + n * BLOCK, p.groups * p.columns);
+        for (int n = 0; n < OWN; ++n) {
+            const index_t own = column_of(tile, threadIdx.x % WIDTH + n * BLOCK);
+            if (own < p.columns) leave(p, joined[n], chunk, group * p.columns + own, p.groups * p.columns);
+        }
 }
 
 // First element of the j-th vector of a group, rows after one another.
 __device__ __forceinline__ index_t vector_base(const Params& p, index_t j) {
-    if (p.rows == 1) return j * VEC;
+    if constexpr (ONE_ROW) return j * VEC;
     const index_t row = p.vectors.divide(j);
     return row_base(p, row) + (j - row * (p.columns / VEC)) * VEC;
 }
@@ -134,14 +142,13 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
         const index_t base = group_base(p, group);
         const Tile<VEC> fixed = load_fixed<VEC>(p, base);
         const index_t vectors = p.columns / VEC, total = p.rows * vectors;
-        const index_t end = chunk_begin(total, chunk + 1, p.chunks);
-        Walk<VEC> walk;
-        go<LANES, VEC>(p, walk, fixed, chunk_begin(total, chunk, p.chunks) + lane, end,
-                       [&](index_t j) { return base + vector_base(p, j); });
+        Walk<VEC> walk(p);
+        go<VEC>(p, walk, fixed, chunk * LANES + lane, p.chunks * LANES, total,
+                [&](index_t j) { return base + vector_base(p, j); });
         join_lanes<VEC>(values, walk.values);
         // Only a single row may be ragged: with several, VEC divides the columns.
         if (VEC > 1 && chunk == p.chunks - 1) {
-            Walk<1> tail;
+            Walk<1> tail(p);
             for (index_t c = vectors * VEC + lane; c < p.columns; c += LANES) {
                 const index_t i[1] = {base + c};
                 const Tile<1> one[1] = {load<1>(p, i[0], load_fixed<1>(p, i[0]))};

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_reside
     const index_t end = column < found.columns ? found.rows : 0;
     int packs = 0;  // that lie behind
 
-    finding::Walk<VEC> walk;
+    finding::Walk<VEC> walk(found);
     if (first < end) {
         const finding::Tile<VEC> fixed = finding::load_fixed<VEC>(found, column);
         index_t row = first;

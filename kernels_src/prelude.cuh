@@ -219,10 +219,10 @@ __device__ __forceinline__ float subnormal_rcp(float x) {  // 1/x over the whole
     asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float subnormal_ex2(float x) {  // 2^x over the whole range, 2 ulp
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// 4^x over the whole range, 5 ulp: a square may be subnormal. ex2 without ftz takes a comparison and two products.
+__device__ __forceinline__ float squared_ex2(float x) {
+    const float y = ex2(x);
+    return y * y;
 }
 __device__ __forceinline__ float refined_rcp(float x) {  // 1/x, 1 ulp, for 2^-120 < |x| < 2^120
     const float y = rcp(x);
@@ -233,7 +233,7 @@ __device__ __forceinline__ float lg2(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LOG2_E = 1.4426950408889634f, LOG4_E = 0.7213475204444817f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ acc_t where(bool c, acc_t a, acc_t b) { return c ? a : b; }
 __device__ __forceinline__ bool logical_not(bool a) { return !a; }
@@ -271,14 +271,14 @@ __device__ __forceinline__ double mul_rn(double a, double b) { return __dmul_rn(
 __device__ __forceinline__ acc_t abs_(acc_t a) { return ::fabs(a); }
 __device__ __forceinline__ acc_t exp(acc_t a) {
     // The product's rounding costs |a| / 2 ulp of float: far below 16 bits.
-    if constexpr (HALF) return subnormal_ex2(LOG2_E * a);
+    if constexpr (HALF) return squared_ex2(LOG4_E * a);
     else return ::exp(a);
 }
 __device__ __forceinline__ acc_t exp2(acc_t a) { return ::exp2(a); }
 __device__ __forceinline__ acc_t expm1(acc_t a) {
     if constexpr (HALF) {  // near 0, where the subtraction cancels, three terms of the series
         const float near = a * ::fmaf(a, ::fmaf(a, 0.16666667f, 0.5f), 1.0f);
-        return ::fabsf(a) < 0.05f ? near : subnormal_ex2(LOG2_E * a) - 1.0f;
+        return ::fabsf(a) < 0.05f ? near : squared_ex2(LOG4_E * a) - 1.0f;
     } else {
         return ::expm1(a);
     }
@@ -312,7 +312,7 @@ __device__ __forceinline__ acc_t softmaxed(acc_t x, acc_t most, acc_t scale) {
 // With e = exp(-|a|), which cannot overflow: 1 / (1 + e), or e / (1 + e) for negative a.
 __device__ __forceinline__ acc_t sigmoid(acc_t a) {
     if constexpr (HALF) {
-        const float e = subnormal_ex2(-LOG2_E * ::fabsf(a)), y = rcp(1.0f + e);
+        const float e = squared_ex2(-LOG4_E * ::fabsf(a)), y = rcp(1.0f + e);
         return a < 0 ? e * y : y;
     } else {
         const acc_t e = ::exp(-::fabs(a)), y = near_reciprocal(acc_t(1) + e);
@@ -343,7 +343,7 @@ __device__ __forceinline__ acc_t tanh(acc_t a) {
 // log(1 + e^a) = max(a, 0) + log(1 + e^-|a|)
 __device__ __forceinline__ acc_t softplus(acc_t a) {
     if constexpr (HALF) {
-        const float e = subnormal_ex2(-LOG2_E * ::fabsf(a));
+        const float e = squared_ex2(-LOG4_E * ::fabsf(a));
         const float tail = e < 0.002f ? e - 0.5f * e * e : LN_2 * lg2(1.0f + e);
         return maximum(a, acc_t(0)) + tail;
     } else {
@@ -474,6 +474,21 @@ __device__ __forceinline__ void draw_pair(RandomState state, I i, Lanes<W>& firs
         philox(state, counter_of(i) + v / 4, w);
         first.words[v / 2] = w[0], first.words[v / 2 + 1] = w[1];
         second.words[v / 2] = w[2], second.words[v / 2 + 1] = w[3];
+    }
+}
+
+// Eight elements at i, where the lane 16 further has those at i + HALF_BLOCK: both need the same two counters, of which
+// each takes one.
+template <int W, typename I> __device__ __forceinline__ Lanes<W> draw_with_twin(RandomState state, I i) {
+    if constexpr (W != 8) {
+        return draw<W>(state, i);
+    } else {
+        const bool second = i & HALF_BLOCK;
+        unsigned w[4];
+        philox(state, counter_of(i) + second, w);
+        const unsigned low = __shfl_xor_sync(0xffffffffu, second ? w[0] : w[2], 16);
+        const unsigned high = __shfl_xor_sync(0xffffffffu, second ? w[1] : w[3], 16);
+        return second ? Lanes<8>{{low, high, w[2], w[3]}, false} : Lanes<8>{{w[0], w[1], low, high}, false};
     }
 }
 

@@ -10,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusionrt as frt
 from fusionrt.catalogue import OPS
+from fusionrt.ops.dropout import _bias_dropout_add
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import compiler, launch
 
 
 def dropout_case(name, n, device, dtype=F32):
@@ -86,6 +89,39 @@ def test_dropout_adds_the_residual_and_the_bias(device):
     assert torch.equal(grads[2], grad_output)
     kept = torch.autograd.grad(frt.dropout_add(x, residual, 0.4).sum(), x)[0]
     assert 0.4 < (kept != 0).double().mean() < 0.8
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(301, 512), (65, 3, 1536), (64, 264), (1000, 24), (33, 1030)])
+def test_gradient_of_a_dropped_bias(shape, dtype, device):
+    """Whole blocks of columns, in which lanes of a GPU share what they draw, and others."""
+    x = torch.full(shape, 64.0, dtype=dtype, device=device, requires_grad=True)
+    bias, residual = torch.zeros(shape[-1:], dtype=dtype, device=device), torch.zeros_like(x)
+    out = frt.bias_dropout_add(x, bias.requires_grad_(), residual, 0.25)
+    grad_output = make(shape, dtype, device)
+    found = torch.autograd.grad(out, (x, bias), grad_output)
+    expected = torch.where(out != 0, grad_output.double() / 0.75, 0)
+    tolerance = 2 * torch.finfo(dtype).eps
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0].double(), expected, rtol=tolerance, atol=smallest)
+    total = expected.flatten(0, -2).sum(0)
+    torch.testing.assert_close(found[1].double(), total, rtol=tolerance, atol=1e-4)
+
+
+def test_lanes_that_share_what_they_draw():
+    """Where vectors are two Philox counters and rows whole blocks of them; on every GPU without spills."""
+    backward = _bias_dropout_add.operator.gradient(
+        (True, True, False, False, False), (True,), (True, True, False, False, False)
+    )
+    for columns, dtype, shared in ((1024, BF16, True), (1024, F32, False), (264, BF16, False)):
+        x = torch.empty(64, columns, dtype=dtype, device="meta")
+        with collecting("cuda") as problems:
+            backward.launch((x, x[0], x, 0.5, 2.0, x), (0, 0, None))
+        reduce, _ = launch.sources(problems[0])
+        assert f"TWINS = {str(shared).lower()};" in reduce.text
+        for arch in compiler.ARCHITECTURES if shared else ():
+            made = compiler.build(reduce.text, reduce.entry, arch, "bias_dropout_add").metadata
+            assert made["spills"] == 0
 
 
 def test_dropout_of_every_layout_has_the_mask_of_its_memory(device):

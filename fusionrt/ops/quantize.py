@@ -54,7 +54,7 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
 
 
 def _check_number(op: str, name: str, value: Any, positive: bool) -> None:
-    if isinstance(value, int | float) and not (math.isfinite(value) and (value > 0 or not positive)):
+    if isinstance(value, float | int) and not (math.isfinite(value) and (value > 0 or not positive)):
         raise ValueError(f"{op}: {name} must be a finite{' positive' if positive else ''} number, "
                          f"got {value!r}")
 
@@ -73,18 +73,21 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
     """
     _check_number("quantize_int8", "scale", scale, positive=True)
     _check_number("quantize_int8", "zero_point", zero_point, positive=False)
-    scale = _per_channel("quantize_int8", "scale", scale, x, dim)
-    zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
-    if isinstance(scale, int | float) and _on_cuda(x):
-        double = str(getattr(x, "dtype", "")).endswith("float64")
-        inverse = 1 / scale if double else float(np.float32(1 / scale))
-        return _quantize_by_inverse(x, inverse, zero_point)
-    return _quantize(x, scale, zero_point)
+    if dim is not None:
+        scale = _per_channel("quantize_int8", "scale", scale, x, dim)
+        zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
+    if not isinstance(scale, float | int) or not _on_cuda(x):
+        return _quantize(x, scale, zero_point)
+    inverse = 1 / scale  # the kernel takes it as float32
+    if not isinstance(zero_point, float | int) and not str(x.dtype).endswith("float64"):
+        inverse = float(np.float32(inverse))  # it may compute in float64
+    return _quantize_by_inverse(x, inverse, zero_point)
 
 
 def _on_cuda(x: Any) -> bool:
-    return device_type(x) == "cuda" if isinstance(x, torch.Tensor) else hasattr(
-        x, "__cuda_array_interface__")
+    if isinstance(x, torch.Tensor):
+        return x.is_cuda or (x.is_meta and device_type(x) == "cuda")
+    return hasattr(x, "__cuda_array_interface__")
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0))

@@ -19,7 +19,8 @@ from fusionrt.runtime.geometry import Geometry, is_flat
 from fusionrt.runtime.source import ITEMSIZE
 
 REDUCE_BLOCK = 256                # threads
-AHEAD, RING_BYTES = 2, 32 << 10   # packs; of a block's shared memory
+AHEAD = 2                         # packs of an operand on their way, more where there is one operand
+AHEAD_BYTES, RING_BYTES = 16 << 10, 32 << 10   # of a block's shared memory: on their way, at most
 
 
 def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
@@ -105,8 +106,8 @@ def ahead(problem: Problem, modes: dict[Operand, str], width: int) -> int:
     whole = set(modes.values()) <= {"flat", "vector"}
     if width <= 4 or problem.across or problem.acc == "float64" or not whole:
         return 0
-    ring = AHEAD * REDUCE_BLOCK * width * sum(ITEMSIZE[o.dtype] for o in modes)
-    return AHEAD if 0 < ring <= RING_BYTES else 0
+    of_one = REDUCE_BLOCK * width * sum(ITEMSIZE[o.dtype] for o in modes)
+    return max(AHEAD, AHEAD_BYTES // of_one) if 0 < AHEAD * of_one <= RING_BYTES else 0
 
 
 def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geometry: Geometry, width: int

@@ -51,7 +51,9 @@ class Text:
         self.kernels = 0
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
-        self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {dtype})")
+        kind = str(dtype).replace(".", "_")
+        self.scope[kind] = dtype
+        self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {kind})")
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False) -> None:

@@ -35,6 +35,7 @@ REDUCE_UNROLL = 2
 MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
+COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 
 
@@ -179,7 +180,7 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
     lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
              *load_text(geometry, modes, rows or walk, again),
              *(ahead_text(problem, modes, rows, geometry, width) if rows and not staying else []),
-             *draws_text(problem),
+             *draws_text(problem, rows is not None and twins(problem, rows, width)),
              *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
     if staying:
         lines += accumulators.storing(problem)
@@ -225,21 +226,32 @@ def random_fields(problem: Problem) -> list[tuple[Field, tuple[str | int, ...]]]
             (pointer("unsigned long long", "random_state"), ("random_state",))]
 
 
-def draws_text(problem: Problem) -> list[str]:
+def twins(problem: Problem, rows: Reduction, width: int) -> bool:
+    """Whether two lanes of a reduction share Philox counters: a vector is two of them, and the columns are
+    whole blocks."""
+    return bool(problem.streams) and rows.keeps_columns and width == 8 and rows.columns % COUNTED == 0
+
+
+def draws_text(problem: Problem, twins: bool = False) -> list[str]:
     """Random bits: a member of `Draws` per stream; stream k takes the k-th counter from the offset."""
-    state, single, both = [], [], []
+    state, single, both = ["    return {};"], [], []
     if problem.streams:
         state = ["    RandomState state = {p.seed, p.random_offset};",
-                 "    if (p.random_state) state = {p.random_state[0], p.random_state[1] + state.offset};"]
+                 "    if (p.random_state) state = {p.random_state[0], p.random_state[1] + state.offset};",
+                 "    return state;"]
     for stream in problem.streams:
-        at = f"RandomState{{state.seed, state.offset + {stream.removeprefix('random')}}}, i"
-        single.append(f"    draws.{stream} = draw<W>({at});")
+        at = f"RandomState{{random.seed, random.offset + {stream.removeprefix('random')}}}, i"
+        single.append(f"    draws.{stream} = {'draw_with_twin' if twins else 'draw'}<W>({at});")
         both.append(f"    draw_pair<W>({at}, a.{stream}, b.{stream});")
-    return ["template <int W> struct Draws {", *(f"    Lanes<W> {s};" for s in problem.streams), "};",
-            "template <int W> __device__ __forceinline__ Draws<W> draws(const Params& p, index_t i) {",
-            "    Draws<W> draws;", *state, *single, "    return draws;", "}",
-            "template <int W> __device__ __forceinline__ void draw_both(const Params& p, index_t i, "
-            "Draws<W>& a, Draws<W>& b) {", *state, *both, "}"]
+    drawing, of_thread = "template <int W> __device__ __forceinline__", "const RandomState& random, index_t i"
+    return ["__device__ __forceinline__ RandomState random_state(const Params& p) {", *state, "}",
+            "template <int W> struct Draws {", *(f"    Lanes<W> {s};" for s in problem.streams), "};",
+            f"{drawing} Draws<W> draws({of_thread}) {{",
+            "    Draws<W> draws;", *single, "    return draws;", "}",
+            f"{drawing} Draws<W> draws(const Params& p, index_t i) {{",
+            "    return draws<W>(random_state(p), i);", "}",
+            f"{drawing} void draw_both(const Params& p, index_t i, Draws<W>& a, Draws<W>& b) {{",
+            "    const RandomState random = random_state(p);", *both, "}"]
 
 
 def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
@@ -313,6 +325,8 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
                  f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};",
+                 f"constexpr bool ONE_ROW = {str(not rows.rows).lower()};",
+                 f"constexpr bool TWINS = {str(twins(problem, rows, width)).lower()};",
                  f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()};",
                  *accumulators.takes(values)]
     geometry.index("columns", rows.columns)
