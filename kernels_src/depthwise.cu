@@ -7,6 +7,9 @@
 // registers, and each turn finishes the oldest. The next turn's windows are under way meanwhile. Neighbouring
 // threads have neighbouring channels, then neighbouring columns, so what windows share comes from the L1.
 //
+// Turns one by one are a chain: each waits for the memory. Of a small problem, whose blocks run all at once, nothing
+// else takes time, and a thread has so few TURNS that all of their windows are under way together, with the weights.
+//
 // With a dilation D the rows of one residue modulo D are an image of their own, and so are the columns.
 // TRANSPOSED is the gradient of the source of a convolution with a stride: a turn takes one row and finishes
 // STRIDE_H; without a stride it is a convolution with the kernel FLIPPED.
@@ -17,6 +20,7 @@
 //   KH, KW, STRIDE_H, STRIDE_W, TRANSPOSED, FLIPPED
 //   VEC, COLUMNS                  see above
 //   LANES                         threads side by side along the channels, at most
+//   TURNS                         of each thread, if these are to be under way together; otherwise 0
 //   Channels, know(p, c)          what the epilogue needs of VEC channels, once a thread
 //   RESIDUAL, finish(channels, v, value, residual)      whether there is one, and the epilogue
 
@@ -26,6 +30,8 @@ constexpr int BEFORE = (KH - 1) / STRIDE_H;  // turns until the first row is fin
 constexpr int HELD = TRANSPOSED ? (KH > STRIDE_H ? KH : STRIDE_H) : BEFORE + 1;
 constexpr int LEFT = TRANSPOSED ? (KW - 1) / STRIDE_W : 0;
 constexpr int WINDOW = TRANSPOSED ? (COLUMNS - 1) / STRIDE_W + LEFT + 1 : (COLUMNS - 1) * STRIDE_W + KW;
+// Rows of the source, where all of them are under way together: some of the last turn's may not count.
+constexpr int ROWS_TOGETHER = TRANSPOSED ? TURNS : (TURNS - BEFORE - 1) * STRIDE_H + KH;
 constexpr int PITCH = (LANES + 1) * VEC;  // of a tap's weights: not a multiple of the banks
 constexpr bool WEIGHTS_IN_REGISTERS = TAPS * VEC * sizeof(acc_t) <= 80;
 
@@ -64,14 +70,28 @@ struct Weights {
     }
 };
 
-__device__ __forceinline__ void share_weights(const Params& p, int first, int count, acc_t* shared) {
-#pragma unroll 8
-    for (int k = threadIdx.x; k < count * TAPS; k += BLOCK) {
-        const int c = k / TAPS, tap = k - c * TAPS;
-        shared[(FLIPPED ? TAPS - 1 - tap : tap) * PITCH + c] = to_acc(p.weight[first * TAPS + k]);
+// What a thread takes of its block's weights for all threads.
+struct Taken {
+    static constexpr int EACH = (LANES * VEC * TAPS + BLOCK - 1) / BLOCK;
+    scalar_t weights[EACH];
+    int count;
+
+    __device__ __forceinline__ Taken(const Params& p, int first, int channels) : count(channels * TAPS) {
+        each([&](scalar_t& weight, int k) { weight = p.weight[first * TAPS + k]; });
     }
-    __syncthreads();
-}
+    __device__ __forceinline__ void share(acc_t* shared) {
+        each([&](scalar_t& weight, int k) {
+            const int c = k / TAPS, tap = k - c * TAPS;
+            shared[(FLIPPED ? TAPS - 1 - tap : tap) * PITCH + c] = to_acc(weight);
+        });
+        __syncthreads();
+    }
+    template <typename Use> __device__ __forceinline__ void each(const Use& use) {
+#pragma unroll
+        for (int n = 0; n < EACH; ++n)
+            if (const int k = threadIdx.x + n * BLOCK; k < count) use(weights[n], k);
+    }
+};
 
 // The finished rows go, new ones come.
 __device__ __forceinline__ void move_on(Held& held) {
@@ -127,7 +147,7 @@ __device__ __forceinline__ Strip strip_of(const Params& p, unsigned task, int ch
     return s;
 }
 
-__device__ __forceinline__ bool in_image(int row, int rows) { return row >= 0 && row < rows; }
+__device__ __forceinline__ bool in_image(int row, int rows) { return static_cast<unsigned>(row) < static_cast<unsigned>(rows); }
 
 // A row of a turn in which some row is in the image.
 __device__ __forceinline__ void load_row(const Params& p, const Strip& strip, int row, Source& source) {
@@ -212,16 +232,76 @@ __device__ __forceinline__ void go_down(const Params& p, const Strip& strip, con
     }
 }
 
+// -- all turns together ------------------------------------------------------------------------------
+
+using Rows = Source[ROWS_TOGETHER > 0 ? ROWS_TOGETHER : 1];
+
+// Without branches, between which loads would not be in flight together.
+__device__ __forceinline__ void load_rows(const Params& p, const Strip& strip, Rows& rows) {
+    const unsigned bytes = p.source_step * static_cast<unsigned>(sizeof(scalar_t));
+#pragma unroll
+    for (int r = 0; r < ROWS_TOGETHER; ++r) {
+        const int row = strip.row + r * p.dilation_h;
+        const char* from = reinterpret_cast<const char*>(strip.from + row * p.x_row);
+        const bool row_inside = in_image(row, p.source_rows);
+        clear(rows[r]);
+#pragma unroll
+        for (int j = 0; j < WINDOW; ++j) {
+            const int column = strip.source.first + j * strip.source.step;
+            if (row_inside & in_image(column, strip.source.count))
+                load_bytes<Pixel<scalar_t, VEC>::BYTES>(from + j * bytes, rows[r].pixels[j].words);
+        }
+    }
+}
+
+template <int S>
+__device__ __forceinline__ void take_together(const Weights& weights, const Rows& rows, int turn, Held& held) {
+    if (turn * ROWS_IN + S >= ROWS_TOGETHER) return;
+    acc_t x[WINDOW][VEC];
+    convert(rows[turn * ROWS_IN + S], x);
+    take_row<S>(weights, x, held);
+}
+
+__device__ __forceinline__ void go_together(const Params& p, unsigned task, int channel, bool works, Taken& taken,
+                                            acc_t* shared, const acc_t* own) {
+    Strip strip;
+    Rows rows;
+    Channels channels;
+    if (works) {
+        strip = strip_of(p, task, channel);
+        load_rows(p, strip, rows);
+        channels = know(p, channel);
+    }
+    taken.share(shared);
+    if (!works) return;
+    const Weights weights(own);
+    Held held = {};
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        move_on(held);
+        take_together<0>(weights, rows, turn, held);
+        if constexpr (ROWS_IN == 2) take_together<1>(weights, rows, turn, held);
+        store_finished(p, strip, channels, turn, held);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------
+
 // Said to be one, or the compiler spills for the sake of more blocks on a multiprocessor.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) depthwise(const __grid_constant__ Params p) {
     alignas(16) __shared__ acc_t shared[TAPS * PITCH];
     unsigned group = blockIdx.x;
     const int first = digit(group, p.slices) * p.lanes * VEC;
-    share_weights(p, first, min(p.lanes * VEC, p.channels - first), shared);
+    Taken taken(p, first, min(p.lanes * VEC, p.channels - first));
 
     const int lane = threadIdx.x % p.lanes, slot = threadIdx.x / p.lanes, slots = BLOCK / p.lanes;
     const unsigned task = group * slots + slot;
     const int channel = first + lane * VEC;
-    if (slot >= slots || task >= p.tasks || channel >= p.channels) return;
-    go_down(p, strip_of(p, task, channel), know(p, channel), Weights(shared + lane * VEC));
+    const bool works = slot < slots && task < p.tasks && channel < p.channels;
+    if constexpr (TURNS > 0) {
+        go_together(p, task, channel, works, taken, shared, shared + lane * VEC);
+    } else {
+        taken.share(shared);
+        if (works) go_down(p, strip_of(p, task, channel), know(p, channel), Weights(shared + lane * VEC));
+    }
 }

@@ -9,7 +9,7 @@ from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
 from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, pixels
 
 import fusionrt as frt
-from fusionrt.ops import depthwise, depthwise_strips
+from fusionrt.ops import depthwise, depthwise_kernels, depthwise_strips
 from fusionrt.ops.depthwise_forms import PLAIN, Form, Geometry, line_of
 from fusionrt.ops.depthwise_strips import BLOCK, convolving, cut, weighing
 from fusionrt.rehearsal import collecting
@@ -97,6 +97,22 @@ def test_strips_and_turns_add_up(size, kernel, stride, padding, dilation):
     check_gradients(convolved, weighed, size, kernel, stride, padding, dilation)
 
 
+def cut_of(n, c, size, k, stride=1):
+    line = line_of(size, (size - 1) // stride + 1, k, stride, k // 2, 1, False)
+    form = Form("float32", (k, k), (stride, stride), 2, 0)
+    return cut(n, c, line, line, form, depthwise_strips.widths_of(form))
+
+
+@pytest.mark.parametrize("c, size, k, stride", [
+    (16, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2), (480, 14, 5, 1), (960, 7, 5, 1)])
+def test_turns_of_one_image_are_under_way_together(c, size, k, stride):
+    """Of 32 images they are not: rows would be read by several blocks."""
+    one = cut_of(1, c, size, k, stride)
+    assert one.turns == one.chunk + (k - 1) // stride
+    assert one.blocks <= 132 * depthwise_strips.resident(Form("float32", (k, k), (stride, stride), 2, 0))
+    assert cut_of(32, c, size, k, stride).turns == 0
+
+
 def test_cuts_cover_all_and_fill_a_gpu():
     for n, c, size, k in itertools.product((1, 32), (2, 96, 100, 576), (7, 14, 112), (3, 7)):
         line = line_of(size, size, k, 1, k // 2, 1, False)
@@ -171,16 +187,27 @@ FORMS = [("float16", 3, 1, 2), ("bfloat16", 7, 1, 2), ("float32", 5, 2, 2), ("fl
          ("float16", 11, 1, 1), ("float64", 7, 1, 1), ("bfloat16", 2, 1, 1)]
 
 
+def together(form):
+    """Kernels whose turns are under way together, those with the most in registers."""
+    fits = [(w, c) for w in depthwise_strips.widths_of(form) for c in depthwise_strips.CHUNKS_TOGETHER
+            if depthwise_strips.registers_together(form, w, c) <= depthwise_strips.MOST_TOGETHER]
+    most = sorted(fits, key=lambda fit: depthwise_strips.registers_together(form, *fit))[-2:]
+    return [convolving(form._replace(columns=w, turns=c + (form.kernel[0] - 1) // form.stride[0]), PLAIN)
+            for w, c in most]
+
+
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_75", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
     form = Form(dtype, (k, k), (stride, stride), vec, 0)
     made = [convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
+            *together(form),
             weighing(form._replace(columns=max(depthwise_strips.widths_of_gradient(form))))]
     if stride > 1:
         form = form._replace(transposed=True)
-        made.append(convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN))
+        made += [convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
+                 *together(form)]
     for kernel in made:
         found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
@@ -223,6 +250,31 @@ def test_as_accurate_as_torch(dtype, options_of):
             y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), named,
                                  torch.no_grad()(frt.depthwise_conv2d.reference))
             assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_turns_one_by_one_give_the_same_bits(dtype, monkeypatch):
+    cases = [(images(2, c, 9, 11, dtype=dtype, device="cuda"),
+              *(torch.randn(shape, device="cuda").to(dtype) for shape in ((c, 1, k, k), (c,))), stride)
+             for c, k, stride in itertools.product((32, 130), (3, 5), (1, 2))]
+
+    def run():
+        for cached in (cut, convolving, depthwise_kernels._convolution):
+            cached.cache_clear()
+        with torch.no_grad():
+            return [frt.depthwise_conv2d(x, weight, bias, "silu", padding=weight.shape[2] // 2, stride=stride)
+                    for x, weight, bias, stride in cases]
+
+    together = run()
+    monkeypatch.setattr(depthwise_strips, "CHUNKS_TOGETHER", ())
+    for ours, (x, weight, bias, stride), other in zip(together, cases, run(), strict=True):
+        assert_same_bits(ours, other)
+        check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"),
+                      {"padding": weight.shape[2] // 2, "stride": stride},
+                      torch.no_grad()(frt.depthwise_conv2d.reference))
+    for cached in (cut, convolving, depthwise_kernels._convolution):
+        cached.cache_clear()
 
 
 @pytest.mark.gpu

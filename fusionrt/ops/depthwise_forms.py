@@ -60,6 +60,7 @@ class Form(NamedTuple):
     columns: int
     transposed: bool = False
     flipped: bool = False
+    turns: int = 0               # of a thread, where all are under way together
 
 
 class Line(NamedTuple):

@@ -34,7 +34,8 @@ LOAD_CYCLES = 800
 
 class Cut(NamedTuple):
     """How the work is shared: `lanes` of a slice of the channels; tasks are strips of columns, of a residue
-    of columns, of chunks of rows, of a residue of rows, of images."""
+    of columns, of chunks of rows, of a residue of rows, of images. `turns` of a task, if they are under way
+    together; otherwise 0."""
 
     lanes: int
     slices: int
@@ -43,6 +44,7 @@ class Cut(NamedTuple):
     chunk: int
     chunks: int
     tasks: int
+    turns: int = 0
 
     @property
     def blocks(self) -> int:
@@ -63,35 +65,81 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form, widths
     lanes, slices = lanes_of(channels, form.vec)
     group = form.stride[1] if form.transposed else 1
     before = (form.kernel[0] - 1) // form.stride[0]
+
+    def made(width: int, chunk: int, turns: int) -> Cut:
+        strips, chunks = -(-columns.units * group // width), -(-rows.units // chunk)
+        return Cut(lanes, slices, width, strips, chunk, chunks,
+                   batch * strips * chunks * rows.step * columns.step, turns)
+
     found: list[tuple[float, Cut]] = []
     for width in widths:
-        strips = -(-columns.units * group // width)
         for chunks in range(1, max(1, min(64, rows.units // max(1, before))) + 1):
-            chunk = -(-rows.units // chunks)
-            chunks = -(-rows.units // chunk)
-            made = Cut(lanes, slices, width, strips, chunk, chunks,
-                       batch * strips * chunks * rows.step * columns.step)
-            turns = chunk + (before if chunks > 1 else before / 4)  # rows outside of the image take no time
+            plan = made(width, -(-rows.units // chunks), 0)
+            # Rows outside of the image take no time.
+            turns = plan.chunk + (before if plan.chunks > 1 else before / 4)
             if groups:
-                turns *= -(-made.tasks // (groups * (BLOCK // lanes)))
-            found.append((turns * cycles(form, width, groups * slices or made.blocks), made))
+                turns *= -(-plan.tasks // (groups * (BLOCK // lanes)))
+            found.append((LOAD_CYCLES + turns * cycles(form, width, groups * slices or plan.blocks), plan))
+        for chunk in CHUNKS_TOGETHER if not groups else ():
+            plan = made(width, chunk, chunk + before)
+            if (registers_together(form, width, chunk) <= MOST_TOGETHER
+                    and plan.blocks <= MULTIPROCESSORS * resident(form)):
+                found.append((cycles_together(form, width, chunk, plan.blocks), plan))
     return min(found, key=lambda pair: pair[0])[1]
 
 
+def window_of(form: Form, width: int) -> int:
+    kw, sw = form.kernel[1], form.stride[1]
+    return width // sw + kw // sw if form.transposed else (width - 1) * sw + kw
+
+
+def instructions(form: Form, width: int, chunk: int, rows: int) -> int:
+    """Estimate for as many rows of the source, and of the result (of TRANSPOSED: groups of them)."""
+    (sh, sw), taps = form.stride, math.prod(form.kernel)
+    products, results = (taps * width // sw, width * sh) if form.transposed else (taps * width, width)
+    return form.vec * chunk * products + 5 * (rows * window_of(form, width) + chunk * results) + taps + 40
+
+
+def by_way_of_memory(form: Form) -> int:
+    """Cycles that the weights take for a block: a multiprocessor has one path to them."""
+    taps = math.prod(form.kernel)
+    return 4 * form.vec * taps if form.vec * taps > 20 else 0
+
+
 def cycles(form: Form, width: int, blocks: int) -> float:
-    """Estimate of what a turn of all blocks takes: instructions, where blocks that share a multiprocessor
-    have more of these than a load takes time."""
-    kw, (sh, sw), taps = form.kernel[1], form.stride, math.prod(form.kernel)
-    if form.transposed:
-        products, window, results = taps * width // sw, width // sw + kw // sw, width * sh
-    else:
-        products, window, results = taps * width, sh * ((width - 1) * sw + kw), width
-    # Each multiprocessor has four schedulers and one path to the weights in its memory.
-    instructions = max(form.vec * products + 5 * (window + results) + taps + 40,
-                       4 * form.vec * taps if form.vec * taps > 20 else 0)
+    """Estimate of what a turn of all blocks takes: instructions, for which a multiprocessor has four
+    schedulers, where blocks that share one have more of these than a load takes time."""
+    one = max(instructions(form, width, 1, 1 if form.transposed else form.stride[0]), by_way_of_memory(form))
     full, rest = divmod(blocks, MULTIPROCESSORS * resident(form))
     together = [resident(form)] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
-    return float(sum(max(LOAD_CYCLES, n * instructions) for n in together))
+    return float(sum(max(LOAD_CYCLES, n * one) for n in together))
+
+
+# -- all turns of a task together, by blocks that run all at once --------------------------------------
+
+CHUNKS_TOGETHER = (1, 2)  # rows of the result
+MOST_TOGETHER = 168       # registers: what the blocks have that are said to share a multiprocessor
+
+
+def rows_together(form: Form, chunk: int) -> int:
+    (kh, _), (sh, _) = form.kernel, form.stride
+    return chunk + (kh - 1) // sh if form.transposed else (chunk - 1) * sh + kh
+
+
+def registers_together(form: Form, width: int, chunk: int) -> int:
+    window, size = window_of(form, width), ITEMSIZE[form.dtype]
+    sums = chunk * width * (form.stride[0] if form.transposed else 1)
+    return (-(-form.vec * size // 4) * rows_together(form, chunk) * window
+            + form.vec * max(1, size // 4) * (sums + window) + 40)
+
+
+def cycles_together(form: Form, width: int, chunk: int, blocks: int) -> float:
+    rows = rows_together(form, chunk)
+    loads = 4 * -(-form.vec * ITEMSIZE[form.dtype] // 4) * rows * window_of(form, width)
+    begin = 150 + 10 * -(-LANES * form.vec * math.prod(form.kernel) // BLOCK)  # where it is, sharing weights
+    one = begin + max(instructions(form, width, chunk, rows), loads + by_way_of_memory(form))
+    # A scheduler with one warp waits every other cycle, for what the warp has not found yet.
+    return float(LOAD_CYCLES + max(2, -(-blocks // MULTIPROCESSORS)) * one)
 
 
 def resident(form: Form) -> int:
@@ -132,13 +180,14 @@ def _values(images: Images, rows: Line, columns: Line, plan: Cut, groups: int) -
 @functools.cache
 def convolving(form: Form, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise", [*operands(finish), *_FIELDS],
-                  [*_constants(form), *epilogue(finish)], block=BLOCK, **arithmetic(form.dtype))
+                  [*_constants(form), f"constexpr int TURNS = {form.turns};", *epilogue(finish)],
+                  block=BLOCK, **arithmetic(form.dtype))
 
 
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=_vector(form, images, 49))
     plan = cut(images.batch, images.channels, rows, columns, form, widths_of(form))
-    kernel = convolving(form._replace(columns=plan.columns), finish)
+    kernel = convolving(form._replace(columns=plan.columns, turns=plan.turns), finish)
     return Launch(kernel, plan.blocks, _values(images, rows, columns, plan, 1))
 
 
