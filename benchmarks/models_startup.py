@@ -2,17 +2,20 @@
 
 The model is built, moved and run once eagerly before, which is not counted; what follows is: importing
 Dynamo, converting (or torch.compile), validating where named, the first call, and a wait for its result.
-`cold`: the kernel caches are empty; `warm`: an earlier process filled them. Milliseconds, medians of
-processes; second_ms: of the next call, in which CUDA graphs may be recorded.
+`cold`: the kernel caches are empty; `warm`: an earlier process filled them; modules are compiled to
+bytecode either way, as an installed package's are. Milliseconds, medians of processes; second_ms: of the
+next call, in which CUDA graphs may be recorded.
 """
 
 from __future__ import annotations
 
+import compileall
 import json
 import statistics
 import tempfile
 
 from benchmarks import script
+from benchmarks.script import ROOT
 from benchmarks.startup import caches, process
 from fusionrt.bench.results import Results, kind
 from fusionrt.convert.registry import MODELS, missing
@@ -52,6 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     names = script.names(options.only)
     run = script.results(f"models_startup-{kind()}", __doc__, options, len(names) < len(NAMES))
+    compileall.compile_dir(ROOT / "fusionrt", quiet=1)
     for name in names:
         if missing(MODELS[name].package):
             run.absent(name, f"{MODELS[name].package} is not installed")

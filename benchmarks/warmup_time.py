@@ -17,7 +17,7 @@ import time
 from benchmarks import script
 from benchmarks.script import ROOT
 from fusionrt.bench.results import Row, kind
-from fusionrt.precompile import MAX_JOBS
+from fusionrt.runtime.compiler import MAX_JOBS
 
 CODE = """
 import dataclasses, json, sys

@@ -29,7 +29,6 @@ from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import cache, compiler, device, launch
 
 DTYPES = ("float32", "bfloat16", "float16")  # float64 on request
-MAX_JOBS = 8  # a compile takes a few hundred megabytes
 SHOWN = 5     # failures, as text
 LARGE_BLOCK = 31 << 20  # bytes; the limit follows none above 32 MiB
 FEW_ROWS = 512  # of which kernels over rows give each to more threads
@@ -112,7 +111,7 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     start = time.perf_counter()
     architectures, wanted, widths = _architectures(arch), _dtypes(dtypes), _widths(columns)
     if jobs is None:
-        jobs = min(MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
+        jobs = min(compiler.MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
     if jobs < 1:
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     summary, whole = Summary(), None

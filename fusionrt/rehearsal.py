@@ -19,14 +19,16 @@ class Source(NamedTuple):
 
 
 _needed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("needed", default=None)
-_meta_means: contextvars.ContextVar[str] = contextvars.ContextVar("meta_means", default="cuda")
+_ANY_GPU = torch.device("cuda")
+_meta_means: contextvars.ContextVar[torch.device] = contextvars.ContextVar("meta_means", default=_ANY_GPU)
 
 
 @contextlib.contextmanager
-def collecting(device: str = "cuda") -> Iterator[list[Any]]:
-    """What calls in here need on a `device` ("cuda" or "cpu"): a Problem or a Source for each kernel."""
+def collecting(device: str | torch.device = "cuda") -> Iterator[list[Any]]:
+    """What calls in here need on a `device` ("cuda" or "cpu", or a GPU of this machine): a Problem or a
+    Source for each kernel."""
     needed: list[Any] = []
-    token, meaning = _needed.set(needed), _meta_means.set(device)
+    token, meaning = _needed.set(needed), _meta_means.set(torch.device(device))
     try:
         yield needed
     finally:
@@ -46,4 +48,9 @@ def note(kernel: Any) -> None:
 
 def device_type(tensor: torch.Tensor) -> str:
     """Of a meta tensor, the device that it stands for."""
-    return _meta_means.get() if tensor.device.type == "meta" else tensor.device.type
+    return stands_for(tensor.device).type
+
+
+def stands_for(device: torch.device) -> torch.device:
+    """Of the meta device, what is rehearsed for: a GPU without an index where it is none of this machine."""
+    return _meta_means.get() if device.type == "meta" else device

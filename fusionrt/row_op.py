@@ -19,7 +19,7 @@ from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
 from fusionrt.op import SCALAR, Args, Operator, memory_walk, pack, unpack
 from fusionrt.problem import Output, Problem, pose
-from fusionrt.rehearsal import device_type
+from fusionrt.rehearsal import device_type, stands_for
 
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
@@ -140,7 +140,8 @@ class RowOperator(Operator):
         if device_type(first) == "cuda":
             from fusionrt.runtime import device, row_layout
             parts = self._divided(args, shape, order, outputs, sums_along=True)
-            clusters = first.is_meta or device.has_clusters(first.device.index)
+            index = stands_for(first.device).index
+            clusters = index is None or device.has_clusters(index)
             if row_layout.takes_sums(self._posed(args, shape, parts[0]), clusters):
                 return parts
         return self._divided(args, shape, order, outputs, sums_along=False)

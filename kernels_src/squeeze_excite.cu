@@ -2,237 +2,182 @@
 //
 //     out = x * gate      gate = outer(w2 hidden + b2)      hidden = inner(w1 m + b1)
 //
-// The blocks of a cluster have an image, of which each sums a part of the pixels. There are two ways from there. Of
-// many images each block computes a part of the hidden values and of the gates, which all of them get, and looks at
-// its pixels once more, which the L2 still has. Of FEW, where nothing but latency counts, each multiplies its sums with
-// all of w1, which is what they exchange, and computes all gates itself, if they are not many; the first pixels stay in
-// registers.
+// The blocks of a cluster have an image: each some of its channels, and of its pixels, if channels are few. A block
+// multiplies its sums of its pixels with its columns of w1, which gives a part of every hidden value. These parts all
+// blocks get, the one time that they meet; then each computes the gates of its channels, by rows of w2 that no block
+// but those with the same channels reads. With FEW images nothing but latency counts: pixels and weights are all
+// under way from the beginning, in registers.
 //
-// The prologue defines value_t; CLUSTER, blocks of a cluster; FEW; PACK, elements of a 16-byte vector; inner and
-// outer, functions of acc_t; and Params: x, w1 [hidden, channels], b1, w2 [channels, hidden], b2, out; pixels and
-// channels of an image (no more packs than BLOCK); hidden. Shared memory: 2 channels + (1 + CLUSTER) hidden +
-// BLOCK * PACK numbers.
+// The prologue defines value_t; CLUSTER, blocks of a cluster; FEW; PACK, elements of a 16-byte vector; HIDDEN_PACK,
+// what divides it and the hidden values; inner and outer, functions of acc_t; and Params: x, w1 [hidden, channels],
+// b1, w2 [channels, hidden], b2, out; pixels and channels of an image; hidden; part_bits: there are 2^part_bits parts of
+// the channels, and as many neighbours of a cluster have one each; pixels_each of a block; packs of a part and of a row
+// of w2, neither more than BLOCK. Shared memory, numbers: SCRATCH, 2 PACK packs, 2 hidden rounded up to 4,
+// CLUSTER hidden.
 
 constexpr int WARPS = BLOCK / 32;
-constexpr int PARTS = 8;            // threads that share a gate
-constexpr int KEPT = 6;             // pixels of a thread in registers
-constexpr int MANY = 1 << 14;       // products for gates, from which on they are shared out
+// Packs of a thread that are under way at a time, as many as registers allow: of pixels, which of FEW images stay there
+// until they are scaled, and of either matrix.
+constexpr int KEPT = FEW ? 2560 / BLOCK : 0, HELD = FEW ? (1 << 14) / (PACK * BLOCK) : 4;
+constexpr int TOGETHER = 8;  // numbers of a sum
 
-// The same place in another block of the cluster.
-__device__ __forceinline__ acc_t* in_block(acc_t* here, unsigned rank) {
+// Before anything is stored: without the fence of a release.
+__device__ __forceinline__ void begin_in_cluster() {
 #if __CUDA_ARCH__ >= 900
-    unsigned long long there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
-    return reinterpret_cast<acc_t*>(there);
-#else
-    return here;
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void meet() { arrive_in_cluster(), wait_for_cluster(); }
+// Rows of packs among the threads of a block: a thread has one pack of every `lanes`th row.
+struct Share {
+    int packs, lanes, lane, pack;
+    __device__ __forceinline__ explicit Share(const Divisor& by)
+        : packs(by.value), lanes(by.divide(BLOCK)), lane(by.divide(threadIdx.x)), pack(threadIdx.x - lane * packs) {}
+    __device__ __forceinline__ bool works() const { return lane < lanes; }
+};
 
-// The sums of the threads that have the same pack, in those of lane 0.
-__device__ __forceinline__ void sum_of_lanes(acc_t (&sums)[PACK], acc_t* scratch, int packs, int lane, int lanes) {
-    for (int n = lanes; n > 1;) {
-        const int half = (n + 1) / 2;
-        if (lane >= half && lane < n)
-            for (int v = 0; v < PACK; ++v) scratch[v * BLOCK + threadIdx.x] = sums[v];
-        __syncthreads();
-        if (lane < n - half)
-            for (int v = 0; v < PACK; ++v) sums[v] += scratch[v * BLOCK + threadIdx.x + half * packs];
-        n = half;
+// The thread's pack of `rows` rows, N of them at a time; `pitch` elements lie between rows.
+template <int W, int N> struct Rows {
+    const value_t* from;
+    int pitch, lane, lanes, rows;
+    Pack<value_t, W> packs[N > 0 ? N : 1];
+
+    __device__ __forceinline__ Rows(const value_t* first, int pitch, int rows, const Share& share, bool works)
+        : from(first + share.pack * W), pitch(pitch), lane(share.lane), lanes(share.lanes), rows(works ? rows : 0) {
+        if (FEW) asm("" : "+l"(from));  // which is otherwise computed anew for each row, as registers are few
     }
-}
-
-__device__ __forceinline__ void add_pixels(const Params& p, const value_t* x, int pixel, int end, int lanes,
-                                           acc_t (&own)[PACK]) {
-#pragma unroll 4
-    for (; pixel < end; pixel += lanes) {
-        const auto values = load_pack<PACK>(x + static_cast<long long>(pixel) * p.channels);
+    // use(pack, offset) for the N rows from `first` on that there are.
+    template <typename Use> __device__ __forceinline__ void each(int first, const Use& use) {
+        int row = first + lane, offset = row * pitch;
 #pragma unroll
-        for (int v = 0; v < PACK; ++v) own[v] += at(values, v);
+        for (int n = 0; n < N; ++n, row += lanes, offset += lanes * pitch)
+            if (row < rows) use(packs[n], offset);
     }
-}
-
-__device__ __forceinline__ void scale(const Pack<value_t, PACK>& values, const acc_t (&gate)[PACK], value_t* out) {
-    acc_t found[PACK];
-#pragma unroll
-    for (int v = 0; v < PACK; ++v) found[v] = at(values, v) * gate[v];
-    store_pack(out, found);
-}
-
-__device__ __forceinline__ void scale_pixels(const Params& p, const value_t* x, int pixel, int end, int lanes,
-                                             const acc_t (&gate)[PACK], value_t* out) {
-#pragma unroll 4
-    for (; pixel < end; pixel += lanes) {
-        const long long here = static_cast<long long>(pixel) * p.channels;
-        scale(load_pack<PACK>(x + here), gate, out + here);
+    __device__ __forceinline__ void load(int first) {
+        each(first, [&](Pack<value_t, W>& pack, int offset) { pack = load_pack<W>(from + offset); });
     }
-}
-
-// Row r of w1 times what `value` says of element v of pack k, by a warp.
-template <typename Value>
-__device__ __forceinline__ acc_t multiply_row(const Params& p, int r, int lane, int packs, const Value& value) {
-    acc_t sum = 0;
+    // The rows behind the first N.
+    template <typename Use> __device__ __forceinline__ void each_left(const Use& use) const {
+        int row = N * lanes + lane, offset = row * pitch;
 #pragma unroll 4
-    for (int k = lane; k < packs; k += 32) {
-        const auto weights = load_pack<PACK>(p.w1 + static_cast<long long>(r) * p.channels + k * PACK);
-#pragma unroll
-        for (int v = 0; v < PACK; ++v) sum += at(weights, v) * value(k, v);
+        for (; row < rows; row += lanes, offset += lanes * pitch) use(load_pack<W>(from + offset), offset);
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    return sum;
-}
+};
 
-// Row c of w2, if there is one, times the hidden values, by PARTS threads beside each other.
-__device__ __forceinline__ acc_t multiply_channel(const Params& p, int c, int part, const acc_t* hidden) {
-    acc_t sum = 0;
-    if (c < p.channels)
-#pragma unroll 4
-        for (int r = part; r < p.hidden; r += PARTS)
-            sum += to_acc(p.w2[static_cast<long long>(c) * p.hidden + r]) * hidden[r];
-#pragma unroll
-    for (int step = PARTS / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    return sum;
-}
-
-// -- of many images --------------------------------------------------------------------------------
-
-__device__ __forceinline__ void of_many(const Params& p, acc_t* shared) {
-    acc_t *sums = shared, *gates = sums + p.channels, *hidden = gates + p.channels, *scratch = hidden + p.hidden;
-    acc_t* mean = scratch;  // afterwards
-
-    const unsigned rank = cluster_rank();
-    const int packs = p.channels / PACK, lanes = BLOCK / packs;
-    const int lane = threadIdx.x / packs, pack = threadIdx.x % packs;
-    const long long image = static_cast<long long>(blockIdx.x / CLUSTER) * p.pixels;
-    const int begin = static_cast<long long>(p.pixels) * rank / CLUSTER;
-    const int end = lane < lanes ? static_cast<long long>(p.pixels) * (rank + 1) / CLUSTER : 0;
-    const value_t* x = p.x + image * p.channels + pack * PACK;
-
-    acc_t own[PACK] = {};
-    add_pixels(p, x, begin + lane, end, lanes, own);
-    sum_of_lanes(own, scratch, packs, lane, lanes);
-    if (lane == 0)
-        for (int v = 0; v < PACK; ++v) sums[pack * PACK + v] = own[v];
-    meet();
-
-    for (int c = threadIdx.x; c < p.channels; c += BLOCK) {
+// Of `count` sums of `terms` numbers each; use(k, sum) by one thread. As many threads share a sum as there are.
+template <typename Use>
+__device__ __forceinline__ void sum_up(const acc_t* numbers, int count, int step, int terms, int term_step,
+                                       const Use& use) {
+    if (count <= 0) return;
+    const int shift = min(5, max(0, __clz(count - 1) - __clz(BLOCK - 1))), threads = 1 << shift;
+    const int part = threadIdx.x & (threads - 1);
+#pragma unroll 1
+    for (int first = 0; first < count; first += BLOCK >> shift) {  // the same for all threads
+        const int k = first + (threadIdx.x >> shift);
+        const acc_t* at = numbers + (k * step + part * term_step);
         acc_t sum = 0;
+#pragma unroll 1
+        for (int left = k < count ? terms - part : 0; left > 0;) {
+            acc_t found[TOGETHER];
 #pragma unroll
-        for (int k = 0; k < CLUSTER; ++k) sum += in_block(sums, k)[c];
-        mean[c] = sum / p.pixels;
-    }
-    __syncthreads();
-
-    for (int r = rank + CLUSTER * (threadIdx.x / 32); r < p.hidden; r += CLUSTER * WARPS) {
-        const acc_t sum = multiply_row(p, r, threadIdx.x % 32, packs,
-                                       [&](int k, int v) { return mean[k * PACK + v]; });
-        if (threadIdx.x % 32 < CLUSTER)
-            in_block(hidden, threadIdx.x % 32)[r] = inner(sum + to_acc(p.b1[r]));
-    }
-    meet();
-
-    const int part = threadIdx.x % PARTS;
-    for (int first = 0; first < p.channels; first += CLUSTER * (BLOCK / PARTS)) {  // the same for all threads
-        const int c = first + rank + CLUSTER * (threadIdx.x / PARTS);
-        const acc_t sum = multiply_channel(p, c, part, hidden);
-        if (c < p.channels && part < CLUSTER) in_block(gates, part)[c] = outer(sum + to_acc(p.b2[c]));
-    }
-    meet();
-
-    acc_t gate[PACK];
+            for (int n = 0; n < TOGETHER; ++n, left -= threads, at += threads * term_step)
+                found[n] = left > 0 ? *at : acc_t(0);
 #pragma unroll
-    for (int v = 0; v < PACK; ++v) gate[v] = gates[pack * PACK + v];
-    value_t* out = p.out + image * p.channels + pack * PACK;
-    scale_pixels(p, x, begin + lane, end, lanes, gate, out);
-}
-
-// -- of few ----------------------------------------------------------------------------------------
-
-// What these sums of pixels give to each hidden value, into place `rank` of every block.
-__device__ __forceinline__ void multiply(const Params& p, const acc_t* sums, acc_t* products, int rank) {
-    const int packs = p.channels / PACK, lane = threadIdx.x % 32;
-    for (int r = threadIdx.x / 32; r < p.hidden; r += WARPS) {
-        const acc_t sum = multiply_row(p, r, lane, packs, [&](int k, int v) { return sums[v * packs + k]; });
-        if (lane < CLUSTER) in_block(products, lane)[rank * p.hidden + r] = sum;
+            for (int n = 0; n < TOGETHER; ++n) sum += found[n];
+        }
+#pragma unroll 1
+        for (int other = threads / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+        if (k < count && part == 0) use(k, sum);
     }
 }
 
-// Gates of every `step`th channel from `first` on, into so many blocks, or into this one.
-__device__ __forceinline__ void open_gates(const Params& p, const acc_t* hidden, acc_t* gates, int first, int step) {
-    const int part = threadIdx.x % PARTS;
-#pragma unroll 2
-    for (int begin = first; begin < p.channels; begin += step * (BLOCK / PARTS)) {  // alike for all threads
-        const int c = begin + step * (threadIdx.x / PARTS);
-        const acc_t sum = multiply_channel(p, c, part, hidden);
-        if (c >= p.channels) continue;
-        const acc_t gate = outer(sum + to_acc(p.b2[c]));
-        if (step == 1 && part == 0) gates[c] = gate;
-        for (int k = part; step > 1 && k < CLUSTER; k += PARTS) in_block(gates, k)[c] = gate;
-    }
-}
-
-__device__ __forceinline__ void of_few(const Params& p, acc_t* shared) {
-    acc_t *sums = shared, *gates = sums + p.channels, *hidden = gates + p.channels, *products = hidden + p.hidden;
-    acc_t* scratch = products + CLUSTER * p.hidden;
-
-    arrive_in_cluster();  // only who runs can be written to
-    const int rank = cluster_rank();
-    const int packs = p.channels / PACK, lanes = BLOCK / packs;
-    const int lane = threadIdx.x / packs, pack = threadIdx.x % packs;
-    const long long image = static_cast<long long>(blockIdx.x / CLUSTER) * p.pixels * p.channels;
-    const int begin = static_cast<long long>(p.pixels) * rank / CLUSTER + lane;
-    const int end = lane < lanes ? static_cast<long long>(p.pixels) * (rank + 1) / CLUSTER : 0;
-    const value_t* x = p.x + image + pack * PACK;
-    value_t* out = p.out + image + pack * PACK;
-
-    Pack<value_t, PACK> kept[KEPT];
-    acc_t own[PACK] = {};
+// All rows of a matrix, of which the first ones may be there, times `vector`. Of each row's packs `terms` count.
+template <int W, typename Use>
+__device__ __forceinline__ void multiply(Rows<W, HELD>& matrix, const Share& share, bool there, int rows, int terms,
+                                         const acc_t* vector, acc_t* scratch, const Use& use) {
+    const auto factors = shared_pack<W>(vector + share.pack * W);
+    const int pitch = share.packs | 1;  // not a multiple of the banks
+    const int turn = HELD * share.lanes;
+#pragma unroll 1
+    for (int first = 0; first < rows; first += turn) {
+        if (first > 0 || !there) matrix.load(first);
+        if (share.works()) {  // products of rows that there are not nobody adds
+            acc_t* to = scratch + share.lane * pitch + share.pack;
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i)
-        if (begin + i * lanes < end)
-            kept[i] = load_pack<PACK>(x + static_cast<long long>(begin + i * lanes) * p.channels);
+            for (int n = 0; n < HELD; ++n, to += share.lanes * pitch) {
+                acc_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i)
-        if (begin + i * lanes < end)
-#pragma unroll
-            for (int v = 0; v < PACK; ++v) own[v] += at(kept[i], v);
-    add_pixels(p, x, begin + KEPT * lanes, end, lanes, own);
-    sum_of_lanes(own, scratch, packs, lane, lanes);
-    if (lane == 0)
-        for (int v = 0; v < PACK; ++v) sums[v * packs + pack] = own[v];
-    __syncthreads();
-    wait_for_cluster();
-
-    multiply(p, sums, products, rank);
-    meet();
-    for (int r = threadIdx.x; r < p.hidden; r += BLOCK) {
-        acc_t sum = 0;
-        for (int k = 0; k < CLUSTER; ++k) sum += products[k * p.hidden + r];
-        hidden[r] = inner(sum / p.pixels + to_acc(p.b1[r]));
-    }
-    __syncthreads();
-    if (p.channels * p.hidden < MANY) {
-        open_gates(p, hidden, gates, 0, 1);
+                for (int v = 0; v < W; ++v) sum += at(matrix.packs[n], v) * factors.data[v];
+                *to = sum;
+            }
+        }
         __syncthreads();
-    } else {
-        open_gates(p, hidden, gates, rank, CLUSTER);
-        meet();
+        sum_up(scratch, min(turn, rows - first), pitch, terms, 1, [&](int k, acc_t sum) { use(first + k, sum); });
+        __syncthreads();
     }
-
-    acc_t gate[PACK];
-#pragma unroll
-    for (int v = 0; v < PACK; ++v) gate[v] = gates[pack * PACK + v];
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i)
-        if (begin + i * lanes < end)
-            scale(kept[i], gate, out + static_cast<long long>(begin + i * lanes) * p.channels);
-    scale_pixels(p, x, begin + KEPT * lanes, end, lanes, gate, out);
 }
 
-// --------------------------------------------------------------------------------------------------
+// Numbers that are under way until they are put into shared memory.
+struct Bias {
+    const value_t* from;
+    int count;
+    Pack<value_t, 1> first;
+    __device__ __forceinline__ Bias(const value_t* from, int count) : from(from), count(count) {
+        if (static_cast<int>(threadIdx.x) < count) first = load_pack<1>(from + threadIdx.x);
+    }
+    __device__ __forceinline__ void put(acc_t* to) const {
+        if (static_cast<int>(threadIdx.x) < count) to[threadIdx.x] = at(first, 0);
+#pragma unroll 1
+        for (int k = threadIdx.x + BLOCK; k < count; k += BLOCK) to[k] = to_acc(from[k]);
+    }
+};
+
+__device__ __forceinline__ void add(const Pack<value_t, PACK>& pixel, acc_t (&own)[PACK]) {
+#pragma unroll
+    for (int v = 0; v < PACK; ++v) own[v] += at(pixel, v);
+}
+
+// Before weights are under way, which take registers: of a small image nothing is left.
+__device__ __forceinline__ void add_what_is_not_kept(const Rows<PACK, KEPT>& x, acc_t (&own)[PACK]) {
+    x.each_left([&](const Pack<value_t, PACK>& pixel, int) { add(pixel, own); });
+}
+
+// What the pixels of all threads add up to, for every channel of the block.
+__device__ __forceinline__ void sum_pixels(Rows<PACK, KEPT>& x, acc_t (&own)[PACK], const Share& share, acc_t* sums,
+                                           acc_t* scratch) {
+    x.each(0, [&](const Pack<value_t, PACK>& pixel, int) { add(pixel, own); });
+    const int channels = share.packs * PACK, pitch = channels | 4;
+    if (share.works())
+#pragma unroll
+        for (int v = 0; v < PACK; ++v) scratch[share.lane * pitch + share.pack * PACK + v] = own[v];
+    __syncthreads();
+    sum_up(scratch, channels, 1, share.lanes, pitch, [&](int c, acc_t sum) { sums[c] = sum; });
+    __syncthreads();
+}
+
+__device__ __forceinline__ void scale_pixels(Rows<PACK, KEPT>& x, const Share& share, const acc_t* gates,
+                                             value_t* out) {
+    const auto gate = shared_pack<PACK>(gates + share.pack * PACK);
+    value_t* to = out + share.pack * PACK;
+    const auto scale = [&](const Pack<value_t, PACK>& pixel, int offset) {
+        acc_t found[PACK];
+#pragma unroll
+        for (int v = 0; v < PACK; ++v) found[v] = at(pixel, v) * gate.data[v];
+        store_pack(to + offset, found);
+    };
+    x.each(0, scale);
+    x.each_left(scale);
+}
+
+// A part of the hidden values into place `rank` of every block: consecutive values by consecutive threads.
+__device__ __forceinline__ void send_to_all(const acc_t* values, const acc_t* parts, int count, int rank,
+                                            Barrier* barrier) {
+    constexpr int SENDERS = WARPS > CLUSTER ? WARPS / CLUSTER : 1;  // warps for each block
+    const int warp = threadIdx.x / 32;
+    for (int to = warp % CLUSTER; to < CLUSTER; to += WARPS)
+        for (int k = warp / CLUSTER * 32 + threadIdx.x % 32; k < count; k += SENDERS * 32)
+            send(parts + rank * count + k, barrier, to, values[k]);
+}
 
 #if __CUDA_ARCH__ >= 900
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
@@ -240,8 +185,55 @@ __device__ __forceinline__ void of_few(const Params& p, acc_t* shared) {
 #define CLUSTERED
 #endif
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK) squeeze_excite(const __grid_constant__ Params p) {
-    extern __shared__ acc_t shared[];
-    if constexpr (FEW) of_few(p, shared);
-    else of_many(p, shared);
+extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, FEW ? 1 : 2)
+    squeeze_excite(const __grid_constant__ Params p) {
+    extern __shared__ float4 memory[];
+    __shared__ Barrier barrier;
+    const Share share(p.packs), across(p.hidden_packs);
+    const int block_channels = share.packs * PACK, rounded = (p.hidden + 3) / 4 * 4;
+    acc_t* scratch = reinterpret_cast<acc_t*>(memory);
+    acc_t *sums = scratch + SCRATCH, *gates = sums + block_channels, *hidden = gates + block_channels;
+    acc_t *mine = hidden + rounded, *parts = mine + rounded;
+
+    if (threadIdx.x == 0) {
+        make_barrier(&barrier, 1);
+        barriers_are_made();
+        expect(&barrier, CLUSTER * p.hidden * sizeof(acc_t));
+    }
+    begin_in_cluster();
+    const int rank = cluster_rank(), slice = rank >> p.part_bits;
+    const int channel = (rank - (slice << p.part_bits)) * block_channels;
+    const int channels = max(0, min(block_channels, p.channels - channel));
+    const int first = slice * p.pixels_each, pixels = max(0, min(p.pixels_each, p.pixels - first));
+    const long long begin = (static_cast<long long>(blockIdx.x / CLUSTER) * p.pixels + first) * p.channels + channel;
+    const bool has_pack = share.works() && share.pack * PACK < channels;
+
+    Rows<PACK, KEPT> x(p.x + begin, p.channels, pixels, share, has_pack);
+    Rows<PACK, HELD> w1(p.w1 + channel, p.channels, p.hidden, share, has_pack);
+    Rows<HIDDEN_PACK, HELD> w2(p.w2 + static_cast<long long>(channel) * p.hidden, p.hidden, channels, across,
+                               across.works());
+    x.load(0);
+    const Bias b1(p.b1, p.hidden), b2(p.b2 + channel, channels);
+    acc_t own[PACK] = {};
+    add_what_is_not_kept(x, own);
+    if (FEW) w1.load(0), w2.load(0);
+
+    sum_pixels(x, own, share, sums, scratch);
+    b1.put(hidden), b2.put(gates);
+    multiply(w1, share, FEW, p.hidden, channels / PACK, sums, scratch,
+             [&](int r, acc_t sum) { mine[r] = sum; });
+    wait_for_cluster();  // only who runs can be sent anything
+    send_to_all(mine, parts, p.hidden, rank, &barrier);
+    await(&barrier, 0);
+
+    for (int r = threadIdx.x; r < p.hidden; r += BLOCK) {
+        acc_t sum = 0;
+#pragma unroll
+        for (int k = 0; k < CLUSTER; ++k) sum += parts[k * p.hidden + r];
+        hidden[r] = inner(sum / p.pixels + hidden[r]);
+    }
+    __syncthreads();
+    multiply(w2, across, FEW, channels, across.packs, hidden, scratch,
+             [&](int c, acc_t sum) { gates[c] = outer(sum + gates[c]); });
+    scale_pixels(x, share, gates, p.out + begin);
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,27 @@ def compiled(function: Any, **options: Any) -> tuple[Any, list[Found]]:
 def compiled_apart(model: Any, backend: Any = backend) -> Any:
     """Without forgetting what was compiled before; all are of one code, and so share what is captured."""
     return torch.compile(lambda x: model(x), backend=backend)
+
+
+def graph_of(function: Any, *args: Any, grad: bool = False) -> Any:
+    """The rewritten graph."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    run = torch.compile(function, backend=lambda gm, inputs: graphs.append(gm) or backend(gm, inputs))
+    with torch.set_grad_enabled(grad):
+        run(*args)
+    return graphs[0]
+
+
+def called(function: Any, *args: Any, grad: bool = False) -> list[str]:
+    """Names of the calls in it."""
+    nodes = graph_of(function, *args, grad=grad).graph.nodes
+    return [getattr(n.target, "__name__", n.target) for n in nodes if n.op.startswith("call")]
+
+
+def of_pass(name: str, **values: Any) -> list[tuple[Any, str, Any]]:
+    """Constants of a pass, each for the `setattr` of a monkeypatch."""
+    return [(sys.modules[f"fusionrt.convert.passes.{name}"], key, value) for key, value in values.items()]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

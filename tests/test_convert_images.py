@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from fusionrt.convert.max_pool import max_pool
+from fusionrt.convert import max_pool as max_pools
+from fusionrt.convert.max_pool import Window, max_pool
 from fusionrt.convert.squeeze_excite import squeeze_excite
 from fusionrt.ops import folding
+from fusionrt.runtime import compiler
 
 
 class Inverted(nn.Module):
@@ -68,10 +70,11 @@ def folded(weight, of, eps, dtype):
 @pytest.fixture
 def anywhere(monkeypatch):
     """Passes for a GPU and 16 bits, on a CPU in float32."""
-    for name in ("pixels", "squeeze", "biases", "pooling", "concatenations"):
+    for name in ("pixels", "squeeze", "biases", "pooling", "concatenations", "patches"):
         monkeypatch.setattr(sys.modules[f"fusionrt.convert.passes.{name}"], "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(sys.modules["fusionrt.convert.passes.pixels"], "HALVES",
                         (torch.float32, torch.float16, torch.bfloat16))
+    monkeypatch.setattr(sys.modules["fusionrt.convert.passes.patches"], "DTYPES", (torch.float32,))
     monkeypatch.setattr(folding, "folded", folded)
 
 
@@ -208,6 +211,65 @@ def test_a_convolution_with_two_norms_on_a_gpu():
     assert found[0].counts == {"conv_bn_relu": 2}
 
 
+# -- convolutions of patches -----------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Images to tokens, as a vision transformer has them, or as they are."""
+
+    def __init__(self, window=(4, 2), bias=True, flat=True, **options):
+        super().__init__()
+        self.patches, self.flat = nn.Conv2d(8, 24, window, window, bias=bias, **options), flat
+
+    def forward(self, x):
+        y = self.patches(x)
+        return y.reshape(len(x), 24, -1).permute(0, 2, 1) + 1 if self.flat else y
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_patches(anywhere, flat, bias, last):
+    model, x = Tokens(bias=bias, flat=flat).eval(), torch.randn(3, 8, 12, 6)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    run, found = compiled(model)
+    with torch.no_grad():
+        ours, own = run(x), model(x)
+    assert_close(ours, own, rtol=1e-5, atol=1e-5)
+    assert ours.stride() == own.stride()
+    assert len(replaced(found, "patches")) == (not last)  # whose result lies as the images do
+    assert not replaced(compiled_and_trained(model, x), "patches")
+
+
+def compiled_and_trained(model, x):
+    run, found = compiled(model)
+    run(x).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("model", [Tokens(padding=(2, 1)), Tokens(groups=2), Tokens(dilation=2),
+                                   Tokens((5, 2)), Tokens((1, 1))])
+def test_windows_that_are_no_patches_are_left(anywhere, model):
+    x = torch.randn(3, 8, 12, 6)
+    run, found = compiled(model.eval())
+    with torch.no_grad():
+        assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert not replaced(found, "patches")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_patches_on_a_gpu(dtype):
+    model, x = Tokens().cuda().to(dtype).eval(), torch.randn(3, 8, 12, 6, device="cuda").to(dtype)
+    run, found = compiled(model)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        own = (model(x) - exact).abs().max()
+        for _ in range(4):
+            assert (run(x) - exact).abs().max() <= 2 * own
+    assert len(replaced(found, "patches")) == 1
+
+
 # -- max pooling -----------------------------------------------------------------------------------------
 
 
@@ -220,20 +282,72 @@ def test_max_pooling(anywhere):
     with torch.no_grad():
         assert_close(run(x), model(x))
     assert len(replaced(found, "pooling")) == 2
-    run(x).sum().backward()
-    assert not replaced(found[1:], "pooling")
+    run(x).square().sum().backward()
+    assert len(replaced(found[1:], "pooling")) == 2
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert_close(grads, [p.grad for p in model.parameters()])
+
+
+WINDOWS = [Window((3, 3), (2, 2), (1, 1), (1, 1)), Window((2, 2), (2, 2), (0, 0), (1, 1)),
+           Window((3, 2), (1, 2), (1, 0), (2, 1)), Window((7, 7), (3, 3), (3, 3), (1, 1))]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0), (1, 1)),
-                                   ((3, 2), (1, 2), (1, 0), (2, 1)), ((7, 7), (3, 3), (3, 3), (1, 1))])
-def test_max_pooling_on_a_gpu(dtype, sizes):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_max_pooling_on_a_gpu(dtype, window):
     x = torch.randn(3, 13, 17, 24, device="cuda").to(dtype).permute(0, 3, 1, 2)
     x[0, 3, 5, 7], x[1, 5], x[2, :, 3, 3] = float("nan"), -float("inf"), float("inf")
-    ours, own = max_pool(x, *sizes), F.max_pool2d(x, *sizes)
+    x[2, :4] = x[2, :4].round()  # equal values
+    ours, own = max_pool(x, *window), F.max_pool2d(x, *window)
     assert_close(ours, own, rtol=0, atol=0, equal_nan=True)
     assert ours.stride() == own.stride()
+
+    grad, found = torch.randn_like(ours), []
+    for function, double in ((max_pool, False), (F.max_pool2d, True)):
+        # In channels_last memory torch takes an image's first pixel where all values are -inf.
+        leaf = (x.double().contiguous() if double else
+                x.clone(memory_format=torch.channels_last)).requires_grad_()
+        found += torch.autograd.grad(function(leaf, *window), leaf, grad.to(leaf.dtype))
+    eps = torch.finfo(dtype).eps
+    assert_close(found[0].double(), found[1], rtol=eps, atol=10 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", WINDOWS)
+def test_gradients_of_max_pooling_have_gradients(window):
+    x = torch.randn(2, 8, 11, 9, device="cuda").contiguous(memory_format=torch.channels_last)
+    found = []
+    for function in (max_pool, F.max_pool2d):
+        leaf = x.clone(memory_format=torch.channels_last).requires_grad_()
+        first, = torch.autograd.grad(function(leaf, *window).pow(3).sum(), leaf, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), leaf)))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_places_of_largest_values(window):
+    x = torch.randn(2, 3, 11, 9)
+    _, indices = F.max_pool2d(x, *window, return_indices=True)
+    row, column = indices.div(9, rounding_mode="floor"), indices % 9
+    rows, columns = (torch.arange(n) * s - p for n, s, p in
+                     zip(indices.shape[2:], window.stride, window.padding, strict=True))
+    k, j = (row - rows[:, None]) // window.dilation[0], (column - columns) // window.dilation[1]
+    places = (k * window.kernel[1] + j).to(torch.uint8)
+    assert torch.equal(max_pools._indices(places, window, x.shape), indices)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+@pytest.mark.parametrize("which, places", [(max_pools._FORWARD, False), (max_pools._FORWARD, True),
+                                           (max_pools._BACKWARD, True)])
+def test_max_pooling_compiles(arch, which, places):
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    for dtype in ("float16", "float32"):
+        kernel = max_pools._kernel(which, dtype, WINDOWS[0], places)
+        entry, _ = compiler.cubin(kernel.text, kernel.stem, arch, kernel.stem)
+        assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings"))
 
 
 # -- concatenations --------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Here:
     """In the place of a Turn."""
 
     def __init__(self):
-        self.lock, self.pool, self.stream = threading.RLock(), None, None
+        self.lock, self.pool, self.stream, self.forgetful = threading.RLock(), None, None, set()
 
     def after_others(self):
         pass
@@ -114,6 +114,20 @@ def test_the_second_call_is_captured_and_later_ones_replayed(captures):
         assert_close(made(x, w), double(x, w))
         assert len(captures) == min(n, 1)
     assert len(calls) == 1 + 2 + 4  # once; aside and into the graph; what stands for later replays
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_is_forgotten_is_captured_anew(captures, fresh):
+    """But not what results lie in that a caller may have."""
+    made, _ = replays(double, fresh=fresh)
+    x, w = torch.randn(3), torch.randn(3)
+    for n in range(6):
+        if n == 3:
+            for one in captures.turn.forgetful:
+                one.forget()
+        assert_close(made(x, w), double(x, w))
+    assert captures.turn.forgetful == ({made} if fresh else set())
+    assert len(captures) == (2 if fresh else 1)
 
 
 def test_what_moves_is_copied_and_what_is_written_to_in_place_is_seen(captures):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from fusionrt.convert import cuda_graphs, replay, training
+from fusionrt.convert import cuda_graphs, replay, stats, training
 from fusionrt.convert.capture import backend
 from fusionrt.convert.replay import Roles
 from fusionrt.convert.training import WATCHED, Training
@@ -21,9 +22,10 @@ CPU = torch.device("cpu")
 
 class Recorded:
     """In the place of torch.cuda.CUDAGraph, of which each pass has one: the forward pass, then the backward
-    pass, whose replay differentiates what the forward pass's last one has made."""
+    pass, whose replay differentiates what the forward pass's last one has made. A forward pass may write
+    where gradients lie: both graphs share memory."""
 
-    forward, fail = None, False
+    forward, fail, gradients = None, False, ()
 
     def capture(self, run):
         if Recorded.fail:
@@ -34,6 +36,8 @@ class Recorded:
             self.results = run()
         if not hasattr(self, "given"):
             Recorded.forward = self
+        else:
+            Recorded.forward.gradients = [g.detach() for g in self.results if g is not None]
         self.before = Recorded.forward
         return self.results
 
@@ -53,6 +57,8 @@ class Recorded:
             with torch.enable_grad():
                 found = self.latest = self.run()
         with torch.no_grad():
+            for gradient in self.gradients:
+                gradient.fill_(math.nan)
             for result, new in zip(self.results, found, strict=True):
                 if isinstance(result, torch.Tensor):
                     result.detach().copy_(new)
@@ -67,7 +73,7 @@ class Here:
     def after_others(self):
         pass
 
-    recover = after_others
+    recover = forget = after_others
 
 
 @pytest.fixture
@@ -90,6 +96,7 @@ def captures(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "into", into)
     monkeypatch.setattr(cuda_graphs, "turn_of", lambda device: Here())
     monkeypatch.setattr(cuda_graphs, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_graphs, "growing_segments", contextlib.nullcontext)
     monkeypatch.setattr(cuda_graphs, "buffer_like", torch.zeros_like)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -206,16 +213,23 @@ def test_gradients_that_others_hold_stay_what_they_are(captures):
     assert len(count) == 1
 
 
-def test_gradients_that_others_take_in_between(captures):
-    (ours, _), parameters = made(), weights()
-    warmed(ours, parameters)
-    step(ours, torch.randn(3, 4), parameters)
-    loss = ours(torch.randn(3, 4), *parameters)[0].sum()
-    held = parameters[0].grad
-    before = held.clone()
-    with pytest.raises(RuntimeError, match="gradient was taken between a forward and a backward pass"):
-        loss.backward()
-    assert_close(held, before)
+def test_gradients_are_added_up(captures):
+    """Also into one that was taken between a forward and a backward pass."""
+    (ours, _), parameters, expected = made(), weights(), weights()
+    for k in range(WATCHED + 5):
+        x, found = torch.randn(3, 4), []
+        for function, params in ((ours, parameters), (layer, expected)):
+            loss = function(x, *params)[0].square().sum()
+            found.append([p.grad for p in params])
+            loss.backward()
+        if k:
+            assert_close(*found)
+        if k % 3 == 2:
+            for p, q in zip(parameters, expected, strict=True):
+                p.grad.zero_()
+                q.grad.zero_()
+        assert_close([p.grad for p in parameters], [p.grad for p in expected])
+    assert len(captures) == 2
 
 
 def test_parameters_that_change_in_between_are_noticed(captures):
@@ -491,3 +505,62 @@ def test_memory_is_that_of_a_step(passes):
     kept = peak(fast)[1]
     assert passes[0] is not None
     assert kept <= 1.25 * own
+
+
+@pytest.mark.gpu
+def test_graphs_of_evaluation_give_their_memory_to_those_of_training(passes):
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 3, 3)).cuda()
+    fast, _ = compiled(model)
+    x, device = torch.randn(16, 3, 64, 64, device="cuda"), torch.device("cuda", torch.cuda.current_device())
+
+    def evaluated():
+        with torch.no_grad():
+            return [fast(x) for _ in range(3)][-1]
+
+    expected, before = evaluated(), stats.held_by_graphs(device)
+    for _ in range(WATCHED):
+        fast(x).sum().backward()
+    cuda_graphs.turn_of(device).forget()
+    torch.cuda.empty_cache()
+    assert stats.held_by_graphs(device) < before - 16 * 64 * 62 * 62 * 4
+    for _ in range(2):
+        fast(x).sum().backward()
+        assert_close(evaluated(), expected)
+    assert len(passes) == 1 and passes[0] is not None
+
+
+def test_settings_of_the_allocator_stay(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given[-1], raising=False)
+    for before, during in (("", "expandable_segments:True"),
+                           ("max_split_size_mb:99", "max_split_size_mb:99,expandable_segments:True")):
+        given[:] = [before]
+        for _ in range(2):
+            with cuda_graphs.growing_segments():
+                assert given[-1] == during
+            assert given[-1] == during.replace("True", "False")
+    given[:] = ["expandable_segments:True"]
+    with cuda_graphs.growing_segments():
+        assert len(given) == 1
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:77")
+    with cuda_graphs.growing_segments():
+        assert given[-1] == "max_split_size_mb:77,expandable_segments:True"
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_has_no_gaps(passes):
+    """What the graphs hold is what they need at most at a time."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.Sigmoid())]
+    model = nn.Sequential(*layers).cuda()
+    fast, _ = compiled(model)
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = stats.held_by_graphs(device)
+    for _ in range(WATCHED + 2):
+        fast(torch.randn(5000, 1024, device="cuda")).sum().backward()
+        model.zero_grad()
+    needed = 4 * (17 * 5000 * 1024 + 8 * 1024 * 1025)
+    assert len(passes) == 1 and passes[0] is not None
+    assert stats.held_by_graphs(device) - before < 1.1 * needed + (64 << 20)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.convert.derived import note_written
+
 Run = Callable[..., Any]
 
 
@@ -31,6 +33,7 @@ def guarded(run: Run, original: Run, written: Sequence[int]) -> Run:
         seen = last  # of whichever thread
         places = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         if places != seen.places:
+            note_written(args[k] for k in written)
             memory = [seen.memory[k] if seen.places and seen.places[k] == at else _memory(args[k])
                       for k, at in enumerate(places)]
             seen = last = _Seen(places, memory, original if _overlap(memory, written) else run)

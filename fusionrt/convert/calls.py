@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from fusionrt.ops.linear import linear_activation
 
 Tensor = torch.Tensor
 FEW_ROWS = 1024  # of which one more pass over a product costs less than its bias within it: passes/biases.py
+
+ALIGNED = 8  # 16-bit numbers in what a kernel stores at a time
 
 
 def is_batch_first(x: Tensor) -> bool:
@@ -45,6 +48,26 @@ def self_attention(x: Tensor, heads: int, in_weight: Tensor, in_bias: Tensor | N
     return out.contiguous() if as_torch else out
 
 
+def batch_first_attention(x: Tensor, *rest: Any) -> Tensor:
+    """`self_attention` of a batch of sequences, (B, L, E), and its result so as well."""
+    return self_attention(x.contiguous().transpose(0, 1), *rest).transpose(0, 1)
+
+
+def aligned_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """x W (+ b), of a weight as F.linear has it if it is `transposed`, in rows that begin at multiples of 16
+    bytes: first the columns that are whole vectors. No gradients."""
+    weight = weight.t() if transposed else weight
+    rows, width = x.reshape(-1, x.shape[-1]), weight.shape[1]
+    out = x.new_empty((len(rows), -(-width // ALIGNED) * ALIGNED))
+    whole = width - width % ALIGNED
+    for part in (slice(whole), slice(whole, width)):
+        if bias is None:
+            torch.mm(rows, weight[:, part], out=out[:, part])
+        else:
+            torch.addmm(bias[part], rows, weight[:, part], out=out[:, part])
+    return out[:, :width].view(*x.shape[:-1], width)
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
@@ -64,6 +87,22 @@ def pixel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor |
     out = linear_activation(x.permute(0, 2, 3, 1).reshape(n * h * w, c), weight.flatten(1), bias, activation,
                             residual=of_pixels)
     return out.view(n, h, w, len(weight)).permute(0, 3, 1, 2)
+
+
+def patch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """conv2d(x, weight, bias, stride=weight.shape[2:]) as a linear layer of the patches, the result in
+    channels_last memory. No gradients."""
+    (n, c, h, w), (channels, _, rows, columns) = x.shape, weight.shape
+    apart = x.view(n, c, h // rows, rows, w // columns, columns).permute(0, 2, 4, 1, 3, 5)
+    out = F.linear(apart.reshape(-1, c * rows * columns), weight.flatten(1), bias)
+    return out.view(n, h // rows, w // columns, channels).permute(0, 3, 1, 2)
+
+
+def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides, if it has others."""
+    if t.stride() == tuple(strides):
+        return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def appended(whole: Tensor, dim: int, start: int, *parts: Tensor) -> Tensor:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 
 # -- taking turns --------------------------------------------------------------------------------------
 
@@ -18,24 +23,34 @@ import torch
 class Turn:
     """Of a device: its replays share memory, and so run one after the other, whatever their streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
-        self.stream, self._captures = torch.cuda.Stream(), torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()
+        self._captures, (self._libraries, _) = _of_captures(device)
         self._last: Any = None
         self._raw = -1
+        self.forgetful: weakref.WeakSet[Any] = weakref.WeakSet()
         self.open_pool()
 
     def open_pool(self) -> None:
-        """Memory for graphs, kept by an empty one."""
-        self.pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        with self.aside(), self.capturing():
-            into(self._keeper, self.pool, lambda: torch.zeros(1, device="cuda"))
+        """Memory for graphs."""
+        self.pool, self._keeper = _opened(self._captures)
 
     def recover(self) -> None:
         """After a capture that failed: torch leaves its pool half open, and refuses random numbers until
         another capture has ended well."""
         torch.cuda.synchronize()
         self.open_pool()
+
+    def forget(self) -> None:
+        """Give back the memory of graphs that are captured again when they are needed: of all that are in
+        `forgetful`."""
+        if self.forgetful:
+            torch.cuda.synchronize()
+            for one in self.forgetful:
+                one.forget()
+            self.forgetful.clear()
+            self.open_pool()
 
     def after_others(self) -> None:
         """What the current stream does next waits for what was done in another one."""
@@ -46,11 +61,14 @@ class Turn:
                 now.wait_stream(self._last)
             self._last, self._raw = now, raw
 
-    def capturing(self) -> contextlib.AbstractContextManager[Any]:
-        """On a stream where nothing else is ever done: cuBLAS has a workspace for each stream, which others
-        may free (torch.compile's CUDA graphs do). That of this one is made during a capture, and so is a part
-        of the graphs' memory, which stays."""
-        return torch.cuda.stream(self._captures)
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """On a stream where nothing else is ever done: cuBLAS has workspaces for each stream, which others
+        may free (torch.compile's CUDA graphs do), and which lie in the memory of whoever needs them first.
+        So here somebody whose memory stays needs them before each capture."""
+        with torch.cuda.stream(self._captures):
+            into(torch.cuda.CUDAGraph(), self._libraries, _use_cublas)
+            yield
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -62,9 +80,31 @@ class Turn:
 
 
 @functools.cache
+def _of_captures(device: torch.device) -> tuple[Any, tuple[Any, Any]]:
+    """The stream of a device's captures, and memory for what libraries need there. Never given back."""
+    stream = torch.cuda.Stream(device)
+    return stream, _opened(stream)
+
+
+def _opened(stream: Any) -> tuple[Any, Any]:
+    """A pool of memory, and the empty graph that keeps it."""
+    pool, keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        into(keeper, pool, lambda: torch.zeros(1, device="cuda"))
+    return pool, keeper
+
+
+def _use_cublas() -> None:
+    """cuBLAS itself and cuBLASLt, which is what takes a bias."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.empty(16, 16, device="cuda", dtype=dtype)
+        torch.nn.functional.linear(torch.mm(x, x), x, x[0])
+
+
+@functools.cache
 def turn_of(device: torch.device) -> Turn:
     with torch.cuda.device(device):
-        return Turn()
+        return Turn(device)
 
 
 def release() -> None:
@@ -85,6 +125,37 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 @torch.inference_mode(False)
 def buffer_like(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+@contextlib.contextmanager
+def growing_segments() -> Iterator[None]:
+    """Memory is taken in segments that grow, for graphs that need much: among the allocator's usual ones gaps
+    stay, a sixth of what a training step of ResNet-50 holds. The setting is of all threads; those are served
+    alike."""
+    growing, settings = "expandable_segments", _settings()
+    if settings is None or f"{growing}:True" in settings:
+        yield
+        return
+    _set(",".join(filter(None, [settings, f"{growing}:True"])))
+    try:
+        yield
+    finally:
+        _set(",".join(filter(None, [settings, f"{growing}:False"])))
+
+
+def _settings() -> str | None:
+    """Those of torch's caching allocator, all of which have to be given to change one: where torch does not
+    tell them, those of the environment. None: they cannot be changed."""
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings") or (
+            torch.cuda.get_allocator_backend() != "native"):
+        return None
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    found = told() if told is not None else next(filter(None, map(os.environ.get, _VARIABLES)), "")
+    return ",".join(part for part in found.split(",") if part != "expandable_segments:False")
+
+
+def _set(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def into(graph: Any, pool: Any, run: Callable[[], Any]) -> Sequence[Any]:

@@ -2,13 +2,14 @@
 
 What is kept lives as long as its first weight and is made anew when one of the weights was written to (its
 version tells), is another one or has other memory. A write through `.data` changes no version, as autograd
-does not see it either.
+does not see it either. Nor does what a norm does to its statistics: those are compared by their numbers,
+which can be done on a CPU only.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,26 +19,30 @@ Tensor = torch.Tensor
 
 
 class _Kept(NamedTuple):
-    result: Tensor
+    result: Any
     source: list[tuple[Any, ...]]
     weights: list[weakref.ref[Tensor]]
+    statistics: list[Tensor]
 
 
 kept: Any = WeakIdKeyDictionary()  # first weight -> {what made it: _Kept}
+_written: Any = WeakIdKeyDictionary()  # tensors that replays may write to, which changes no version either
 
 
-def derived(make: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     """make(*weights), kept. For weights that record no gradients."""
     first = weights[0]
-    if first.is_inference():  # it has no version
+    if any(w.is_inference() or w in _written for w in weights):  # whose versions tell nothing
         return make(*weights)
     source = [(w._version, w.data_ptr(), w.dtype, w.shape) for w in weights]
+    statistics = [w for w in weights if w.device.type == "cpu" and is_statistic(w)]
     entry = kept.get(first)
     found = entry.get(make) if entry is not None else None
     if found is not None and found.source == source and all(
-            ref() is w for ref, w in zip(found.weights, weights, strict=True)):
+            ref() is w for ref, w in zip(found.weights, weights, strict=True)) and all(
+            map(torch.equal, found.statistics, statistics)):
         return found.result
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         result = make(*weights)
     if first.is_cuda:
         if torch.cuda.is_current_stream_capturing():
@@ -45,8 +50,35 @@ def derived(make: Callable[..., Tensor], *weights: Tensor) -> Tensor:
         torch.cuda.current_stream(first.device).synchronize()  # once: other streams will read it as well
     if entry is None:
         entry = kept[first] = {}
-    entry[make] = _Kept(result, source, [weakref.ref(w) for w in weights])
+    entry[make] = _Kept(result, source, [weakref.ref(w) for w in weights], [s.clone() for s in statistics])
     return result
+
+
+def is_statistic(t: Tensor) -> bool:
+    """Whether a norm may move it."""
+    return t.is_floating_point() and not isinstance(t, torch.nn.Parameter)
+
+
+def note_written(tensors: Iterable[Any]) -> None:
+    """These are written to by a graph whose replays nobody sees."""
+    for t in tensors:
+        if isinstance(t, Tensor) and not is_statistic(t) and not t.is_inference() and t not in _written:
+            _written[t] = True
+            torch.autograd.graph.increment_version(t)  # what was kept of it is old
+
+
+def kept_by(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of weights that keeps what `make` makes of them, as long as there is this function."""
+    def from_weights(*weights: Tensor) -> Tensor:
+        return derived(make, *weights)
+
+    weakref.finalize(from_weights, _forget, make)
+    return from_weights
+
+
+def _forget(make: Callable[..., Tensor]) -> None:
+    for entry in list(kept.values()):
+        entry.pop(make, None)
 
 
 def channels_last(weight: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _KNOWN = frozenset({"torch", "torch.nn.functional", "torch.functional", "torch._
                     "torch._C._linalg", "torch._C._fft", "_operator", "math", "builtins", "fusionrt.library"})
 _BARRIERS = ("set_", "manual_seed", "seed", "use_deterministic", "setattr", "delattr", "delitem", "print",
              "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_", "_")
-_HARMLESS = ("_log_api_usage_once",)
+_HARMLESS = ("_log_api_usage_once", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _BARRIER_METHODS = frozenset({
     "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "reinforce", "resize",
     "resize_as", "module_load", "record_stream", "numpy", "data_ptr", "untyped_storage", "storage", "detach_",

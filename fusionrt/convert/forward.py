@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from fusionrt.convert import capture
+from fusionrt.convert import capture, tracing
 from fusionrt.convert.sharing import SeparateMoves
 
 Call = Callable[..., Any]
@@ -90,10 +90,11 @@ class Forward:
             return self._run(*args, **kwargs)
         self._hooked, heard = hooked, list[capture.Found]()
         options = self.options._replace(on_graph=heard.append)
-        self._run = torch.compile(_entry(self.inner),
-                                  backend=functools.partial(capture.backend, options=options))
         try:
-            return self._run(*args, **kwargs)
+            with tracing.alone():
+                self._run = torch.compile(_entry(self.inner),
+                                          backend=functools.partial(capture.backend, options=options))
+                return self._run(*args, **kwargs)
         finally:
             self.graphs = list(heard)
 

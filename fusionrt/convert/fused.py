@@ -14,8 +14,8 @@ from torch.fx import Node
 from fusionrt import dispatch
 from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import Edits, is_tensor, same
-from fusionrt.convert.members import FLOATS, evaluate, softmax
+from fusionrt.convert.graph import Edits, hint, is_tensor, same
+from fusionrt.convert.members import FLOATS, evaluate, layer_norm, rms_norm, softmax
 from fusionrt.expr import Expr, TraceError, argument, cast
 from fusionrt.fusion import trace
 from fusionrt.op import Operator
@@ -75,14 +75,18 @@ def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node
             and same(value(n).shape, cluster.shape)]
     if row is not None and not full:
         raise TraceError("a row needs an operand of its shape")
-    natural = natural if row is None else value(operands[full[0]]).dtype
     recorded = any(value(n).requires_grad for n in results)
     with_terms = recorded and row is not None and not (row.rule is softmax and results == [row.node])
+    summed = _summed(cluster) if with_terms else None
+    if summed is not None:
+        full.sort(key=lambda k: value(operands[k]).dtype != value(summed).dtype)
+    natural = natural if row is None else value(operands[full[0]]).dtype
+    kept = [n for n in (summed,) if n is not None and n not in results and value(n).dtype == natural]
 
     def compute(**args: Expr) -> tuple[Any, ...]:
         known, terms = computed(cluster, dict(zip(operands, args.values(), strict=True)))
         found = [_finished(known[n], value(n).dtype, natural) for n in results]
-        return *found, *(terms if with_terms else ())
+        return *found, *(known[n] for n in kept), *(terms if with_terms else ())
 
     signature = _signature([Any if is_tensor(n) else float for n in operands])
     name, names = "_".join(dict.fromkeys(m.name for m in cluster.members)), list(signature.parameters)
@@ -94,6 +98,21 @@ def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node
         p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)])
     made.__module__ = __name__  # that fx can name it
     return made, len(made.operator.outputs)
+
+
+def _summed(cluster: Cluster) -> Node | None:
+    """What is normalised, where it is made here of more bytes than its own: it is kept in their place."""
+    row, inside = cluster.row, set(cluster.nodes)
+    first: Any = row.node.args[0] if row is not None and row.rule in (layer_norm, rms_norm) else None
+    if first not in inside:
+        return None
+    read, todo = set(), [first]
+    while todo:
+        n = todo.pop()
+        todo += [a for a in n.all_input_nodes if a in inside]
+        read |= {a for a in n.all_input_nodes if a not in inside and is_tensor(a)
+                 and same(value(a).shape, cluster.shape)}
+    return first if sum(value(a).dtype.itemsize for a in read) > value(first).dtype.itemsize else None
 
 
 def _signature(annotations: Sequence[Any]) -> inspect.Signature:
@@ -167,7 +186,7 @@ def _arranged(cluster: Cluster) -> list[Node]:
         return operands if all(lies(r, contiguous) for r in results) else []
     for n in full:
         t = value(n)
-        strides = _dense(t.shape, sorted(range(t.dim()), key=lambda d: (_hint(t.stride(d)), -d)))
+        strides = _dense(t.shape, sorted(range(t.dim()), key=lambda d: (hint(t.stride(d), math.inf), -d)))
         if all(lies(r, strides) for r in results):
             return [n, *(o for o in operands if o is not n)]
     return []
@@ -188,7 +207,3 @@ def lies(result: Node, strides: Sequence[Any]) -> bool:
     t = value(result)
     return all(same(size, 1) or same(own, stride)
                for size, own, stride in zip(t.shape, t.stride(), strides, strict=True))
-
-
-def _hint(stride: Any) -> float:
-    return stride if isinstance(stride, int) else stride.node.hint if stride.node.has_hint() else math.inf

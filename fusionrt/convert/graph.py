@@ -22,12 +22,24 @@ def is_tensor(node: Any) -> bool:
     return isinstance(value(node), torch.Tensor)
 
 
+def is_weight(n: Node) -> bool:
+    """A parameter, or what Dynamo marks: buffers of modules."""
+    marks = n.meta.get("tensor_dict") or {}
+    return isinstance(value(n), torch.nn.Parameter) or "_dynamo_static_input_type" in marks
+
+
 def same(a: Any, b: Any) -> bool:
     """Of sizes, strides and sequences of them: known to be equal, without a new guard on symbols."""
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     a, b = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
     return bool(a == b)
+
+
+def hint(size: Any, unknown: float) -> float:
+    """A size or stride as it was seen, of those that vary."""
+    found: float = size if isinstance(size, int) else size.node.hint if size.node.has_hint() else unknown
+    return found
 
 
 def key(node: Node) -> str:
@@ -136,7 +148,7 @@ class Edits:
             n = left.pop()
             if n in self._erased or n.users:
                 continue
-            operands = [a for a in n.all_input_nodes if a.op.startswith("call") and effect(a) == NONE]
+            operands = [a for a in n.all_input_nodes if a.op != "placeholder" and effect(a) == NONE]
             self.graph.erase_node(n)
             self._erased.add(n)
             left += reversed(operands)

@@ -1,13 +1,20 @@
-"""max_pool2d of images in channels_last memory at inference: torch's kernel also finds out where each largest
-value was."""
+"""max_pool2d of images in channels_last memory, and its gradient.
+
+torch's kernel writes where each largest value was as eight bytes an element, and keeps the images for the
+backward pass as well; inference has no use for either. Here a gradient keeps one byte: the place in the
+window.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from fusionrt.autograd import is_watched
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
@@ -20,30 +27,108 @@ VECTOR, BLOCK, MOST = 16, 128, 1 << 31
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 
+class Window(NamedTuple):
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def results(self, height: int, width: int) -> list[int]:
+        return [(size + 2 * p - d * (k - 1) - 1) // s + 1
+                for size, k, s, p, d in zip((height, width), *self, strict=True)]
+
+
 def max_pool(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """F.max_pool2d(x, kernel, stride, padding, dilation) of x, (N, C, H, W). No gradients."""
-    pack = VECTOR // x.itemsize
-    if not (device_type(x) == "cuda" and x.is_cuda and x.dtype in DTYPES and x.shape[1] % pack == 0
-            and 0 < x.numel() < MOST and x.is_contiguous(memory_format=torch.channels_last)
-            and not x.data_ptr() % VECTOR):
-        return F.max_pool2d(x, kernel, stride, padding, dilation)
-    n, c, h, w = x.shape
-    out_h, out_w = (
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip((h, w), kernel, stride, padding, dilation, strict=True))
-    out = torch.empty((n, c, out_h, out_w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    vectors = out.numel() // pack
-    _kernel(STORAGE[x.dtype], kernel, stride, padding, dilation)(
-        x.device, -(-vectors // BLOCK), x.data_ptr(), out.data_ptr(), vectors, c // pack, h, w, out_h, out_w)
-    return out
+    """F.max_pool2d(x, kernel, stride, padding, dilation) of x, (N, C, H, W)."""
+    window = Window(kernel, stride, padding, dilation)
+    if is_watched() or not _fits(x):
+        return F.max_pool2d(x, *window)
+    if x.requires_grad and torch.is_grad_enabled():
+        found: Tensor = _Pooled.apply(x, window)
+        return found
+    return _found(x, window)[0]
+
+
+def _fits(x: Tensor) -> bool:
+    return (device_type(x) == "cuda" and x.is_cuda and x.dtype in DTYPES
+            and x.shape[1] % (VECTOR // x.itemsize) == 0 and 0 < x.numel() < MOST
+            and x.is_contiguous(memory_format=torch.channels_last) and not x.data_ptr() % VECTOR)
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Window) -> Tensor:
+        out, places = _found(x, window, kept=True)
+        ctx.save_for_backward(places)
+        ctx.window, ctx.shape = window, x.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        places, = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is differentiated itself
+            like = grad.new_zeros(1).expand(ctx.shape)  # asked for its shape
+            return torch.ops.aten.max_pool2d_with_indices_backward(
+                grad, like, *ctx.window, False, _indices(places, ctx.window, ctx.shape)), None
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        if grad.data_ptr() % VECTOR:
+            grad = grad.clone()
+        out = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device,
+                          memory_format=torch.channels_last)
+        _launch(_BACKWARD, out, ctx.window, [grad, places, out], [out, grad])
+        return out, None
+
+
+def _found(x: Tensor, window: Window, kept: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The result and, where they are `kept`, the places."""
+    shape = *x.shape[:2], *window.results(*x.shape[2:])
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    places = torch.empty_like(out, dtype=torch.uint8) if kept else None
+    _launch(_FORWARD, out, window, [x, out, places], [x, out])
+    return out, places
+
+
+class Pass(NamedTuple):
+    """A kernel of tensors, the last ones of which it writes to."""
+
+    stem: str
+    tensors: tuple[str, ...]
+    written: int
+
+
+_FORWARD = Pass("max_pool", ("x", "out", "places"), 2)
+_BACKWARD = Pass("max_pool_backward", ("grad", "places", "out"), 1)
+
+
+def _launch(which: Pass, walked: Tensor, window: Window, tensors: Sequence[Tensor | None],
+            images: Sequence[Tensor]) -> None:
+    """A thread for each 16 bytes of `walked`; sizes of the `images` are arguments."""
+    pack = VECTOR // walked.itemsize
+    vectors = walked.numel() // pack
+    _kernel(which, STORAGE[walked.dtype], window, tensors[-1] is not None)(
+        walked.device, -(-vectors // BLOCK), *(0 if t is None else t.data_ptr() for t in tensors), vectors,
+        walked.shape[1] // pack, *(size for t in images for size in t.shape[2:]))
 
 
 @functools.cache
-def _kernel(dtype: str, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Kernel:
-    fields = [pointer("value_t", "x"), pointer("value_t", "out", const=False),
+def _kernel(which: Pass, dtype: str, window: Window, places: bool) -> Kernel:
+    read = len(which.tensors) - which.written
+    fields = [*(pointer("unsigned char" if name == "places" else "value_t", name, const=k < read)
+                for k, name in enumerate(which.tensors)),
               *(Field(f"unsigned {name}", "I") for name in ("vectors", "packs")),
               *(Field(f"int {name}", "i") for name in ("height", "width", "out_height", "out_width"))]
-    sizes = {"KERNEL": kernel, "STRIDE": stride, "PAD": padding, "DILATION": dilation}
+    sizes = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), window, strict=True)
     constants = [f"using value_t = {dtype}_t;", f"constexpr int PACK = {VECTOR} / sizeof(value_t);",
-                 *(f"constexpr int {name}_H = {h}, {name}_W = {w};" for name, (h, w) in sizes.items())]
-    return Kernel("max_pool", "max_pool", fields, constants, significant_bits=_BITS[dtype], block=BLOCK)
+                 f"constexpr bool PLACES = {str(places).lower()};",
+                 *(f"constexpr int {name}_H = {h}, {name}_W = {w};" for name, (h, w) in sizes)]
+    return Kernel("max_pool", which.stem, fields, constants, significant_bits=_BITS[dtype], block=BLOCK)
+
+
+def _indices(places: Tensor, window: Window, shape: Sequence[int]) -> Tensor:
+    """As torch has them: of an image's pixels, one after the other."""
+    k = places.long()
+    rows, columns = (torch.arange(n, device=k.device) * s - p
+                     for n, s, p in zip(places.shape[2:], window.stride, window.padding, strict=True))
+    width = window.kernel[1]
+    row = rows[:, None] + k.div(width, rounding_mode="floor") * window.dilation[0]
+    return (row * shape[3] + columns + k % width * window.dilation[1]).contiguous()

@@ -37,32 +37,25 @@ class Geometry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weight:
-    """Makes the packed weight of a convolution, which oneDNN wants for one size of images."""
+class _Packed:
+    """Makes the packed weight of a convolution, which oneDNN wants for one size of images, and the bias; with
+    a norm folded into both."""
 
     geometry: Geometry
     eps: float | None
     size: tuple[int, ...]
-
-    def __call__(self, weight: Tensor, *norm: Tensor) -> Tensor:
-        stride, padding, dilation, groups = self.geometry
-        folded = weight if self.eps is None else weight * _factor(norm, self.eps).view(-1, 1, 1, 1)
-        packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-            folded.contiguous(), padding, stride, dilation, groups, self.size)
-        return packed
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bias:
-    """Makes the bias that a norm and a convolution's bias, which stands first, come to."""
-
-    eps: float
     has_bias: bool
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        norm = tensors[self.has_bias:]
-        moved = (tensors[0] - norm[0] if self.has_bias else -norm[0]) * _factor(norm, self.eps)
-        return moved + norm[3] if len(norm) > 3 else moved
+    def __call__(self, weight: Tensor, *more: Tensor) -> tuple[Tensor, Tensor | None]:
+        bias, norm = (more[0], more[1:]) if self.has_bias else (None, more)
+        if self.eps is not None:
+            factor = _factor(norm, self.eps)
+            weight = weight * factor.view(-1, 1, 1, 1)
+            moved = (-norm[0] if bias is None else bias - norm[0]) * factor
+            bias = moved + norm[3] if len(norm) > 3 else moved
+        stride, padding, dilation, groups = self.geometry
+        return torch.ops.mkldnn._reorder_convolution_weight(
+            weight.contiguous(), padding, stride, dilation, groups, self.size), bias
 
 
 def _factor(norm: Sequence[Tensor], eps: float) -> Tensor:
@@ -85,9 +78,8 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor, g
     dimensions, and groups.
     """
     shape = Geometry(tuple(geometry[:2]), tuple(geometry[2:4]), tuple(geometry[4:6]), geometry[6])
-    w = derived(_Weight(shape, eps, tuple(x.shape)), weight, *norm)
-    if eps is not None:
-        bias = derived(_Bias(eps, bias is not None), *(() if bias is None else (bias,)), *norm)
+    w, bias = derived(_Packed(shape, eps, tuple(x.shape), bias is not None), weight,
+                      *(() if bias is None else (bias,)), *norm)
     name, numbers, variant = ACTIVATIONS[activation]
     stride, padding, dilation, groups = shape
     made: Tensor

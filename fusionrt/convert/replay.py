@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from fusionrt.convert import cuda_graphs, derived
 from fusionrt.convert.effects import Facts, tensors, value
-from fusionrt.convert.graph import DERIVED
+from fusionrt.convert.graph import DERIVED, is_weight
 from fusionrt.ops import folding
 
 Run = Callable[..., Any]
@@ -79,15 +79,9 @@ def roles_of(gm: GraphModule, written: Sequence[int]) -> Roles:
     inputs: list[Node] = [n for n in gm.graph.nodes if n.op == "placeholder"]
     sources = {n for u in gm.graph.nodes for n in u.meta.get(DERIVED, ())}
     sizes = [size for n in inputs for size in getattr(value(n), "shape", [None])]
-    return Roles([k for k, n in enumerate(inputs) if _is_weight(n)],
+    return Roles([k for k, n in enumerate(inputs) if is_weight(n)],
                  [k for k, n in enumerate(inputs) if n in sources], written,
                  not all(isinstance(size, int) for size in sizes))
-
-
-def _is_weight(n: Node) -> bool:
-    """A parameter, or what Dynamo marks: buffers of modules."""
-    marks = n.meta.get("tensor_dict") or {}
-    return isinstance(value(n), torch.nn.Parameter) or "_dynamo_static_input_type" in marks
 
 
 class Captured(NamedTuple):
@@ -150,6 +144,10 @@ class Replays:
             captured.graph.replay()
             return captured.results()
 
+    def forget(self) -> None:
+        """What was captured, until it is asked for again."""
+        self.models.clear()
+
     def _kind(self, args: Sequence[Any], places: Sequence[int]) -> Kind:
         key: Any = torch.is_inference_mode_enabled()
         if self.roles.vary:
@@ -193,6 +191,8 @@ class Replays:
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             turn.recover()
             return None
+        if self.fresh:
+            turn.forgetful.add(self)
         sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
                         list(map(weakref.ref, sources)), list(map(version, sources)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -13,15 +13,20 @@ from fusionrt.activation import activated
 from fusionrt.expr import argument, emit
 from fusionrt.ops.convolution import conv_activation
 from fusionrt.problem import STORAGE
-from fusionrt.rehearsal import device_type
+from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import Field, magic, pointer
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-BLOCK, VECTOR = 512, 16
+VECTOR = 16  # bytes
 CLUSTER, LARGE_CLUSTER = 8, 16  # blocks of an image
+BLOCK = MOST_PACKS = 512  # threads; packs of a row of a matrix, or of a part of it
+NEIGHBOURS = 4  # vectors: two sectors, of which memory is made up
+LITTLE = 1.3    # times the least
+SCRATCH = 6 << 10  # numbers: 2^12, in rows that begin in different banks
+MOST_HIDDEN = 1024  # for which shared memory suffices
 HAVE_LARGE = ((9, 0), (10, 0), (10, 3))
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
@@ -34,21 +39,27 @@ def squeeze_excite(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *,
         hidden = conv_activation(F.adaptive_avg_pool2d(x, 1), w1, b1, inner)
         return x * conv_activation(hidden, w2, b2, outer)
     out = torch.empty_like(x)
-    (n, channels), hidden, cluster = x.shape[:2], len(w1), _cluster(x.get_device(), len(x))
+    (n, channels), pixels, hidden = x.shape[:2], math.prod(x.shape[2:]), len(w1)
+    pack, cluster = VECTOR // x.itemsize, _cluster(stands_for(x.device).index, len(x))
+    cut = _cut(channels // pack, pixels, hidden, cluster)
+    hidden_pack = math.gcd(hidden, pack)
     pointers = (t.data_ptr() for t in (x, w1.contiguous(), b1, w2.contiguous(), b2, out))
-    _kernel(STORAGE[x.dtype], inner, outer, cluster)(
-        x.device, n * cluster, *pointers, math.prod(x.shape[2:]), channels, hidden,
-        shared=4 * (2 * channels + (1 + cluster) * hidden + BLOCK * (VECTOR // x.itemsize)))
+    _kernel(STORAGE[x.dtype], inner, outer, cluster, hidden_pack)(
+        x.device, n * cluster, *pointers, pixels, channels, hidden, cut.part_bits, cut.pixels,
+        *magic(cut.packs), *magic(hidden // hidden_pack),
+        shared=4 * (SCRATCH + 2 * pack * cut.packs + 2 * (hidden + 3) + cluster * hidden))
     return out
 
 
 def _serves(x: Tensor, *weights: Tensor) -> bool:
-    pack = VECTOR // x.itemsize
-    return (device_type(x) == "cuda" and x.is_cuda and cuda.has_clusters(x.get_device()) and x.dtype in DTYPES
-            and x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
-            and x.shape[1] % pack == 0 and x.shape[1] <= BLOCK * pack
+    gpu, pack, hidden = stands_for(x.device), VECTOR // x.itemsize, len(weights[0])
+    return (gpu.type == "cuda" and gpu.index is not None and cuda.has_clusters(gpu.index)
+            and x.dtype in DTYPES and x.numel() > 0 and math.prod(x.shape[1:]) < 1 << 31
+            and x.is_contiguous(memory_format=torch.channels_last)
+            and x.shape[1] % pack == 0 and x.shape[1] <= CLUSTER * MOST_PACKS * pack
             and all(w.dtype == x.dtype and w.numel() > 0 for w in weights)
-            and not any(t.data_ptr() % VECTOR for t in (x, weights[0])))
+            and hidden <= MOST_HIDDEN and hidden // math.gcd(hidden, pack) <= MOST_PACKS
+            and not any(t.data_ptr() % VECTOR for t in (x, weights[0], weights[2])))
 
 
 @functools.cache
@@ -59,14 +70,35 @@ def _cluster(device: int, images: int) -> int:
     return LARGE_CLUSTER if large else CLUSTER
 
 
+class Cut(NamedTuple):
+    """How the blocks of a cluster share an image: its channels in 2^part_bits parts of so many packs, the
+    pixels of each part among as many blocks as there are for it."""
+
+    part_bits: int
+    packs: int
+    pixels: int
+
+
+@functools.lru_cache(1024)
+def _cut(packs: int, pixels: int, hidden: int, cluster: int) -> Cut:
+    """The fewest parts with little to read and to write for a block. The more parts, the less each reads of
+    the weights; but what neighbours in memory is read together."""
+    cuts = [Cut(k, -(-packs >> k), -(-pixels // (cluster >> k))) for k in range(cluster.bit_length())]
+    moved = {c: c.packs * (c.pixels + hidden) for c in cuts
+             if c.packs <= MOST_PACKS and (c.packs >= NEIGHBOURS or not c.part_bits)}
+    return next(c for c, packs in moved.items() if packs <= LITTLE * min(moved.values()))
+
+
 @functools.cache
-def _kernel(dtype: str, inner: Any, outer: Any, cluster: int) -> Kernel:
+def _kernel(dtype: str, inner: Any, outer: Any, cluster: int, hidden_pack: int) -> Kernel:
     fields = [*(pointer("value_t", name) for name in ("x", "w1", "b1", "w2", "b2")),
               pointer("value_t", "out", const=False),
-              *(Field(f"int {name}", "i") for name in ("pixels", "channels", "hidden"))]
-    constants = [f"using value_t = {dtype}_t;", f"constexpr int CLUSTER = {cluster};",
+              *(Field(f"int {name}", "i")
+                for name in ("pixels", "channels", "hidden", "part_bits", "pixels_each")),
+              *(Field(f"Divisor {name}", "III") for name in ("packs", "hidden_packs"))]
+    constants = [f"using value_t = {dtype}_t;", f"constexpr int CLUSTER = {cluster}, SCRATCH = {SCRATCH};",
                  f"constexpr bool FEW = {str(cluster == LARGE_CLUSTER).lower()};",
-                 f"constexpr int PACK = {VECTOR} / sizeof(value_t);",
+                 f"constexpr int PACK = {VECTOR} / sizeof(value_t), HIDDEN_PACK = {hidden_pack};",
                  *_function("inner", inner), *_function("outer", outer)]
     return Kernel("squeeze_excite", "squeeze_excite", fields, constants, significant_bits=_BITS[dtype],
                   block=BLOCK, cluster=cluster)

@@ -67,7 +67,7 @@ def _parts(root: Expr, has_residual: bool, residual_first: bool) -> tuple[Expr, 
         total = next((n for n in toposort([root]) if n.op == "add" and set(n.args) == {_X, _RESIDUAL}), None)
         root = root if total is None else substitute([root], {total: _X})[0]
     elif has_residual:
-        if root.op != "add" or _RESIDUAL not in root.args:
+        if root.op != "add" or not any(a is _RESIDUAL for a in root.args):  # `in` would compare them
             return None
         root = next(a for a in root.args if isinstance(a, Expr) and a is not _RESIDUAL)
     if not residual_first:

@@ -4,8 +4,9 @@ The first calls run as they are, and are watched: who differentiates a pass twic
 to torch. Then both passes are captured, in memory of their own, where what the forward pass saves lies until
 the backward pass. So a forward pass whose predecessor may still be differentiated runs as it is.
 
-Gradients of parameters are not copied: `.grad` is the memory that the graph writes. Whoever accumulates gets
-a copy of what was there; a step before which others still hold gradients of the last one runs as it is.
+Gradients of parameters are not copied: `.grad` is the memory that the graphs write, the forward pass too. A
+parameter that still has its `.grad` then (whoever accumulates) gets a copy of what was there. A step before
+which others hold gradients of the last one runs as it is.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Training:
                 model.is_left_alone = model.passes is None
             if model.passes is None or _held(model.passes, args):
                 return self.run(*args)
+            _spare(model.passes, args)
             return tuple(Replayed.apply(self, model, *args))
 
     def _capture(self, args: Sequence[Any], turn: cuda_graphs.Turn) -> Passes | None:
@@ -124,6 +126,7 @@ class Training:
         pool = torch.cuda.graph_pool_handle()
         turn.after_others()
         try:
+            turn.forget()
             with turn.aside(), cuda_graphs.casting_anew():
                 buffers = {k: cuda_graphs.buffer_like(a) for k, a in enumerate(args)
                            if k not in self.roles.weights and isinstance(a, torch.Tensor)}
@@ -131,7 +134,7 @@ class Training:
                 given = [_leaf(buffers.get(k, a), a) for k, a in enumerate(args)]
                 leaves = list(_recorded(given))
                 self._warm_up(args, given, buffers)
-                with turn.capturing():
+                with turn.capturing(), cuda_graphs.growing_segments():
                     outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
                     seeds = {k: torch.empty_like(o) for k, o in _recorded(outputs).items()}
                     grads = cuda_graphs.into(backward, pool, lambda: _gradients(outputs, given, seeds))
@@ -185,6 +188,13 @@ def _held(passes: Passes, args: Sequence[Any]) -> bool:
                for k, grad, before in zip(passes.leaves, passes.grads, passes.holders, strict=True))
 
 
+def _spare(passes: Passes, args: Sequence[Any]) -> None:
+    """Parameters' gradients out of the memory that the next step writes to: they will be added to."""
+    for k, grad in zip(passes.leaves, passes.grads, strict=True):
+        if _is_of(args[k], grad):
+            args[k].grad = args[k].grad.clone()
+
+
 def _is_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
     """Whether this is the memory of its `.grad`."""
     own = parameter.grad if parameter.is_leaf else None
@@ -227,13 +237,6 @@ class Replayed(torch.autograd.Function):
         turn = cuda_graphs.turn_of(ctx.device)
         with turn.lock, cuda_graphs.current(ctx.device):
             turn.after_others()
-            for parameter, grad, before in zip(ctx.inputs, passes.grads, passes.holders, strict=True):
-                if _is_of(parameter, grad):  # it will be added to
-                    parameter.grad = parameter.grad.clone()
-                if _holders(grad) > before:
-                    raise RuntimeError(
-                        "fusionrt: a parameter's gradient was taken between a forward and a backward pass, "
-                        "which is about to write to its memory: take a copy")
             for k, seed in passes.seeds.items():
                 seed.copy_(grads[k])
             passes.backward.replay()

@@ -54,6 +54,12 @@ def exp(x):
 
 
 @inline
+def softmaxed(x, most, scale):
+    """A probability: of x, by the largest of its row and 1 over the sum of their exponentials."""
+    return exp(x - most) * scale
+
+
+@inline
 def sigmoid(x):
     """With e = e^-|x|, 1 / (1 + e) or e / (1 + e); 2e-6 relative."""
     above, below = _exp_parts(_bounded(x, acc_t(104.0)), in_register(-LIFTED_LOG2E))

@@ -260,6 +260,12 @@ def tanh(x):
 
 
 @inline
+def softmaxed(x, most, scale):
+    """A probability: of x, by the largest of its row and 1 over the sum of their exponentials."""
+    return exp(x - most) * scale
+
+
+@inline
 def sigmoid(x):
     """1 / (1 + e^-x), with e^-|x| so that it underflows where e^x does, not before.
 

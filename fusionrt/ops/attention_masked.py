@@ -150,6 +150,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, way: str, ca
                      scale: float, recorded: bool) -> Tensor:
     """Of (B, H, S, D) and (B, heads, T, D), on a GPU, with a mask that needs no gradient, by the `way`
     "cudnn" or "efficient"; for this as many heads of keys as of queries."""
-    added, first = prepared(mask, q, k.shape[2])
-    found: Tensor = _op(q, k, v, added, first, way, causal, dropout_p, scale, recorded)[0]
+    found: Tensor = _op(q, k, v, *prepared(mask, q, k.shape[2]), way, causal, dropout_p, scale, recorded)[0]
+    return found
+
+
+def attention_of_prepared(q: Tensor, k: Tensor, v: Tensor, added: Tensor, first: Tensor | None, way: str,
+                          scale: float) -> Tensor:
+    """The same with what `prepared` gives, without gradients. `first`: None where every query has a key."""
+    if first is None:  # which `_attend` does not read
+        return _attend(q, k, v, added, added, way, False, 0.0, scale, False)[0]
+    found: Tensor = _op(q, k, v, added, first, way, False, 0.0, scale, False)[0]
     return found

@@ -204,7 +204,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
         k, v = (t.narrow(2, 0, q.shape[2]) for t in (k, v))
         mask = mask if mask is None or mask.shape[3] == 1 else mask.narrow(3, 0, q.shape[2])
     if q.is_cuda:
-        q, k, v = (_regular(t) for t in (q, k, v))
+        q, k, v = (regular(t) for t in (q, k, v))
     way, kind = way_of(q, k, v, mask, slopes, options)
     run = _ways[way](options, kind)
     is_same = q is given[0] and k is given[1] and v is given[2] and not is_watched()
@@ -237,7 +237,7 @@ def _kind_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tenso
                 slopes is not None or options.softcap > 0, options.scale > 0)
 
 
-def _regular(t: Tensor) -> Tensor:
+def regular(t: Tensor) -> Tensor:
     """With rows that can be read by 16 bytes, as torch's kernels do unasked. (Odd widths are padded, or go
     to chunks.)"""
     step = 16 // t.element_size()

@@ -6,22 +6,27 @@ hit; the binding below it does none of that. Nothing here is imported while ever
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import re
 import tempfile
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from fusionrt.errors import CompileError
 from fusionrt.runtime import binding, cache
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+MAX_JOBS = 8  # at a time: a compile takes a few hundred megabytes
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: unused names
 # Templates of instructions that one generation alone has, which no later one runs.
 _ONLY = dict.fromkeys(("gemm_sm90", "attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                       "sm_90a")
 _OF_ARCHITECTURES = re.compile(
     r"^#if __CUDA_ARCH__ >= (\d+)\n(.*?)(?:^#else\b[^\n]*\n(.*?))?^#endif\b[^\n]*\n", re.M | re.S)
+_told: ContextVar[Callable[[], None] | None] = ContextVar("told", default=None)
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13")
 
 
@@ -55,8 +60,25 @@ def seen_by(arch: str, text: str) -> str:
 
 def cubin(text: str, entry: str, arch: str, name: str) -> tuple[cache.Entry, bool]:
     """The compiled kernel and whether it was cached."""
-    return cache.get_or_build(key(text, entry, arch), lambda: build(text, entry, arch, name),
-                              f"{name} ({entry}, {arch})")
+
+    def made() -> cache.Entry:
+        tell = _told.get()
+        if tell is not None:
+            _told.set(None)
+            tell()
+        return build(text, entry, arch, name)
+
+    return cache.get_or_build(key(text, entry, arch), made, f"{name} ({entry}, {arch})")
+
+
+@contextlib.contextmanager
+def at_first_miss(tell: Callable[[], None]) -> Iterator[None]:
+    """`tell` hears of the first kernel that a call in here has to compile, before it does so."""
+    token = _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.reset(token)
 
 
 def build(text: str, entry: str, arch: str, name: str) -> cache.Entry:

@@ -13,6 +13,7 @@ import torch
 
 from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
 from fusionrt.problem import STORAGE
+from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
@@ -98,9 +99,12 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
     The rival is cuBLAS and a pass over its result, or with `library_epilogue` cuBLAS alone, which can do the
     activation as well. Measured: benchmarks/gemm.py.
     """
-    if device.type != "cuda" or STORAGE.get(dtype) not in _BITS or n % 8 or k % 8 or min(m, n, k) < 1:
+    gpu = stands_for(device)
+    if gpu.type != "cuda" or STORAGE.get(dtype) not in _BITS or n % 8 or k % 8 or min(m, n, k) < 1:
         return False
-    index = torch.cuda.current_device() if device.index is None else device.index
+    if gpu.index is None and device.type == "meta":
+        return False  # a warm-up: there are too many shapes
+    index = torch.cuda.current_device() if gpu.index is None else gpu.index
     if cuda.architecture(index) != ARCHITECTURE or not takes(epilogue, k):
         return False
     multiprocessors = cuda.multiprocessors(index)
@@ -125,6 +129,8 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
              residual: torch.Tensor | None = None) -> bool:
     """Whether the copy engine takes the memory of x [M, K], weight [N, K], bias [N], residual [M, N], all of
     one dtype."""
+    if x.is_meta and stands_for(x.device).index is None:
+        return False  # chosen in a rehearsal for a GPU, asked in a warm-up
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() & 3):
         return False
     matrices = [t for t in (x, weight, residual) if t is not None]
@@ -160,11 +166,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     float32, to which the epilogue is applied.
     """
     (m, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(m, n, k, cuda.multiprocessors(x.get_device()))
-    plan = _plan(Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, tile),
-                 m, n, k, x.device)
+    tile = tile or choose_tile(m, n, k, cuda.multiprocessors(stands_for(x.device).index))
+    kind = Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, tile)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     kept = torch.empty_like(out) if keep else None
+    if x.is_meta:
+        _kernel(kind)(x.device, 0)
+        return out, kept
+    plan = _plan(kind, m, n, k, x.device)
     part = (PART_ROWS, PART_COLUMNS)
     of_out = tensor_map.encode(_matrix(out), *part)
     plan.kernel(x.device, plan.blocks, tensor_map.encode(_matrix(x), plan.x_rows, STAGE_COLUMNS),

@@ -16,6 +16,7 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import Operand, Problem
+from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
@@ -35,7 +36,8 @@ def rows(problem: Problem) -> Reduction:
 
 def fits(problem: Problem, device: torch.device) -> bool:
     """Whether one kernel can compute the elements of `problem.then` as well, and the device holds it."""
-    return _is_matrix(problem) and (device.type == "meta" or shape(problem, device.index) is not None)
+    index = stands_for(device).index
+    return _is_matrix(problem) and (index is None or shape(problem, index) is not None)
 
 
 def _is_matrix(problem: Problem) -> bool:

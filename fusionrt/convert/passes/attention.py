@@ -11,9 +11,10 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from fusionrt.convert import pointwise as p
-from fusionrt.convert.calls import is_batch_first, self_attention
+from fusionrt.convert.calls import batch_first_attention, is_batch_first, self_attention
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import VALUE, Edits, arguments, is_tensor, present, same
+from fusionrt.convert.graph import DERIVED, VALUE, Edits, arguments, is_tensor, present, same
+from fusionrt.convert.kept_masks import attention_by_kept_mask
 from fusionrt.convert.match import between, factors, named, only_users, rule_of, without_conversions
 from fusionrt.convert.members import ROWS, softmax
 from fusionrt.convert.passes.constants import CONSTANT
@@ -44,15 +45,26 @@ def attention(edits: Edits) -> None:
             _spelled_out(edits, n)
         elif n.target is F.multi_head_attention_forward:
             _of_heads(edits, n)
+        elif n.target is torch._native_multi_head_attention:
+            _native(edits, n)
 
 
 def _replace(edits: Edits, nodes: Sequence[Node], last: Node, found: Operands) -> None:
     found = _with_known_mask(_with_shared_heads(found))
     read = [a for a in (found.q, found.k, found.v, found.mask) if a is not None]
-    if _fits(last, found) and not any(map(edits.facts.is_written, read)) and edits.allows(last, nodes):
+    if not _fits(last, found) or any(map(edits.facts.is_written, read)) or not edits.allows(last, nodes):
+        return
+    special = found.causal or found.dropout_p or found.enable_gqa or value(last).requires_grad
+    if _is_kept(found.mask) and not special:
+        edits.replace(nodes, last, attention_by_kept_mask, read, "attention", **present(scale=found.scale))
+    else:
         options = present(mask=found.mask, scale=found.scale, causal=found.causal or None,
                           dropout_p=found.dropout_p or None, enable_gqa=found.enable_gqa or None)
         edits.replace(nodes, last, attend, read[:3], "attention", **options)
+
+
+def _is_kept(mask: Node | None) -> bool:
+    return mask is not None and (CONSTANT in mask.meta or DERIVED in mask.meta)
 
 
 def _fits(last: Node, found: Operands) -> bool:
@@ -67,10 +79,10 @@ def _fits(last: Node, found: Operands) -> bool:
 def _with_known_mask(found: Operands) -> Operands:
     """A constant mask may be none, or causality."""
     mask = found.mask.meta.get(CONSTANT) if found.mask is not None else None
+    if mask is not None and bool(mask.all() if mask.dtype == torch.bool else not mask.any()):
+        return found._replace(mask=None)
     if mask is None or mask.dtype != torch.bool or found.causal:
         return found
-    if bool(mask.all()):
-        return found._replace(mask=None)
     sizes = value(found.q).shape[2], value(found.k).shape[2]
     if mask.dim() < 2 or not same(mask.shape[-2:], sizes):
         return found
@@ -104,10 +116,10 @@ def _of_heads(edits: Edits, n: Node) -> None:
               "static_k", "static_v", "use_separate_proj_weight", "is_causal")
     if given is None or any(isinstance(given[k], Node) or given[k] for k in absent):
         return
-    result = next((u for u in n.users if u.target is operator.getitem and u.args[1] == 0), None)
+    result = _only_result(n)
     x, w = given["query"], given["in_proj_weight"]
-    if (result is None or len(n.users) > 1 or not x is given["key"] is given["value"] or w is None
-            or value(x).dim() != 3 or not edits.allows(result, [n, result])):
+    if (result is None or not x is given["key"] is given["value"] or w is None or value(x).dim() != 3
+            or not edits.allows(result, [n, result])):
         return
     made = edits.replace([n, result], result, self_attention, (
         x, given["num_heads"], w, given["in_proj_bias"], given["out_proj_weight"], given["out_proj_bias"]),
@@ -116,14 +128,34 @@ def _of_heads(edits: Edits, n: Node) -> None:
         _lie_batch_first(edits, made)
 
 
+def _only_result(n: Node) -> Node | None:
+    """What attends, where nobody asks for the weights."""
+    return next((u for u in n.users if u.target is operator.getitem and u.args[1] == 0 and len(n.users) == 1),
+                None)
+
+
+def _native(edits: Edits, n: Node) -> None:
+    """nn.MultiheadAttention's own at inference, (B, L, E)."""
+    required = ("query", "key", "value", "embed_dim", "num_head", "qkv_weight", "qkv_bias", "proj_weight",
+                "proj_bias")
+    given = arguments(n, **dict.fromkeys(required), mask=None, need_weights=True, average_attn_weights=True,
+                      mask_type=None)
+    result = _only_result(n)
+    if given is None or result is None or given["mask"] is not None:
+        return
+    x = given["query"]
+    if x is given["key"] is given["value"] and value(x).dim() == 3 and edits.allows(result, [n, result]):
+        edits.replace([n, result], result, batch_first_attention, (
+            x, *(given[name] for name in required[4:])), "attention")
+
+
 def _lie_batch_first(edits: Edits, made: Node) -> None:
     """The result lies in memory as the operand does, where nothing behind it minds."""
     old = value(made)
     length, batch, width = old.shape
     made.meta[VALUE] = old.detach().new_empty((batch, length, width)).transpose(0, 1).requires_grad_(
         old.requires_grad)
-    if not revalue(edits, [made]):
-        made.meta[VALUE] = old
+    if not revalue(edits, {made: old}):
         made.kwargs = {**made.kwargs, "as_torch": True}
 
 

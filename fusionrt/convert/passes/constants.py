@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def constants(edits: Edits) -> None:
     facts = edits.facts
     known: dict[Node, Any] = {}
     for n in facts.nodes:
-        found = _computed(n, known) if _can_be_known(n, known, facts) else None
+        found = _computed(n, known) if can_be_known(n, known, facts) else None
         if found is not None:
             known[n] = found
         elif _is_fill(n) and not known.keys().isdisjoint(m for c in facts.classes[n.args[0]]
@@ -36,11 +37,12 @@ def constants(edits: Edits) -> None:
         return  # fills stay or go with what they fill
     for n in filter(edits.allows, read):
         edits.note(n, None)
-        _hold(edits, n, known[n])
+        n.replace_all_uses_with(hold(edits, n, known[n], value(n)))
     edits.erase(list(known))
 
 
-def _can_be_known(n: Node, known: dict[Node, Any], facts: Facts) -> bool:
+def can_be_known(n: Node, known: Container[Node], facts: Facts) -> bool:
+    """Whether it follows from the known values alone, and is no more than what may be kept."""
     name = str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
     if _is_fill(n):
         return n.args[0] in known
@@ -101,10 +103,12 @@ def _like(fake: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def _hold(edits: Edits, n: Node, tensor: torch.Tensor) -> None:
+def hold(edits: Edits, at: Node, tensor: torch.Tensor, fake: torch.Tensor) -> Node:
+    """The tensor as an attribute of the module, read before `at`."""
     name = f"_constant_{sum(a.startswith('_constant_') for a in vars(edits.gm))}"
     setattr(edits.gm, name, tensor)
-    with edits.graph.inserting_before(n):
+    with edits.graph.inserting_before(at):
         made = edits.graph.create_node("get_attr", name)
-    made.meta.update({VALUE: value(n), CONSTANT: tensor})
-    n.replace_all_uses_with(made)
+    made.meta.update({VALUE: fake, CONSTANT: tensor})
+    edits.facts.add(made, at)
+    return made

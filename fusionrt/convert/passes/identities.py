@@ -36,5 +36,6 @@ def _returns(n: Node, operand: Node, facts: Facts) -> bool:
     if rule_of(n) in CONVERSIONS:
         own, its = value(n), value(operand)
         return own.dtype == its.dtype and not facts.classes[n].isdisjoint(facts.classes[operand])
-    pads: Any = n.args[1] if n.target is F.pad and len(n.args) > 1 else (1,)
-    return not any(pads) and not facts.is_written(operand) and not facts.is_written(n)  # a copy
+    pads: Any = n.args[1] if named(n, "pad") and len(n.args) > 1 else (1,)
+    returned = any(u.op == "output" for c in facts.classes[n] for m in facts.members[c] for u in m.users)
+    return not (any(pads) or returned or facts.is_written(operand) or facts.is_written(n))  # of a copy

@@ -8,8 +8,9 @@ import torch
 from torch.fx import Node
 
 from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, value
-from fusionrt.convert.graph import KEY, Edits, is_tensor
+from fusionrt.convert.graph import KEY, Edits, same
 from fusionrt.convert.pointwise import FUNCTIONS, METHODS
+from fusionrt.convert.revalue import computed
 
 _WAS = "fusionrt_in_place"
 
@@ -19,7 +20,7 @@ def in_place(edits: Edits) -> None:
     facts = edits.facts
     for n in facts.nodes:
         target = _functional(n, facts)
-        if target is None or not _is_private(n, facts) or not _keeps_dtype(n) or not edits.allows(n):
+        if target is None or not _is_private(n, facts) or not _keeps_dtype(n, target) or not edits.allows(n):
             continue
         operand: Any = n.args[0]
         operand.replace_all_uses_with(n, delete_user_cb=lambda u, n=n: facts.position[u] > facts.position[n])
@@ -73,10 +74,11 @@ def _is_private(n: Node, facts: Facts) -> bool:
     return len(facts.classes[operand]) == 1
 
 
-def _keeps_dtype(n: Node) -> bool:
+def _keeps_dtype(n: Node, target: Any) -> bool:
     """Whether the result would have its operand's dtype by itself."""
-    own = value(n.args[0])
-    others = [value(a) for a in n.all_input_nodes if a is not n.args[0] and is_tensor(a)]
-    return own.is_floating_point() and all(
-        t.dtype == own.dtype or not (t.is_floating_point() or t.is_complex())
-        or (t.dim() == 0 < own.dim() and t.is_floating_point()) for t in others)
+    own, kwargs = value(n.args[0]).dtype, {k: v for k, v in n.kwargs.items() if k != "inplace"}
+    try:
+        found = computed(target, n.args[:INPLACE_AT.get(target)], kwargs)
+    except Exception:  # of whatever the call is: it is left as it was
+        return False
+    return isinstance(found, torch.Tensor) and found.dtype == own and same(found.shape, value(n).shape)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fusionrt.convert.derived import channels_last
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import DERIVED, VALUE, Edits, is_tensor
+from fusionrt.convert.graph import DERIVED, VALUE, Edits, hint, is_tensor
 from fusionrt.convert.match import named
 from fusionrt.convert.revalue import revalue
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
@@ -38,7 +38,7 @@ def layout(edits: Edits) -> None:
         fake = torch.empty_like(t, memory_format=torch.channels_last)
         made.meta[VALUE] = fake.requires_grad_(t.requires_grad)
         image.replace_all_uses_with(made, delete_user_cb=_is_convolution)
-        if not revalue(edits, [made]):
+        if not revalue(edits, {made: t}):
             made.replace_all_uses_with(image)
             edits.graph.erase_node(made)
             return
@@ -59,8 +59,7 @@ def _work(n: Node) -> float:
     if not is_tensor(n) or len(operands) < 2:
         return 0.0
     sizes = [*value(n).shape, *(operands[1].shape[1:] if _is_convolution(n) else operands[0].shape[-1:])]
-    return float(math.prod(s if isinstance(s, int) else s.node.hint if s.node.has_hint() else 1
-                           for s in sizes))
+    return float(math.prod(hint(size, 1) for size in sizes))
 
 
 def _is_convolution(n: Node) -> bool:

@@ -59,7 +59,7 @@ def _stack(edits: Edits, group: Group) -> None:
              for k in range(len(group))]
     for (n, _), view in zip(group, views, strict=True):
         n.replace_all_uses_with(view)
-    if revalue(edits, views):
+    if revalue(edits, {view: value(n) for (n, _), view in zip(group, views, strict=True)}):
         for n, _ in group:
             edits.note(n, None)
         edits.counts["stacked_linear"] += 1
