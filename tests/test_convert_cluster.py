@@ -55,6 +55,17 @@ def test_sums_of_truth_values_are_truth_values():
     check(lambda a: ((a + a) * 1.0, (a + a).float() * 2, a * a), flag)
 
 
+def test_truth_values_of_rows(device):
+    """Results of rows are numbers: such a row is not ours, but for truth values that stay within."""
+    def asked(x, y):
+        chosen = F.softmax(x, -1)
+        return chosen, chosen > 0.2, x.masked_fill(F.layer_norm(x + y, (6,)) > 0, 0.5)
+
+    x, y = torch.randn(4, 6, device=device), torch.randn(4, 6, device=device)
+    with torch.no_grad():
+        assert check(asked, x, y) == {"norm": 1}
+
+
 def test_explicit_roundings_stay():
     x = torch.tensor([1 + 2.0**-10, 70000.0, 3e-8])
     check(lambda x: ((x * 1.0).half().float() * 2, (x + 0).to(torch.bfloat16).float() * 2), x, rtol=0, atol=0)
@@ -294,6 +305,7 @@ def test_masks_take_no_part_in_gradients():
     assert w.grad is None
     assert x.grad is not None
     assert not constant.requires_grad
+    check(lambda w: torch.eye(4).masked_fill(w > 0, 0.1), leaf(4, 4))  # nor has what is made of nothing else
 
 
 def test_hooks_see_whole_gradients():

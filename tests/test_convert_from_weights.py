@@ -162,6 +162,12 @@ def test_what_is_not_kept(device):
     assert kept_calls(lambda x: (w.exp(), x @ w), x) == 0          # a result of the graph
     assert kept_calls(lambda x: x * torch.rand_like(w)[:3], x) == 0
     assert kept_calls(lambda x: x @ F.dropout(w.exp(), 0.5), x) == 1  # w.exp() alone
+    assert kept_calls(lambda x: x @ torch.native_dropout(w, 0.5, True)[0], x) == 0
+    assert kept_calls(lambda x: x @ torch.ops.aten.native_dropout(w, 0.5, True)[0], x) == 0
+    assert kept_calls(lambda x: x @ torch.binomial(w.detach().abs(), w.detach().sigmoid()), x) == 2
+    latents = w.view(1, 1, 4, 4)
+    assert kept_calls(lambda x: x @ F.scaled_dot_product_attention(latents, latents, latents, dropout_p=0.5),
+                      x) == 0
     buffer = nn.BatchNorm1d(4).to(device).running_mean
 
     def counted(x):
@@ -170,6 +176,24 @@ def test_what_is_not_kept(device):
         return total
 
     assert kept_calls(counted, x) == 0                             # is written to
+
+
+def test_dropout_of_weights_alone():
+    """Attention among latents, as it is in training, outside of which gradients are recorded."""
+    class Latents(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(1, 6, 8))
+            self.attention = nn.MultiheadAttention(8, 2, 0.5)
+
+        def forward(self, x):
+            return x @ self.attention(self.latents, self.latents, self.latents)[0].transpose(1, 2)
+
+    run, _ = compiled(Latents())
+    x = torch.randn(1, 5, 8)
+    with torch.no_grad():
+        run(x)
+        assert not torch.equal(run(x), run(x))
 
 
 def test_a_result_of_the_graph_is_the_callers(device):

@@ -257,6 +257,21 @@ def test_windows_that_are_no_patches_are_left(anywhere, model):
     assert not replaced(found, "patches")
 
 
+def test_results_that_share_memory_do_so_still(anywhere):
+    """Each by a copy of its own they would not."""
+    model = Tokens(flat=False).eval()
+
+    def function(x):
+        y = model(x)
+        return y, y.view(3, 24, 9)
+
+    run, found = compiled(function)
+    with torch.no_grad():
+        y, flat = run(torch.randn(3, 8, 12, 6))
+        y.zero_()
+    assert replaced(found, "patches") and not flat.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_patches_on_a_gpu(dtype):

@@ -6,11 +6,13 @@ import pytest
 import torch
 from convert_checks import (
     assert_as_accurate,
+    called,
     check,
     check_module,
     compiled,
     copies,
     leaf,
+    of_pass,
     outcome,
     randomised,
 )
@@ -399,6 +401,81 @@ def test_constants_that_are_filled():
         for _ in range(2):
             assert_close(run(x), f(x))
         assert calls is None or found[0].graph_after == calls
+
+
+def test_constants_that_are_written_to_are_made_anew():
+    """By a call that works in place again, as nothing was fused with it."""
+    def function(x):
+        added, scaled = torch.zeros(3, 4), torch.arange(12.0).view(3, 4)
+        added.add_(x)
+        scaled.mul_(x)
+        return added.cumsum(0), scaled @ x.t()
+
+    check(function, torch.randn(3, 4), calls=3)
+
+
+def test_calls_in_place_on_views_with_gaps():
+    """A new result would lie otherwise."""
+    def function(x):
+        part = (x * 2)[:, ::2]
+        part.add_(1)
+        return part
+
+    with torch.no_grad():
+        check(function, torch.randn(4, 8))
+    check(function, leaf(4, 8))
+
+
+@pytest.mark.gpu
+def test_calls_in_place_under_autocast():
+    """It makes some of them float32, but for those in place."""
+    def function(x, w):
+        with torch.autocast("cuda", torch.float16):
+            y = F.linear(x, w)
+            z = y * 2
+            y.exp_()
+        return y, z.cumsum(0)
+
+    with torch.no_grad():
+        check(function, torch.randn(4, 8, device="cuda"), torch.randn(8, 8, device="cuda"))
+
+
+def test_masks_that_make_more_of_the_scores():
+    """Ours has as many results as there are queries."""
+    table, x = nn.Parameter(torch.randn(4, 1, 5, 5)), torch.randn(1, 2, 5, 8)
+
+    def function(x, mask):
+        return (x @ x.transpose(2, 3) + mask).softmax(-1) @ x
+
+    with torch.no_grad():
+        check(lambda x: function(x, torch.zeros(4, 1, 5, 5)), x, rtol=1e-4, atol=1e-5)
+        check(lambda x: function(x, table.exp()), x, rtol=1e-4, atol=1e-5)
+
+
+@torch.library.custom_op("fusionrt_tests::flat_memory", mutates_args=())
+def flat_memory(x: torch.Tensor) -> torch.Tensor:
+    """As kernels of users read it."""
+    return torch.as_strided(x, (x.numel(),), (1,)).clone()
+
+
+@flat_memory.register_fake
+def _(x):
+    return x.new_empty(x.numel())
+
+
+@pytest.mark.parametrize("read", [lambda t: t.as_strided((3, 8), (8, 1)), flat_memory])
+def test_what_asks_where_elements_lie_sees_torchs_memory(monkeypatch, read):
+    """Products that are views of one leave it be."""
+    for place in of_pass("stacked", DEVICES=("cpu",)):
+        monkeypatch.setattr(*place)
+    a, b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x):
+        return read(a(x)).sum() + b(x).exp().sum()
+
+    with torch.no_grad():
+        check(function, torch.randn(5, 8))
+        assert "stacked" not in called(function, torch.randn(5, 8))
 
 
 def test_stacked_linear_layers(monkeypatch):

@@ -32,7 +32,7 @@ def fuse_cluster(edits: Edits, cluster: Cluster, statistic: str) -> bool:
         return False
     try:
         run, n_outputs = _operator(cluster, operands, results)
-    except TraceError:  # an output that has no cast
+    except TraceError:  # an output that has no cast, a row that is none of ours
         return False
     last = cluster.nodes[-1]
     edits.note(last, statistic)
@@ -58,7 +58,7 @@ def _detached(edits: Edits, cluster: Cluster, operands: Sequence[Node]) -> list[
     for n in reversed(cluster.nodes):
         if value(n).requires_grad and (n in cluster.results or not differentiable.isdisjoint(n.users)):
             differentiable.add(n)
-    if not differentiable:
+    if not differentiable and not torch.is_grad_enabled():
         return list(operands)
     return [edits.call(torch.detach, (a,), {}, cluster.nodes[-1], given=value(a).detach())
             if is_tensor(a) and value(a).requires_grad and differentiable.isdisjoint(a.users) else a
@@ -75,6 +75,8 @@ def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node
             and same(value(n).shape, cluster.shape)]
     if row is not None and not full:
         raise TraceError("a row needs an operand of its shape")
+    if row is not None and any(value(n).dtype == torch.bool for n in results):
+        raise TraceError("results of rows are numbers")
     recorded = any(value(n).requires_grad for n in results)
     with_terms = recorded and row is not None and not (row.rule is softmax and results == [row.node])
     summed = _summed(cluster) if with_terms else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from fusionrt.convert.effects import tensors, value
+from fusionrt.convert.effects import effect, tensors, value
 from fusionrt.convert.graph import VALUE, Edits, same
+from fusionrt.convert.match import named
 
 
 def revalue(edits: Edits, changed: Mapping[Node, Any]) -> bool:
@@ -27,7 +29,7 @@ def revalue(edits: Edits, changed: Mapping[Node, Any]) -> bool:
         operands = [a for a in n.all_input_nodes if a in different]
         if not operands:
             continue
-        if n.op == "output" and _put_back(edits, n, {a: before[a] for a in operands if a in before}):
+        if n.op == "output" and _put_back(edits, n, before):
             continue
         found = _of_call(n)
         if found is None or not _alike(value(n), found):
@@ -55,9 +57,13 @@ def take_place(edits: Edits, n: Node, made: Node) -> None:
 
 
 def _put_back(edits: Edits, output: Node, before: dict[Node, Any]) -> bool:
-    """Whether all of the graph's results lie as before, those that lay in the usual order by a copy."""
-    moved = {a: old for a, old in before.items() if not _lies_alike(old, value(a))}
-    if not all(isinstance(old, torch.Tensor) and old.is_contiguous() for old in moved.values()):
+    """Whether all of the graph's results lie as before, those that lay in the usual order by a copy; of what
+    shared its memory there is none."""
+    results = {a: before.get(a, value(a)) for a in output.all_input_nodes}
+    shared = Counter(memory for old in results.values() for memory in _memory(old))
+    moved = {a: old for a, old in results.items() if a in before and not _lies_alike(old, value(a))}
+    if not all(isinstance(old, torch.Tensor) and old.is_contiguous()
+               and all(shared[m] == 1 for m in _memory(old)) for old in moved.values()):
         return False
     for a, old in moved.items():
         with edits.graph.inserting_before(output):
@@ -69,7 +75,7 @@ def _put_back(edits: Edits, output: Node, before: dict[Node, Any]) -> bool:
 
 def _of_call(n: Node) -> Any:
     """None where that fails, for whatever reason the call has."""
-    if n.op not in ("call_function", "call_method"):
+    if n.op not in ("call_function", "call_method") or _knows_memory(n):
         return None
     name: Any = n.target
     target = name if n.op == "call_function" else lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
@@ -82,6 +88,13 @@ def _of_call(n: Node) -> Any:
         if old.requires_grad and new.is_floating_point():
             new.requires_grad_()
     return found
+
+
+def _knows_memory(n: Node) -> bool:
+    """Whether what it gives depends on where its operands' elements lie; of calls that are not torch's nobody
+    can tell."""
+    return named(n, "as_strided", "as_strided_") or effect(n).barrier or isinstance(
+        n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
 def _lies_as_its_image(n: Node) -> bool:
@@ -116,5 +129,8 @@ def _lies_alike(old: Any, new: Any) -> bool:
 
 
 def _is_fresh(n: Node, found: Any) -> bool:
-    given = {t.untyped_storage()._cdata for a in n.all_input_nodes for t in tensors(value(a))}
-    return given.isdisjoint(t.untyped_storage()._cdata for t in tensors(found))
+    return _memory([value(a) for a in n.all_input_nodes]).isdisjoint(_memory(found))
+
+
+def _memory(found: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors(found)}

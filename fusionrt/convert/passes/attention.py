@@ -73,6 +73,7 @@ def _fits(last: Node, found: Operands) -> bool:
                 for t in (q, k, v))
             and same((q.shape[0], q.shape[3]), (k.shape[0], k.shape[3])) and same(k.shape[:3], v.shape[:3])
             and (found.enable_gqa or same(k.shape[1], q.shape[1]))
+            and same(value(last).shape, (*q.shape[:3], v.shape[3]))  # no mask is of more than the scores
             and (value(last).dtype == q.dtype or q.dtype != torch.float64))  # under autocast
 
 

@@ -18,7 +18,8 @@ LARGEST = 1 << 26  # bytes
 _ORIGINS = ("arange", "zeros", "ones", "full", "tensor", "eye", "linspace", "zeros_like", "ones_like",
             "full_like", "new_zeros", "new_ones", "new_full")
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "rrelu",
-           "empty", "new_empty", "gumbel_softmax", "feature_", "fractional_")
+           "empty", "new_empty", "gumbel_softmax", "feature_", "fractional_", "native_dropout", "binomial",
+           "scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_")
 
 
 def constants(edits: Edits) -> None:
@@ -47,7 +48,7 @@ def can_be_known(n: Node, known: Container[Node], facts: Facts) -> bool:
     if _is_fill(n):
         return n.args[0] in known
     if (n.op not in ("call_function", "call_method") or name.startswith(_RANDOM) or facts.effects[n] != NONE
-            or _escapes(n, facts)):
+            or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) or _escapes(n, facts)):
         return False
     operands = [a for a in n.all_input_nodes if a not in known]
     if name in _ORIGINS and (name.endswith("_like") or name.startswith("new_")):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, value
+from fusionrt.convert.fused import lies
 from fusionrt.convert.graph import KEY, Edits, same
+from fusionrt.convert.match import named
 from fusionrt.convert.pointwise import FUNCTIONS, METHODS
 from fusionrt.convert.revalue import computed
 
@@ -17,10 +21,15 @@ _WAS = "fusionrt_in_place"
 
 def in_place(edits: Edits) -> None:
     """Only calls that can be part of a cluster: for others nothing would be gained."""
-    facts = edits.facts
+    facts, entered = edits.facts, list[Node]()
     for n in facts.nodes:
+        if named(n, "_enter_autocast"):
+            entered.append(n)
+        elif named(n, "_exit_autocast"):
+            entered.remove(n.args[0])
         target = _functional(n, facts)
-        if target is None or not _is_private(n, facts) or not _keeps_dtype(n, target) or not edits.allows(n):
+        if (target is None or not _is_private(n, facts) or not _gives_alike(n, target, entered)
+                or not edits.allows(n)):
             continue
         operand: Any = n.args[0]
         operand.replace_all_uses_with(n, delete_user_cb=lambda u, n=n: facts.position[u] > facts.position[n])
@@ -40,7 +49,8 @@ def restored(edits: Edits) -> None:
         operand: Any = n.args[0]
         alone = all(m in (n, operand) or facts.position[m] > facts.position[n]
                     for c in facts.classes[operand] for m in facts.members[c])
-        if alone and list(operand.users) == [n] and KEY not in operand.meta:
+        if (alone and list(operand.users) == [n] and operand.op.startswith("call")  # not a constant
+                and KEY not in operand.meta):
             n.target, rest, n.kwargs = n.meta.pop(_WAS)
             now = (*n.args[1:], *rest[len(n.args) - 1:])  # with what was an argument for working in place
             n.args = (operand, *now)
@@ -74,11 +84,16 @@ def _is_private(n: Node, facts: Facts) -> bool:
     return len(facts.classes[operand]) == 1
 
 
-def _keeps_dtype(n: Node, target: Any) -> bool:
-    """Whether the result would have its operand's dtype by itself."""
-    own, kwargs = value(n.args[0]).dtype, {k: v for k, v in n.kwargs.items() if k != "inplace"}
+def _gives_alike(n: Node, target: Any, entered: Sequence[Node]) -> bool:
+    """Whether the result would have its operand's dtype, and lie as it does, by itself. `entered`: autocasts,
+    which know calls in place by other rules."""
+    own, kwargs = value(n.args[0]), {k: v for k, v in n.kwargs.items() if k != "inplace"}
     try:
-        found = computed(target, n.args[:INPLACE_AT.get(target)], kwargs)
+        with contextlib.ExitStack() as casting:
+            for autocast in entered:
+                casting.enter_context(torch.autocast(*autocast.args))  # type: ignore[arg-type]
+            found = computed(target, n.args[:INPLACE_AT.get(target)], kwargs)
     except Exception:  # of whatever the call is: it is left as it was
         return False
-    return isinstance(found, torch.Tensor) and found.dtype == own and same(found.shape, value(n).shape)
+    return (isinstance(found, torch.Tensor) and found.dtype == own.dtype and same(found.shape, own.shape)
+            and lies(n.args[0], found.stride()))  # type: ignore[arg-type]
