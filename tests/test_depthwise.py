@@ -196,7 +196,7 @@ def together(form):
             for w, c in most]
 
 
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_75", "sm_90") else pytest.mark.slow)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
