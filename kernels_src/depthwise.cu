@@ -147,7 +147,9 @@ __device__ __forceinline__ Strip strip_of(const Params& p, unsigned task, int ch
     return s;
 }
 
-__device__ __forceinline__ bool in_image(int row, int rows) { return static_cast<unsigned>(row) < static_cast<unsigned>(rows); }
+__device__ __forceinline__ bool in_image(int row, int rows) {
+    return static_cast<unsigned>(row) < static_cast<unsigned>(rows);
+}
 
 // A row of a turn in which some row is in the image.
 __device__ __forceinline__ void load_row(const Params& p, const Strip& strip, int row, Source& source) {

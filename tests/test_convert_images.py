@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from fusionrt.convert import max_pool as max_pools
 from fusionrt.convert.max_pool import Window, max_pool
-from fusionrt.convert.squeeze_excite import squeeze_excite
 from fusionrt.ops import folding
+from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
 
@@ -144,28 +144,6 @@ def test_a_residual_decides_about_the_layout():
         ours, own = run(x), model(x)
     assert_close(ours, own, rtol=1e-4, atol=1e-5)
     assert [t.stride() for t in ours] == [t.stride() for t in own]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 32, 112, 112, 8), (2, 24, 5, 5, 3), (3, 16, 1, 1, 8),
-                                   (5, 1152, 7, 7, 48), (9, 1152, 7, 7, 48), (17, 24, 30, 31, 4)])
-def test_squeeze_and_excitation_on_a_gpu(dtype, shape):
-    n, c, h, w, inner = shape
-    torch.manual_seed(0)
-    x = torch.randn(n, h, w, c, device="cuda").to(dtype).permute(0, 3, 1, 2)
-    weights = [torch.randn(*size, device="cuda").to(dtype) for size in (
-        (inner, c, 1, 1), (inner,), (c, inner, 1, 1), (c,))]
-
-    def reference(x, w1, b1, w2, b2):
-        hidden = F.silu(F.conv2d(x.mean((2, 3), keepdim=True), w1, b1))
-        return x * torch.sigmoid(F.conv2d(hidden, w2, b2))
-
-    exact = reference(*(t.double() for t in (x, *weights)))
-    own = (reference(x, *weights) - exact).abs().max()
-    ours = squeeze_excite(x, *weights, inner="silu", outer="sigmoid")
-    assert ours.stride() == x.stride()
-    assert (ours - exact).abs().max() <= 2 * own + 1e-6
 
 
 @pytest.mark.gpu
@@ -352,6 +330,15 @@ def test_places_of_largest_values(window):
     k, j = (row - rows[:, None]) // window.dilation[0], (column - columns) // window.dilation[1]
     places = (k * window.kernel[1] + j).to(torch.uint8)
     assert torch.equal(max_pools._indices(places, window, x.shape), indices)
+
+
+def test_a_rehearsal_lists_both_passes_of_max_pooling():
+    x = torch.empty(2, 16, 8, 8, device="meta", requires_grad=True)
+    with collecting("cuda") as listed:
+        y = max_pool(x.contiguous(memory_format=torch.channels_last), *WINDOWS[0])
+        y.backward(torch.empty_like(y))
+    assert [kernel.entry for kernel in listed] == ["max_pool", "max_pool_backward"]
+    assert y.shape == (2, 16, 4, 4)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])

@@ -18,10 +18,10 @@ def state():
 def test_the_collector_waits():
     before = state()
     assert before[0]
-    with tracing.alone():
+    with tracing.without_collecting():
         assert state() == (False, None if before[1] is None else False)
     assert state() == before
-    with pytest.raises(KeyError), tracing.alone():
+    with pytest.raises(KeyError), tracing.without_collecting():
         raise KeyError
     assert state() == before
 

@@ -91,7 +91,7 @@ class Forward:
         self._hooked, heard = hooked, list[capture.Found]()
         options = self.options._replace(on_graph=heard.append)
         try:
-            with tracing.alone():
+            with tracing.without_collecting():
                 self._run = torch.compile(_entry(self.inner),
                                           backend=functools.partial(capture.backend, options=options))
                 return self._run(*args, **kwargs)

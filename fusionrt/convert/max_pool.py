@@ -50,9 +50,9 @@ def max_pool(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pai
 
 
 def _fits(x: Tensor) -> bool:
-    return (device_type(x) == "cuda" and x.is_cuda and x.dtype in DTYPES
-            and x.shape[1] % (VECTOR // x.itemsize) == 0 and 0 < x.numel() < MOST
-            and x.is_contiguous(memory_format=torch.channels_last) and not x.data_ptr() % VECTOR)
+    return (device_type(x) == "cuda" and x.dtype in DTYPES and x.shape[1] % (VECTOR // x.itemsize) == 0
+            and 0 < x.numel() < MOST and x.is_contiguous(memory_format=torch.channels_last)
+            and not x.data_ptr() % VECTOR)
 
 
 class _Pooled(torch.autograd.Function):

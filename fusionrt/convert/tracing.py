@@ -10,7 +10,7 @@ from fusionrt.collector import paused
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def without_collecting() -> Iterator[None]:
     """For a call in here that is traced."""
     from torch._dynamo import config
     options = {"run_gc_after_compile": False} if hasattr(config, "run_gc_after_compile") else {}

@@ -117,6 +117,7 @@ class Training:
                 model.is_left_alone = model.passes is None
             if model.passes is None or _held(model.passes, args):
                 return self.run(*args)
+            turn.after_others()
             _spare(model.passes, args)
             return tuple(Replayed.apply(self, model, *args))
 
@@ -207,7 +208,6 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, training: Training, model: Model, *args: Any) -> tuple[Any, ...]:
         passes: Any = model.passes
-        cuda_graphs.turn_of(training.device).after_others()
         for k, buffer in passes.buffers.items():
             buffer.copy_(args[k])
         passes.forward.replay()

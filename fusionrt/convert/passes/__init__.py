@@ -30,7 +30,7 @@ from fusionrt.convert.passes.patches import patches
 from fusionrt.convert.passes.pixels import pixels
 from fusionrt.convert.passes.pooling import pooling
 from fusionrt.convert.passes.recomputation import recomputation
-from fusionrt.convert.passes.results import results
+from fusionrt.convert.passes.result_strides import result_strides
 from fusionrt.convert.passes.rotary import rotary
 from fusionrt.convert.passes.spelled_out import addmm, gelu, rms_norm
 from fusionrt.convert.passes.squeeze import squeeze
@@ -52,4 +52,5 @@ PASSES: dict[str, Callable[[Edits], None]] = {
     "linear": linear, "losses": losses, "aligned_rows": aligned_rows, "any_of": any_of,
     "moved_rows": moved_rows,
     # the rest
-    "clusters": clusters, "restored": restored, "results": results, "concatenations": concatenations}
+    "clusters": clusters, "restored": restored, "result_strides": result_strides,
+    "concatenations": concatenations}

@@ -16,7 +16,7 @@ from fusionrt.ops.attention import attention
 _OURS = (attention, attention_by_kept_mask, batch_first_attention, self_attention)
 
 
-def results(edits: Edits) -> None:
+def result_strides(edits: Edits) -> None:
     """Those that share no memory with others; views of attention are left."""
     output = next(n for n in edits.nodes() if n.op == "output")
     for n in output.all_input_nodes:
