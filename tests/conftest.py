@@ -1,9 +1,11 @@
 """Fixtures: a kernel cache for all, the device, random numbers that repeat, a cache to break."""
 
 import gc
+import itertools
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,11 +111,43 @@ LONGEST = ("test_warmup", "test_wheel", "test_examples", "test_cpu")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """With these dtypes, which the pointwise tests cover, the files would take minutes more. Files with tests
-    of many seconds come first: at the end one worker would wait for another."""
+    """With these dtypes, which the pointwise tests cover, the files would take minutes more; with what
+    `covering` leaves out, ten. Files with tests of many seconds come first: at the end one worker would wait
+    for another."""
+    groups = {}
     for item in items:
-        params = getattr(item, "callspec", None) and item.callspec.params.values()
-        names = [str(p).removeprefix("torch.") for p in params or ()]
-        if BY_OTHER_DTYPES.get(item.path.stem) in names and not item.get_closest_marker("gpu"):
+        if not hasattr(item, "callspec") or item.get_closest_marker("gpu"):
+            continue
+        params = item.callspec.params
+        names = [str(p).removeprefix("torch.") for p in params.values()]
+        if BY_OTHER_DTYPES.get(item.path.stem) in names:
             item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        (together,) = group[0].get_closest_marker("covering").args
+        kept = covering([item.callspec.params for item in group], together)
+        for k, item in enumerate(group):
+            if k not in kept:
+                item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def covering(combinations: list[dict], together: int) -> list[int]:
+    """Positions of few combinations of parameters in which every `together` values meet that do so in any.
+
+    What a kernel is made of (op, dtype, layout, option) goes wrong by one of these or where two of them meet,
+    so that every value of a third one would compile once more what others have shown. Each time the one is
+    taken in which most meet for the first time, or whose values were taken least: the same one in every
+    worker of pytest-xdist.
+    """
+    values = [[(name, repr(value)) for name, value in c.items()] for c in combinations]
+    meetings = [set(itertools.combinations(of_one, together)) for of_one in values]
+    missing, taken, kept = set().union(*meetings), Counter(), []
+    while missing:
+        best = max(range(len(values)), key=lambda k: (
+            len(meetings[k] & missing), -sum(taken[value] for value in values[k])))
+        kept.append(best)
+        taken.update(values[best])
+        missing -= meetings[best]
+    return kept

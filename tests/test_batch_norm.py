@@ -106,6 +106,7 @@ def test_epilogue_and_residual(shape, channels_last, device):
         compare(run, reference, tensors)
 
 
+@pytest.mark.covering(1)
 @cases
 def test_batch_norm_relu(shape, channels_last, device):
     x = images(shape, channels_last, device=device)
@@ -117,6 +118,7 @@ def test_batch_norm_relu(shape, channels_last, device):
     )
 
 
+@pytest.mark.covering(1)
 @of_images
 @pytest.mark.parametrize("use_input_stats", [True, False])
 def test_instance_norm(shape, channels_last, use_input_stats, device):
@@ -129,6 +131,7 @@ def test_instance_norm(shape, channels_last, use_input_stats, device):
     compare(lambda t, c: frt.instance_norm(t[0]), lambda t, c: F.instance_norm(t[0]), [x])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape, channels_last, groups", [
     *((*case, 2) for case in CASES),
     *(((3, 4, 5, 6), last, groups) for last in (False, True) for groups in (1, 4))], ids=str)
@@ -145,6 +148,7 @@ def test_group_norm(shape, channels_last, groups, device):
 # --- accuracy
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)  # the formulas above are compared in float64
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm", "instance_norm", "inference"])

@@ -42,6 +42,7 @@ def compare(x, target, **options):
 # --- accuracy
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("reduction, dtype", [  # a sum is a mean times a number
     *((reduction, dtype) for reduction in ("none", "mean") for dtype in DTYPES), ("sum", F32)], ids=str)
 @kinds
@@ -60,6 +61,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("options", "shape", "dtype"), [
     *((options, (33, 65), BF16) for options in OPTIONS), *((options, (3, 7, 5), F32) for options in OPTIONS),
     (OPTIONS[-1], (33, 65), F64)], ids=str)
@@ -320,6 +322,7 @@ def layouts(device):
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", layouts("cpu"))
 @kinds
 def test_layouts(layout, kind, device):
@@ -395,6 +398,7 @@ def test_arrays():
     assert isinstance(frt.cross_entropy(torch.from_numpy(x), target), torch.Tensor)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "reduction": "none"}, {"weight": True}], ids=str

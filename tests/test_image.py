@@ -111,6 +111,7 @@ SIZES = [((37, 53), (13, 17)), ((20, 31), (40, 70)), ((64, 48), (64, 48)), ((150
          ((5, 3), (33, 65)), ((1, 1), (4, 4)), ((12, 700), (5, 2)), ((256, 256), (56, 56))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("antialias", [True, False], ids=["antialias", "plain"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_resampling(interpolation, antialias, device):

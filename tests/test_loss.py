@@ -53,6 +53,7 @@ def cases():
             yield name, reduction, (), dtype
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name, reduction, shape, dtype", cases(), ids=str)
 def test_results_and_gradients(name, reduction, shape, dtype, device):
     compare(name, arguments(name, shape, dtype, device), reduction=reduction)
@@ -76,6 +77,7 @@ def test_options(name, options, dtype, device):
     compare(name, (x, y.log() if options.get("log_target") else y), **{"reduction": "mean"} | options)
 
 
+@pytest.mark.covering(1)
 @reductions
 @pytest.mark.parametrize("weighted, dtype", [
     *(((True, True), dtype) for dtype in DTYPES), ((True, False), F32), ((False, True), F32)], ids=str)

@@ -120,6 +120,7 @@ OF_DTYPES = [(name, dtype) for name in CASES for dtype in DTYPES
              if name in IN_ALL_DTYPES or dtype == F32]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "dtype"), OF_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(67, 17), (3, 4, 7), (4, 1023), (33, 64)], ids=str)
 def test_results_and_gradients(name, shape, dtype, device):
@@ -239,8 +240,9 @@ def test_gradients_of_every_result(name):
     assert torch.autograd.gradgradcheck(EVERYTHING[name], args)
 
 
-@pytest.mark.parametrize(
-    "name", ["layer_norm, no bias", "layer_norm_relu", "rms_norm, no weight", "rms_norm_gelu"])
+@pytest.mark.parametrize("name", [
+    "layer_norm_relu", "rms_norm_gelu",  # and as much with fewer operands:
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("layer_norm, no bias", "rms_norm, no weight"))])
 def test_second_derivatives(name):
     args = arguments(name, (3, 5), F64)
     assert_close(*(derivatives(functools.partial(CASES[name][1], of), args) for of in (frt, reference)))
@@ -369,6 +371,7 @@ EPILOGUES = {"an op": (frt.relu, torch.relu), "another": (frt.gelu_tanh, referen
              "plain": (lambda y: y * y + 1,) * 2}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("op", [frt.layer_norm, frt.rms_norm])
 def test_epilogues(op, name, device):
@@ -395,6 +398,7 @@ def test_equal_epilogues_make_one_operator():
 
 
 # On equal columns x has no influence on a layer norm, and torch's gradient is rounding errors.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name, view", [
     *(("layer_norm", view) for view in VIEWS if view != "broadcast columns"), ("add_norm", "transposed"),
     ("add_norm", "broadcast rows"), ("add_norm", "permuted"), ("rms_norm", "transposed"),

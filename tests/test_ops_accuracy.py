@@ -19,11 +19,12 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.covering(2)
 @dtypes
+@pytest.mark.parametrize("shape", [(33, 17), (1023,)], ids=str)
 @pytest.mark.parametrize("name", [n for n in ALL if n != "quantize_int8"])
-def test_accuracy(name, dtype, device):
-    check_op(name, *example(name, (33, 17), dtype, device))
-    check_op(name, *example(name, (1023,), dtype, device))
+def test_accuracy(name, shape, dtype, device):
+    check_op(name, *example(name, shape, dtype, device))
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -44,6 +45,7 @@ def test_accuracy_everywhere(name, dtype, device):
     assert_as_accurate(grad, their_grad, true_grad, near=x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("name", [n for n in ALL if "quantize" not in n])
 def test_single_elements(name, shape, device):

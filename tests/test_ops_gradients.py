@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_same_bits, make
+from checking import BF16, F32, F64, assert_same_bits, derivatives, make
 from pointwise_ops import DIFFERENTIABLE, example
 
 import fusionrt as frt
@@ -40,10 +40,11 @@ def test_first_and_second_derivative(name, device):
     "shapes", [((3, 1), (1, 4), (4,), ()), ((2, 3), (3,), (2, 1), (2, 3))], ids=str
 )
 def test_derivatives_of_broadcast_operands(shapes, device):
-    args = [make(s, F64, device).requires_grad_() for s in shapes]
+    args = [make(s, F64, device) for s in shapes]
     function = frt.fuse(lambda a, b, c, d: frt.tanh(a * b + c) * frt.exp(d * a))
-    assert torch.autograd.gradcheck(function, args)
-    assert torch.autograd.gradgradcheck(function, args, fast_mode=True)
+    for ours, torchs in zip(*(derivatives(f, args) for f in (
+            function, lambda a, b, c, d: torch.tanh(a * b + c) * torch.exp(d * a))), strict=True):
+        torch.testing.assert_close(ours, torchs)
 
 
 def test_third_derivative(device):

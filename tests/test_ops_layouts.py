@@ -86,9 +86,9 @@ BROADCASTS = [
 
 
 @pytest.mark.parametrize("shapes", BROADCASTS, ids=str)
-def test_broadcasting(shapes, device):
-    for dtype in (F32, BF16):
-        check_op("add_sigmoid", [make(s, dtype, device) for s in shapes])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_broadcasting(shapes, dtype, device):
+    check_op("add_sigmoid", [make(s, dtype, device) for s in shapes])
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,7 @@ def test_broadcasting_four(shapes, dtype, device):
     check_op("add_mul_add", [make(s, dtype, device) for s in shapes])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("shape", "alpha", "bias"),
     [

@@ -32,6 +32,7 @@ def test_quantize(dtype, zero_point, device):
     assert not frt.quantize_int8(x.float().requires_grad_(), 0.5).requires_grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_quantize_per_channel(dim, dtype, device):

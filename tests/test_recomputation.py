@@ -34,6 +34,7 @@ def chain(recompute, x, first, scale, shift, second, dies=None, residual=None):
     return frt.conv_activation(y, second, None, "tanh", padding=1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_have_the_same_bits(dtype, layout, device):

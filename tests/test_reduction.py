@@ -1,11 +1,12 @@
 """Reductions over any dimensions, and what is built of them, against torch in float64."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from checking import assert_as_accurate, assert_same_bits, check, dtypes, evaluate, lost, make
+from checking import BF16, DTYPES, F32, assert_as_accurate, assert_same_bits, check, evaluate, lost, make
 
 import fusionrt as frt
 from fusionrt import stages
@@ -56,6 +57,7 @@ def compare(name, x, dim, **more):
 # --- accuracy and shapes
 
 
+@pytest.mark.covering(1)
 @names
 @pytest.mark.parametrize("dim", DIMS, ids=str)
 def test_any_dimensions(name, dim, device):
@@ -68,12 +70,12 @@ def test_any_dimensions(name, dim, device):
         torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (found, expected)))
 
 
-@dtypes
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype, dim", [
+    *((dtype, 0) for dtype in DTYPES), (BF16, -1), (F32, -1), (F32, (0, 2))], ids=str)
 @names
-def test_accuracy(name, dtype, device):
-    x = make((33, 9, 130), dtype, device)
-    for dim in {torch.float32: (0, -1, (0, 2)), torch.bfloat16: (0, -1)}.get(dtype, (0,)):
-        compare(name, x, dim)
+def test_accuracy(name, dtype, dim, device):
+    compare(name, make((33, 9, 130), dtype, device), dim)
 
 
 @pytest.mark.parametrize("name", ["argmax", "argmin"])
@@ -145,6 +147,7 @@ def test_what_an_index_reads():
     assert [[s.entry for s in launch.sources(p)] for p in problems] == [["pointwise_reduce"]] * 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_a_function_of_the_elements(op, dim, device):
@@ -171,6 +174,7 @@ def test_a_fused_function_of_the_elements(device):
     torch.testing.assert_close(frt.row_reduce(x, 1, torch.exp), x.exp().sum(1))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("p", [1, 2, math.inf, 2.0])
 @pytest.mark.parametrize("dim", [None, 0, -1])
 def test_norms(p, dim, device):
@@ -195,12 +199,13 @@ class _nothing:
         return None
 
 
+@pytest.mark.covering(1)
 @names
-def test_gradients_of_any_order(name, device):
+@pytest.mark.parametrize("dim", [(1,), -1], ids=str)
+def test_gradients_of_any_order(name, dim, device):
     op, x = getattr(frt, name), torch.randn(3, 4, 2, dtype=torch.float64, device=device, requires_grad=True)
-    for dim in ((1,), -1):
-        assert torch.autograd.gradcheck(lambda x, dim=dim: op(x, dim), x)
-        assert torch.autograd.gradgradcheck(lambda x, dim=dim: op(x, dim), x)
+    assert torch.autograd.gradcheck(lambda x: op(x, dim), x)
+    assert torch.autograd.gradgradcheck(lambda x: op(x, dim), x)
 
 
 # --- layouts
@@ -215,13 +220,14 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["sum", "var", "amax", "logsumexp"])
-def test_layouts(name, layout, device):
-    x = LAYOUTS[layout](torch.randn(4, 6, 9, 16, device=device))
+@pytest.mark.parametrize("name, dim", [
     # Sums and moments along everything; a maximum and a softmax's sum go the same ways.
-    for dim in (None, 1, (2, 3), (0, 2, 3)) if name in ("sum", "var") else (1, (2, 3)):
-        compare(name, x, dim)
+    *itertools.product(("sum", "var"), (None, 1, (2, 3), (0, 2, 3))),
+    *itertools.product(("amax", "logsumexp"), (1, (2, 3)))], ids=str)
+def test_layouts(name, dim, layout, device):
+    compare(name, LAYOUTS[layout](torch.randn(4, 6, 9, 16, device=device)), dim)
 
 
 @pytest.mark.gpu

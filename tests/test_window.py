@@ -55,20 +55,20 @@ def numbers(shape, dtype, device, mean=10.0):
     return (torch.randn(shape, dtype=torch.float64) * 3 + mean).to(dtype).to(device)
 
 
+@pytest.mark.covering(2)
 @ops
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
 @pytest.mark.parametrize(("dtype", "shape", "dim"), [
     (torch.float32, (41,), 0), (torch.float32, (3, 50), -1), (torch.float32, (2, 40, 5), 1),
     (torch.float32, (33, 70), 0), (torch.float16, (2, 50), 1), (torch.bfloat16, (33, 6), 0),
     (torch.float64, (2, 50), 1), (torch.float64, (33, 6), 0)], ids=str)
-def test_every_window_is_reduced(device, op, dtype, shape, dim):
+def test_every_window_is_reduced(device, op, dtype, shape, dim, window):
     x = numbers(shape, dtype, device)
-    for window in (1, 2, 5, 16, 33):
-        for padding in ("valid", "same", "causal", (window // 2, window - 1), (window // 2, 0)):
-            for stride, least in ((1, 1), (3, 2)):
-                options = {"dim": dim, "stride": stride, "padding": padding,
-                           "min_periods": min(least, window)}
-                exact = by_definition(x, window, op, **options)
-                assert_near(sliding_window(x, window, op, **options), exact, dtype)
+    for padding in ("valid", "same", "causal", (window // 2, window - 1), (window // 2, 0)):
+        for stride, least in ((1, 1), (3, 2)):
+            options = {"dim": dim, "stride": stride, "padding": padding, "min_periods": min(least, window)}
+            exact = by_definition(x, window, op, **options)
+            assert_near(sliding_window(x, window, op, **options), exact, dtype)
 
 
 AROUND_A_TILE = [7, 1000, 1025, 2047, 2048, 2049, 2050, 4500, 6000]
@@ -220,27 +220,25 @@ def test_pandas_names_mean_the_same(device):
     equal([nan, nan, 6, 10, 14, nan], padding=(2, 1), min_periods=4)  # center=True
 
 
-@ops
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_gradients(device, op, dtype):
-    for shape, dim in (((3, 40), -1), ((2, 30, 5), 1)):
-        for window, padding, stride, least in ((4, "valid", 1, 1), (5, "same", 3, 1), (28, "causal", 2, 6),
-                                               (1, "valid", 2, 1)):
-            if window == 1 and op in ("var", "std"):
-                continue
-            x = numbers(shape, dtype, device, 100.0).requires_grad_()
-            options = {"dim": dim, "stride": stride, "padding": padding, "min_periods": least,
-                       "correction": 0}
-            y, exact = sliding_window(x, window, op, **options), by_definition(x, window, op, **options)
-            kept = exact.detach().isfinite() & (exact.detach() != 0)
-            grad = torch.randn_like(y)
-            ours, = torch.autograd.grad(y[kept], x, grad[kept])
-            picked = exact[kept]
-            if op == "std":  # before the root, whose derivative at 0 would spread as NaN
-                picked = by_definition(x, window, "var", **options)[kept].sqrt()
-            theirs, = torch.autograd.grad(picked, x, grad[kept].double())
-            tolerance = 1e-9 if dtype == torch.float64 else 1e-6
-            torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize(("shape", "dim"), [((3, 40), -1), ((2, 30, 5), 1)], ids=str)
+@pytest.mark.parametrize(("op", "window", "padding", "stride", "least"), [
+    *((op, *case) for op in OPS for case in ((4, "valid", 1, 1), (5, "same", 3, 1), (28, "causal", 2, 6))),
+    *((op, 1, "valid", 2, 1) for op in OPS if op not in ("var", "std"))])
+def test_gradients(device, op, dtype, shape, dim, window, padding, stride, least):
+    x = numbers(shape, dtype, device, 100.0).requires_grad_()
+    options = {"dim": dim, "stride": stride, "padding": padding, "min_periods": least, "correction": 0}
+    y, exact = sliding_window(x, window, op, **options), by_definition(x, window, op, **options)
+    kept = exact.detach().isfinite() & (exact.detach() != 0)
+    grad = torch.randn_like(y)
+    ours, = torch.autograd.grad(y[kept], x, grad[kept])
+    picked = exact[kept]
+    if op == "std":  # before the root, whose derivative at 0 would spread as NaN
+        picked = by_definition(x, window, "var", **options)[kept].sqrt()
+    theirs, = torch.autograd.grad(picked, x, grad[kept].double())
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
 
 
 @ops
