@@ -59,10 +59,11 @@ __device__ __forceinline__ void join(acc_t (&values)[MOST_VALUES], int lane, con
     join_lanes<PASS, N>(values);
 }
 
-// All threads of a row come together: those of a block, where they are more than a warp.
+// All threads of a row come together. Teams of a block are on their own: what one waits for, another need not.
 __device__ __forceinline__ void meet() {
-    if constexpr (WARPS > 1) __syncthreads();
-    else __syncwarp();
+    if constexpr (WARPS == 1) __syncwarp();
+    else if constexpr (ROWS == 1) __syncthreads();
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / THREADS), "n"(THREADS) : "memory");
 }
 
 // A reduction in three steps, with time for other work between them: before and after the threads `meet`, and
@@ -100,7 +101,7 @@ __device__ __forceinline__ void receive(acc_t (&values)[MOST_VALUES], Exchange& 
 template <int PASS>
 __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int team, int lane) {
     publish<PASS>(values, exchange, turn, team, lane);
-    if constexpr (WARPS > 1) __syncthreads();
+    if constexpr (WARPS > 1) meet();
     gather<PASS>(values, exchange, turn, team, lane);
     receive<PASS>(values, exchange, turn, lane);
 }
@@ -112,6 +113,8 @@ constexpr column_t STEP = THREADS * VEC;
 constexpr int MOST_SUMS = SUMS ? SUMS : 1, HELD = KIND == REGISTERS ? PACKS : 1, SUMMED = SUMS ? PACKS : 1;
 using SumsOfColumns = acc_t[SUMMED][MOST_SUMS][VEC];
 using Held = Tile<VEC>[HELD][1];
+
+extern __shared__ __align__(128) char memory[];
 
 struct Work {
     Row row;
@@ -200,22 +203,29 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Work& work, He
             if (work.first + k * STEP < work.end) tiles[k][0] = load_tile<VEC>(p, work.row, work.first + k * STEP);
 }
 
+// A pack of every thread: where rows were, or of its own.
+__device__ __forceinline__ acc_t* room_for_packs() {
+    if constexpr (KIND == STAGED) return reinterpret_cast<acc_t*>(memory);
+    __shared__ acc_t room[KIND != STAGED && ROWS > 1 ? BLOCK * VEC : 1];
+    return room;
+}
+
 template <typename P>  // whose members exist only where there are sums
 __device__ __forceinline__ void store_sums(const P& p, const Work& work, SumsOfColumns& sums, unsigned block) {
-    __shared__ acc_t shared[ROWS > 1 ? ROWS : 1][ROWS > 1 ? THREADS * VEC : 1];
 #pragma unroll
     for (int s = 0; s < SUMS; ++s)
 #pragma unroll
         for (int k = 0; k < SUMMED; ++k) {
             const column_t column = work.first + k * STEP;
             if constexpr (ROWS > 1) {
+                acc_t* packs = room_for_packs() + work.lane * VEC;
                 __syncthreads();
 #pragma unroll
-                for (int v = 0; v < VEC; ++v) shared[work.team][work.lane * VEC + v] = sums[k][s][v];
+                for (int v = 0; v < VEC; ++v) packs[work.team * STEP + v] = sums[k][s][v];
                 __syncthreads();
                 for (int other = 1; other < ROWS && work.team == 0; ++other)
 #pragma unroll
-                    for (int v = 0; v < VEC; ++v) sums[k][s][v] += shared[other][work.lane * VEC + v];
+                    for (int v = 0; v < VEC; ++v) sums[k][s][v] += packs[other * STEP + v];
             }
             if (work.team == 0 && column < work.end) {
                 const unsigned long long at = static_cast<unsigned long long>(s) * p.chunks + block;
@@ -291,7 +301,6 @@ struct Ring {
 };
 
 __device__ __forceinline__ Ring fill(const Params& p, unsigned base, unsigned step, unsigned rank) {
-    extern __shared__ __align__(128) char memory[];
     __shared__ Barrier full[ROWS][STAGES];
     const int team = threadIdx.x / THREADS;
     if (threadIdx.x < ROWS * STAGES) make_barrier(&full[threadIdx.x / STAGES][threadIdx.x % STAGES], 1);

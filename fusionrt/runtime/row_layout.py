@@ -26,6 +26,7 @@ MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
 PART, MOST_PASSING = 32 << 10, 6  # bytes of a row that a block takes, such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
+LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
 FEW_ROWS = 8               # long rows that take a cluster each
 MANY_ROWS = 16384          # from which on, if they are narrow, they wait for blocks to begin
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
@@ -164,7 +165,10 @@ def span(problem: Problem, made: Layout) -> int:
 
 
 def shared_bytes(problem: Problem, made: Layout) -> int:
-    return made.stages * made.rows * stage_bytes(problem, made) if made.kind == "staged" else 0
+    if made.kind != "staged":
+        return 0
+    of_sums = 4 * _word(problem) * made.width * made.block if made.rows > 1 and any(problem.reduced) else 0
+    return max(made.stages * made.rows * stage_bytes(problem, made), of_sums)
 
 
 def stage_bytes(problem: Problem, made: Layout) -> int:
@@ -225,7 +229,10 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
     if any(problem.reduced):
-        return _at_full_width(problem, pack) or _staying(problem, pack) or _in_parts(problem, pack)
+        staying = _at_full_width(problem, pack) or _staying(problem, pack)
+        if staying is None:
+            return _in_parts(problem, pack)
+        return _as_teams(staying) if columns(problem) >= LONG_SUMS else staying
     return _with_weights(problem, pack) or _passing(problem, pack)
 
 
@@ -277,6 +284,12 @@ def _at_full_width(problem: Problem, pack: int) -> Layout | None:
     made = Layout("staged", pack, 2, 512, 1, cluster, 3, 2, True)
     mostly_used = packs_a_row > 768 * cluster
     return made if mostly_used and stage_bytes(problem, made) * 6 <= SHARED else None
+
+
+def _as_teams(made: Layout) -> Layout:
+    """One block of a multiprocessor instead of several, which leaves one row of partial sums: few rows, which
+    cannot afford more, then have as many threads as many rows. (Rows of 1024 columns were 5 % slower so.)"""
+    return made._replace(rows=made.rows * made.blocks, blocks=1) if made.cluster == 1 else made
 
 
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
