@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from convert_checks import check_module, compiled, randomised
+from convert_checks import called, check, check_module, compiled, randomised
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -437,3 +437,44 @@ def test_biases_become_part_of_what_follows(anywhere):
     assert len(replaced(found, "biases")) == 3
     assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
     assert not replaced(found[1:], "biases")
+
+
+@pytest.mark.parametrize("moves", [lambda y: y.permute(0, 3, 1, 2), lambda y: torch.transpose(y, 1, -1),
+                                   lambda y: y.permute([3, 0, 1, 2]), lambda y: y.transpose(1, 2)])
+def test_biases_of_moved_dimensions(anywhere, moves):
+    """Of ConvNeXt's layers, whose results become images again before anything else is done with them."""
+    w, b, scale = torch.randn(6, 8), torch.randn(6), torch.randn(())
+    x = torch.randn(2, 3, 4, 8)
+
+    def function(x, w, b):
+        return moves(F.linear(x, w, b)) * scale + 1
+
+    with torch.no_grad():
+        check(function, x, w, b, rtol=1e-5, atol=1e-5)
+        assert "add" not in called(function, x, w, b)  # the cluster has it
+        run, found = compiled(function)
+        run(x, w, b)
+        assert len(replaced(found, "biases")) == 1
+        both = lambda x, w, b: (y := F.linear(x, w, b), moves(y) * scale)  # noqa: E731  (somebody else reads it)
+        check(both, x, w, b, rtol=1e-5, atol=1e-5)
+
+
+def test_biases_of_convolutions(anywhere):
+    """Go to the norm over channels behind, or to other calls on their result."""
+    x, w, b = torch.randn(2, 4, 5, 6), torch.randn(8, 2, 3, 3), torch.randn(8)
+    weight, scale = torch.randn(8), torch.randn(8, 1, 1)
+
+    def normalised(x, w, b):
+        return F.layer_norm(F.conv2d(x, w, b, groups=2, padding=1).permute(0, 2, 3, 1), (8,), weight)
+
+    def scaled(x, w, b):
+        return F.conv2d(x, w, b, (1, 2), groups=2) * scale - 1
+
+    with torch.no_grad():
+        for function in (normalised, scaled):
+            check(function, x, w, b, rtol=1e-4, atol=1e-4)
+            assert "add" not in called(function, x, w, b)
+            run, found = compiled(function)
+            run(x, w, b)
+            assert len(replaced(found, "biases")) == 1
+        check(lambda x, w, b: F.conv2d(x, w, b, groups=2), x, w, b)

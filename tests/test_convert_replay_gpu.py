@@ -3,6 +3,8 @@
 import functools
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -74,6 +76,28 @@ def test_replays_are_calls(net, graphs, mode):
         for _ in range(3):
             x = images()
             assert_close(run(x).clone(), net(x), rtol=1e-3, atol=1e-3)
+
+
+FIRST = """
+import torch
+from fusionrt.convert import backend
+from fusionrt.convert.replay import Replays
+
+made, capture = [], Replays._capture
+Replays._capture = lambda *args: made.append(capture(*args)) or made[-1]
+run = torch.compile(torch.nn.Conv2d(3, 8, 3).cuda(), backend=backend)
+with torch.no_grad():
+    for _ in range(4):
+        run(torch.randn(2, 3, 8, 8, device="cuda"))
+assert [one is not None for one in made] == [True]
+"""
+
+
+@pytest.mark.gpu
+def test_a_model_without_products_in_a_new_process():
+    """Where nobody has used cuBLAS before."""
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.gpu

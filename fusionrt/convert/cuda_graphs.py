@@ -9,11 +9,15 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fusionrt.convert.calls import copied
+
+NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -26,7 +30,8 @@ class Turn:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.stream = torch.cuda.Stream()
-        self._captures, (self._libraries, _) = _of_captures(device)
+        self._libraries = _of_captures(device)
+        self._captures = self._libraries.stream
         self._last: Any = None
         self._raw = -1
         self.forgetful: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,6 +46,7 @@ class Turn:
         another capture has ended well."""
         torch.cuda.synchronize()
         self.open_pool()
+        self._libraries.renew()
 
     def forget(self) -> None:
         """Give back the memory of graphs that are captured again when they are needed: of all that are in
@@ -65,9 +71,12 @@ class Turn:
     def capturing(self) -> Iterator[None]:
         """On a stream where nothing else is ever done: cuBLAS has workspaces for each stream, which others
         may free (torch.compile's CUDA graphs do), and which lie in the memory of whoever needs them first.
-        So here somebody whose memory stays needs them before each capture."""
+        So here somebody whose memory stays needs them before each capture. Its handle, one for each thread,
+        cannot be made in a capture."""
+        with torch.cuda.stream(self.stream):
+            _use_cublas()
         with torch.cuda.stream(self._captures):
-            into(torch.cuda.CUDAGraph(), self._libraries, _use_cublas)
+            into(torch.cuda.CUDAGraph(), self._libraries.pool, _use_cublas)
             yield
 
     @contextlib.contextmanager
@@ -79,11 +88,20 @@ class Turn:
         torch.cuda.current_stream().wait_stream(self.stream)
 
 
-@functools.cache
-def _of_captures(device: torch.device) -> tuple[Any, tuple[Any, Any]]:
+class Libraries:
     """The stream of a device's captures, and memory for what libraries need there. Never given back."""
-    stream = torch.cuda.Stream(device)
-    return stream, _opened(stream)
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._keepers: list[Any] = []
+        self.renew()
+
+    def renew(self) -> None:
+        self.pool, keeper = _opened(self.stream)
+        self._keepers.append(keeper)
+
+
+_of_captures = functools.cache(Libraries)
 
 
 def _opened(stream: Any) -> tuple[Any, Any]:
@@ -175,24 +193,28 @@ def into(graph: Any, pool: Any, run: Callable[[], Any]) -> Sequence[Any]:
     return found
 
 
-def copies_of(results: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
-    """A function that copies the results; what shares memory among them does so in the copies."""
+def copies_of(results: Sequence[Any], strides: Mapping[int, Sequence[int]] = NONE
+              ) -> Callable[[], tuple[Any, ...]]:
+    """A function that copies the results, to other `strides` those at the places named; what else shares
+    memory among them does so in the copies."""
+    moved = {id(results[k]): its for k, its in strides.items()}
     distinct = {id(r): r for r in results if isinstance(r, torch.Tensor)}
     sharing = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
-    alone = {i for i, t in distinct.items()
-             if sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()}
+    alone = {i for i, t in distinct.items() if i not in moved
+             and sharing[t.untyped_storage().data_ptr()] == 1 and t.clone().stride() == t.stride()}
 
     def copies() -> tuple[Any, ...]:
         made: dict[int, Any] = {i: distinct[i].clone() for i in alone}
+        made |= {i: copied(distinct[i], its) for i, its in moved.items()}
         memory: dict[int, Any] = {}
         for i, t in distinct.items():
             if i not in made:
                 whole = t.untyped_storage()
-                copied = memory.get(whole.data_ptr())
-                if copied is None:
-                    copied = memory[whole.data_ptr()] = whole.clone()
+                found = memory.get(whole.data_ptr())
+                if found is None:
+                    found = memory[whole.data_ptr()] = whole.clone()
                 view = torch.empty(0, dtype=t.dtype, device=t.device)
-                made[i] = view.set_(copied, t.storage_offset(), t.shape, t.stride())
+                made[i] = view.set_(found, t.storage_offset(), t.shape, t.stride())
         return tuple(made[id(r)] if isinstance(r, torch.Tensor) else r for r in results)
 
     return copies

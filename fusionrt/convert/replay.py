@@ -13,7 +13,7 @@ import contextlib
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from fusionrt.convert import cuda_graphs, derived
 from fusionrt.convert.effects import Facts, tensors, value
 from fusionrt.convert.graph import DERIVED, is_weight
+from fusionrt.convert.last_copies import without_last_copies
 from fusionrt.ops import folding
 
 Run = Callable[..., Any]
@@ -49,7 +50,8 @@ def replayed(gm: GraphModule, run: Run, written: Sequence[int], fresh: bool, kep
     device = device_of_graph(gm)
     if device is None or not _replays(gm):
         return run
-    return Replays(run, device, roles_of(gm, written), fresh, kept)
+    bare = without_last_copies(gm) if fresh else None
+    return Replays(run, device, roles_of(gm, written), fresh, kept, *(bare or ()))
 
 
 def device_of_graph(gm: GraphModule) -> torch.device | None:
@@ -111,10 +113,13 @@ class Kind:
 
 class Replays:
     """What a graph becomes: a function of its inputs. `fresh`: results are the caller's own. `kept`: kinds of
-    inputs of one set of weights."""
+    inputs of one set of weights. `bare`: what is captured, if not `run`; whose results are to have `strides`.
+    """
 
-    def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int) -> None:
+    def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int,
+                 bare: Run | None = None, strides: Mapping[int, Sequence[int]] = cuda_graphs.NONE) -> None:
         self.run, self.device, self.roles, self.fresh, self.kept = run, device, roles, fresh, kept
+        self.bare, self.strides = bare or run, strides
         self.weights, self.sources = picked({*roles.weights, *roles.sources}), picked(roles.sources)
         self.models: OrderedDict[tuple[int, ...], OrderedDict[Any, Kind]] = OrderedDict()
 
@@ -181,13 +186,13 @@ class Replays:
                     buffer.copy_(args[k])
                 before = {k: args[k].detach().clone() for k in self.roles.written}
                 with norms.noting() if not self.roles.written else contextlib.nullcontext():
-                    self.run(*given)  # libraries set themselves up for the stream; what is kept is made
+                    self.bare(*given)  # libraries set themselves up for the stream; what is kept is made
                 for k, content in before.items():
                     args[k].detach().copy_(content)
                 held = [*_kept_of(args), norms]
                 with turn.capturing():
                     results = cuda_graphs.into(graph, turn.pool if self.fresh else None,
-                                               lambda: _looking(norms, self.run, given))
+                                               lambda: _looking(norms, self.bare, given))
         except RuntimeError:  # a call that no graph can hold, or no memory for one
             turn.recover()
             return None
@@ -196,7 +201,8 @@ class Replays:
         sources = self.sources(args)
         return Captured(graph, [0 if k in buffers else place for k, place in enumerate(places)], buffers,
                         list(map(weakref.ref, sources)), list(map(version, sources)),
-                        cuda_graphs.copies_of(results) if self.fresh else lambda: tuple(results), held)
+                        cuda_graphs.copies_of(results, self.strides) if self.fresh else
+                        lambda: tuple(results), held)
 
 
 def picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

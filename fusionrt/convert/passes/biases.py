@@ -1,13 +1,14 @@
-"""Biases of float32 linear layers apart from the product.
+"""Biases of float32 linear layers and convolutions apart from the product.
 
 cuBLAS chooses a product with a bias among few kernels, none of which is split along K: of 128 rows they take
-up to three times as long as the product alone.
+up to three times as long as the product alone. That of a convolution torch adds in a pass of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -17,23 +18,64 @@ from fusionrt.convert.calls import FEW_ROWS, linear
 from fusionrt.convert.cluster import Cluster, Clustering
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
+from fusionrt.convert.match import named
 
 DEVICES = ("cuda",)
 
 
+class _Layer(NamedTuple):
+    call: Callable[..., Any]
+    args: tuple[Any, ...]   # input, weight, bias and others
+    dim: int                # of the result, along which its bias lies
+
+
 def biases(edits: Edits) -> None:
-    """linear(x, W) + b where no gradient is recorded: as part of the cluster that has all uses, or, of few
-    rows, in a pass of its own."""
+    """layer(x, W) + b where no gradient is recorded: as part of the cluster that has all uses, with its
+    dimensions in whatever order; of few rows otherwise in a pass of its own."""
     clusters = Clustering(edits.facts).of
     for n in edits.nodes():
-        given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
-        if given is None or given["bias"] is None or not _fits(n) or not edits.allows(n):
+        layer = _layer(n)
+        if layer is None or layer.args[2] is None or not _fits(n):
             continue
-        if _are_in_one(n, clusters):
-            made = edits.call(F.linear, (given["input"], given["weight"]), {}, n)
-            edits.replace([n], n, torch.add, (made, given["bias"]), None)
-        elif _has_few_rows(n):
-            edits.replace([n], n, linear, tuple(given.values()), None)
+        moved = _moved(n)
+        if _are_in_one(moved, clusters) and edits.allows(moved, [n, moved]):
+            x, weight, bias, *more = layer.args
+            made = edits.call(layer.call, (x, weight, None, *more), {}, n)
+            made, bias = _as_moved(edits, moved, made, bias, layer.dim)
+            edits.replace(list(dict.fromkeys([n, moved])), moved, torch.add, (made, bias), None)
+        elif layer.call is F.linear and _has_few_rows(n) and edits.allows(n):
+            edits.replace([n], n, linear, layer.args, None)
+
+
+def _layer(n: Node) -> _Layer | None:
+    given, dim = None, -1
+    if n.target is F.linear:
+        given = arguments(n, input=None, weight=None, bias=None)
+    elif n.target is F.conv2d:
+        dim = 1
+        given = arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
+    return None if given is None else _Layer(n.target, tuple(given.values()), dim)  # type: ignore[arg-type]
+
+
+def _moved(n: Node) -> Node:
+    """The same with its dimensions in another order, if nobody reads it otherwise."""
+    only = next(iter(n.users)) if len(n.users) == 1 else n
+    return only if named(only, "permute", "transpose") and only.args[0] is n and not only.kwargs else n
+
+
+def _as_moved(edits: Edits, moved: Node, made: Node, bias: Node, dim: int) -> tuple[Node, Node]:
+    """The product and the bias, along `dim`, with their dimensions in the order of `moved`."""
+    order = list(range(value(made).dim()))
+    if moved.target not in (F.linear, F.conv2d):
+        numbered = torch.empty(tuple(k + 1 for k in order), device="meta")
+        call: Any = getattr(torch.Tensor, str(moved.target)) if moved.op == "call_method" else moved.target
+        order = [size - 1 for size in call(numbered, *moved.args[1:]).shape]
+        made = edits.call(torch.permute, (made, order), {}, moved)
+    behind = len(order) - 1 - order.index(dim % len(order))
+    if behind:
+        shape = (-1, *[1] * behind)
+        bias = edits.call(torch.reshape, (bias, shape), {}, moved, given=value(bias).reshape(shape))
+    return made, bias
 
 
 def _fits(n: Node) -> bool:
