@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from fusionrt.convert import calls
 from fusionrt.convert.calls import aligned_product, copied
 from fusionrt.convert.cuda_graphs import copies_of
 from fusionrt.convert.last_copies import without_last_copies
 from fusionrt.convert.replay import Replays, is_repeatable
+from fusionrt.runtime.cache import MissingKernelError
 
 # -- torch's encoder layers ------------------------------------------------------------------------------
 
@@ -229,6 +231,16 @@ def test_copies_with_other_strides(layout, device):
         made = copied(t, strides)
         assert made.stride() == strides
         assert torch.equal(made, t)
+
+
+def test_a_copy_whose_kernel_may_not_be_compiled(monkeypatch):
+    def same(t):
+        raise MissingKernelError("copied: not in the cache")
+
+    monkeypatch.setattr(calls, "_is_made_dense", lambda t, strides: True)
+    monkeypatch.setattr(calls, "_same", same)
+    t = torch.randn(3, 8)[:, :5]
+    assert torch.equal(copied(t, (5, 1)), t)
 
 
 # -- any -------------------------------------------------------------------------------------------------

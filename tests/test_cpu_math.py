@@ -335,10 +335,18 @@ def test_philox():
         assert list(call(np.array(counter, np.uint32), np.array(key, np.uint32))) == expected
 
 
+_of_kernels = storage.fill_random
+
+
+@numba.njit
+def fill_random(words, first_block, n_blocks, seed, offset):
+    _of_kernels(words, first_block, n_blocks, seed, offset)
+
+
 def test_fill_random():
     seed, offset, first, blocks = 0x123456789ABCDEF0, 0xFEDCBA9876543210, 2**26 - 1, 2
     words = np.full(128 * blocks + 4, 7, np.uint64)
-    storage.fill_random(words, np.int64(first), blocks, np.uint64(seed), np.uint64(offset))
+    fill_random(words, np.int64(first), blocks, np.uint64(seed), np.uint64(offset))
     expected = np.zeros((blocks, 2, 256), np.uint16)
     for block in range(blocks):  # passes the carry into the counter's high word
         for g in range(64):
@@ -354,7 +362,7 @@ def test_fill_random():
 
 def test_random16_looks_uniform():
     out = np.empty(2**20, np.uint16)
-    storage.fill_random(out.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(0))
+    fill_random(out.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(0))
     counts = np.bincount(out >> 8, minlength=256)
     chi_square = ((counts - out.size / 256) ** 2 / (out.size / 256)).sum()
     assert 150 < chi_square < 375  # 255 degrees of freedom: five standard deviations
@@ -366,7 +374,7 @@ def test_random16_looks_uniform():
         correlation = (centred[lag:] * centred[:-lag]).mean() * 12
         assert abs(correlation) < 5 / math.sqrt(out.size)
     other = np.empty_like(out)
-    storage.fill_random(other.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(4))
+    fill_random(other.view(np.uint64), 0, out.size // 512, np.uint64(42), np.uint64(4))
     assert (other == out).mean() < 1e-3
 
 

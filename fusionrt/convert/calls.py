@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from fusionrt.fusion import fuse
 from fusionrt.ops import folding
 from fusionrt.ops.attention import attention
-from fusionrt.ops.linear import linear_activation
+from fusionrt.ops.linear import UNAVAILABLE, linear_activation
 
 Tensor = torch.Tensor
 FEW_ROWS = 1024  # of which one more pass over a product costs less than its bias within it: passes/biases.py
@@ -107,11 +108,17 @@ def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
 
 def copied(t: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides. Where rows begin at no multiple of 16 bytes torch's own takes longer."""
-    out = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+    if _is_made_dense(t, strides):
+        with contextlib.suppress(*UNAVAILABLE):
+            return _same(t)
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _is_made_dense(t: Tensor, strides: Sequence[int]) -> bool:
+    """Whether all that changes is that gaps between rows go, on a GPU."""
     in_order = all(before >= after for before, after in itertools.pairwise(t.stride()))
-    if t.is_cuda and t.dtype.is_floating_point and in_order and out.is_contiguous() and not t.is_contiguous():
-        return _same(t)
-    return out.copy_(t)
+    return (t.is_cuda and t.dtype.is_floating_point and in_order and not t.is_contiguous()
+            and torch.empty(t.shape, device="meta").stride() == tuple(strides))
 
 
 @fuse(name="copied")

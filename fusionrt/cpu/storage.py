@@ -14,7 +14,9 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 # error_model="numpy": x / 0 is inf instead of a branch that raises. No fastmath: strict IEEE.
-inline = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False, forceinline=True)
+# To be called from compiled code alone: wrappers for Python were a fifth of a kernel's compilation.
+inline = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False, forceinline=True,
+              no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
 
 _LLVM_FLOATS = {types.float32: (ir.FloatType(), "f32"), types.float64: (ir.DoubleType(), "f64")}
 
