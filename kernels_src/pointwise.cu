@@ -38,28 +38,19 @@ template <int N> __device__ __forceinline__ void whole_vectors(const Params& p, 
     }
 }
 
-// Where a thread has four vectors, a small tensor has too few threads: then the grid has one for each element.
-// (With a vector or two for each thread the question alone costs as much as it saves.)
-__device__ __forceinline__ bool is_small(const Params& p) {
-    return UNROLL == 4 && gridDim.x * static_cast<index_t>(BLOCK) >= p.count;
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise(const __grid_constant__ Params p) {
-    const bool small = is_small(p);
-    const index_t i = small ? blockIdx.x * static_cast<index_t>(BLOCK) + threadIdx.x
-                            : blockIdx.x * static_cast<index_t>(BLOCK * UNROLL * VEC)
-                                  + (threadIdx.x / SIDE) * (PAIRS ? 2 * STEP : STEP) + (threadIdx.x % SIDE) * VEC;
+    const index_t i = static_cast<index_t>(blockIdx.x) * (BLOCK * UNROLL * VEC)
+                      + (threadIdx.x / SIDE) * (PAIRS ? 2 * STEP : STEP) + (threadIdx.x % SIDE) * VEC;
     constexpr index_t LAST = PAIRS ? (PAIRS - 1) * PAIR_STEP + STEP : 0;
 
-    if (!small && i + LAST + VEC <= p.count) {
+    if (i + LAST + VEC <= p.count) {
         whole_vectors<PAIRS>(p, i);
-    } else if (VEC * UNROLL > 1) {  // single elements, of the ragged end as well
-        const int vectors = small ? 1 : UNROLL, each = small ? 1 : VEC;
+    } else if (VEC * UNROLL > 1) {  // the ragged end: single elements
 #pragma unroll 1
-        for (int u = 0; u < vectors; ++u) {
+        for (int u = 0; u < UNROLL; ++u) {
             const index_t first = i + u / 2 * PAIR_STEP + u % 2 * STEP;
 #pragma unroll 1
-            for (index_t j = first; j < p.count && j < first + each; ++j)
+            for (index_t j = first; j < p.count && j < first + VEC; ++j)
                 finish<1>(p, j, load<1>(p, j), draws<1>(p, j));
         }
     }

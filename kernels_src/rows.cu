@@ -59,10 +59,12 @@ __device__ __forceinline__ void join(acc_t (&values)[MOST_VALUES], int lane, con
     join_lanes<PASS, N>(values);
 }
 
-// All threads of a row come together. Teams of a block are on their own: what one waits for, another need not.
+// All threads of a row come together. Teams that stay are on their own: what one waits for, another need not. (Where
+// blocks come and go, a barrier by number cost up to 14 %.)
 __device__ __forceinline__ void meet() {
+    static_assert(WARPS == 1 || ROWS < 16, "a block has 16 barriers");
     if constexpr (WARPS == 1) __syncwarp();
-    else if constexpr (ROWS == 1) __syncthreads();
+    else if constexpr (ROWS == 1 || KIND != STAGED) __syncthreads();
     else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / THREADS), "n"(THREADS) : "memory");
 }
 

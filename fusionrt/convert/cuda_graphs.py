@@ -10,14 +10,12 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fusionrt.convert.calls import copied
 
-NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -193,11 +191,11 @@ def into(graph: Any, pool: Any, run: Callable[[], Any]) -> Sequence[Any]:
     return found
 
 
-def copies_of(results: Sequence[Any], strides: Mapping[int, Sequence[int]] = NONE
+def copies_of(results: Sequence[Any], strides: Mapping[int, Sequence[int]] | None = None
               ) -> Callable[[], tuple[Any, ...]]:
     """A function that copies the results, to other `strides` those at the places named; what else shares
     memory among them does so in the copies."""
-    moved = {id(results[k]): its for k, its in strides.items()}
+    moved = {id(results[k]): its for k, its in (strides or {}).items()}
     distinct = {id(r): r for r in results if isinstance(r, torch.Tensor)}
     sharing = Counter(t.untyped_storage().data_ptr() for t in distinct.values())
     alone = {i for i, t in distinct.items() if i not in moved

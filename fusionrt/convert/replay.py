@@ -117,7 +117,7 @@ class Replays:
     """
 
     def __init__(self, run: Run, device: torch.device, roles: Roles, fresh: bool, kept: int,
-                 bare: Run | None = None, strides: Mapping[int, Sequence[int]] = cuda_graphs.NONE) -> None:
+                 bare: Run | None = None, strides: Mapping[int, Sequence[int]] | None = None) -> None:
         self.run, self.device, self.roles, self.fresh, self.kept = run, device, roles, fresh, kept
         self.bare, self.strides = bare or run, strides
         self.weights, self.sources = picked({*roles.weights, *roles.sources}), picked(roles.sources)

@@ -36,7 +36,6 @@ MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
-SMALL = 1 << 16  # elements that have a thread each, where threads have four vectors otherwise
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 
 
@@ -135,8 +134,7 @@ def grid(problem: Problem, width: int) -> int:
     """Blocks of a problem that reduces nothing."""
     rows = walked(problem, width)
     if rows is None:
-        small = problem.domain.numel <= SMALL and unroll(problem, width) == 4
-        return -(-problem.domain.numel // (BLOCK if small else tile(problem, width)))
+        return -(-problem.domain.numel // tile(problem, width))
     teams = -(-rows.n_rows // walk_rows(problem, rows, width))
     return -(-rows.columns // width * teams // BLOCK)
 
