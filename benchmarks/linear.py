@@ -2,10 +2,10 @@
 
 M rows of K columns to N. Device time in CUDA graphs of calls on input sets in rotation, variants in turns.
 product_us: torch's F.linear alone; share: what eager's pass for the activation adds to that. epilogue_us,
-gemm_us, kernel_us: ours by cuBLASLt's epilogue, by our own product, by a product and a kernel, those that
-there are; way: the one that `fusionrt.ops.linear.route` takes. vs_best: the faster one of eager and
-torch.compile over ours. host_us: what a call costs the host. The representative rows have five activations,
-and torch.compile for some of them; --all has all.
+gemm_us, gemv_us, kernel_us: ours by cuBLASLt's epilogue, by our own product, by that of few rows, by a
+product and a kernel, those that there are; way: the one that `fusionrt.ops.linear.route` takes. vs_best: the
+faster one of eager and torch.compile over ours. host_us: what a call costs the host. The representative rows
+have five activations, and torch.compile for some of them; --all has all.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fusionrt.bench.results import Row, why
 from fusionrt.dispatch import Sites
 from fusionrt.op_names import OPS
 from fusionrt.ops import linear
-from fusionrt.runtime import gemm
+from fusionrt.runtime import gemm, gemv
 
 ROWS = (1, 32, 512, 8192, 16384)
 SIZES = ((768, 3072), (1024, 4096), (4096, 16384))  # K, N
 COMMON = ("relu", "gelu", "gelu_tanh", "silu", "mish")
 COMPILED = {("relu", 32), ("gelu", 32), ("silu", 8192), ("gelu", 8192)}
 COLUMNS = ("m", "k", "n", "activation", "us", "product_us", "share", "eager_us", "compile_us", "vs_eager",
-           "vs_compile", "vs_best", "way", "epilogue_us", "gemm_us", "kernel_us", "TFLOP/s", "host_us",
-           "host_vs_eager", "spread", "error")
+           "vs_compile", "vs_best", "way", "epilogue_us", "gemm_us", "gemv_us", "kernel_us", "TFLOP/s",
+           "host_us", "host_vs_eager", "spread", "error")
 DTYPE = torch.bfloat16
 FEW_CALLS_BYTES = 2 << 30  # of results in a graph, which all stay alive
 
@@ -77,7 +77,8 @@ def _measured(m: int, k: int, n: int, activation: str, compiled: bool) -> Row:
     x, weight, bias = sets[0]
     epilogue = finishing("linear_activation", activation, False, False, False).operator.outputs[0]
     ways = [linear.KERNEL, *([linear.EPILOGUE] if activation in linear.EPILOGUES else []),
-            *([linear.GEMM] if gemm.takes(epilogue, k) and gemm.supports(x, weight, bias) else [])]
+            *([linear.GEMM] if gemm.takes(epilogue, k) and gemm.supports(x, weight, bias) else []),
+            *([linear.GEMV] if m <= gemv.MOST_ROWS else [])]
     functions |= {name: _by(name, functions["ours"]) for name in ways}
     with torch.no_grad():
         times = timing.replayed({name: [functools.partial(f, *sets[i % len(sets)]) for i in range(calls)]

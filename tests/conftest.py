@@ -15,7 +15,8 @@ import torch
 from fusionrt.runtime import cache
 
 ROOT = Path(__file__).parents[1]
-pytest.register_assert_rewrite("checking", "module_checks", "pointwise_ops", "cache_faults")
+pytest.register_assert_rewrite("checking", "module_checks", "pointwise_ops", "cache_faults",
+                              "product_checks")
 
 
 def pytest_configure():

@@ -109,7 +109,9 @@ def test_turns_of_one_image_are_under_way_together(c, size, k, stride):
     """Of 32 images they are not: rows would be read by several blocks."""
     one = cut_of(1, c, size, k, stride)
     assert one.turns == one.chunk + (k - 1) // stride
-    assert one.blocks <= 132 * depthwise_strips.resident(Form("float32", (k, k), (stride, stride), 2, 0))
+    form = Form("float32", (k, k), (stride, stride), 2, 0)
+    assert one.blocks <= 132 * depthwise_strips.resident(
+        depthwise_strips.registers_together(form, one.columns, one.chunk))
     assert cut_of(32, c, size, k, stride).turns == 0
 
 
@@ -125,6 +127,10 @@ def test_cuts_cover_all_and_fill_a_gpu():
         assert found.lanes <= 32 <= BLOCK
         if n * c * size * size > 1 << 22:
             assert found.blocks >= 100
+        sums = cut(n, c, line, line, form, depthwise_strips.widths_of_gradient(form), True)
+        assert sums.groups <= -(-sums.tasks // (BLOCK // sums.lanes))
+        assert sums.blocks <= 132 * depthwise_strips.resident(
+            depthwise_strips.registers(form, sums.columns, True)) + sums.slices
 
 
 # --- the ops of torch's, on a CPU by torch's kernels

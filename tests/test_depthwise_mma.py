@@ -146,7 +146,8 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
 
 @pytest.mark.parametrize("channels, size, stems", [
     (96, 112, ("depthwise_mma", "depthwise_mma_backward")),
-    (576, 14, ("depthwise", "depthwise_backward"))], ids=str)
+    (576, 14, ("depthwise", "depthwise_mma_backward")),
+    (576, 7, ("depthwise", "depthwise_backward"))], ids=str)
 def test_large_images_are_theirs(channels, size, stems):
     geometry = Geometry((1, 1), (2, 2), (1, 1))
     shape = (32, channels, size, size)
@@ -167,8 +168,8 @@ def of_any_size(monkeypatch):
     planned = (kernels._convolution, kernels._of_source, kernels._of_weight)
     for found in planned:
         found.cache_clear()
-    monkeypatch.setattr(kernels, "LEAST", 0)
-    monkeypatch.setattr(kernels, "LEAST_TAPS", 0)
+    for what in ("RESULTS", "SOURCE", "WEIGHTS", "STRIDED_WEIGHTS"):
+        monkeypatch.setattr(kernels, f"LEAST_OF_{what}", {0: 0})
     yield
     for found in planned:
         found.cache_clear()

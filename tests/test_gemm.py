@@ -5,14 +5,13 @@ import itertools
 
 import pytest
 import torch
-from torch.nn import functional as F
+from product_checks import applied, check, operands
 
 import fusionrt as frt
 from fusionrt import expr
-from fusionrt.activation import resolve
 from fusionrt.runtime import compiler, gemm, tensor_map
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime.gemm import PRODUCT, RESIDUAL, Kind, Tile
+from fusionrt.runtime.gemm import PRODUCT, Kind, Tile
 from fusionrt.runtime.tensor_map import Matrix
 
 TILES = (Tile(128, 128), Tile(128, 128, 2), Tile(128, 96), Tile(128, 64), Tile(64, 64),
@@ -27,48 +26,6 @@ def hopper():
         pytest.skip("no Hopper GPU")
 
 
-def applied(activation, residual=False):
-    function = resolve("gemm", activation)
-    y = PRODUCT if function is None else function(PRODUCT)
-    return y + RESIDUAL if residual else y
-
-
-def operands(m, n, k, dtype, bias=True, residual=False):
-    x, weight = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") / k ** 0.5
-    b = torch.randn(n, device="cuda").to(dtype) if bias else None
-    r = torch.randn(m, n, device="cuda").to(dtype) if residual else None
-    return x.to(dtype), weight.to(dtype), b, r
-
-
-def distance(found, exact):
-    return ((found.double() - exact).norm() / exact.norm()).item()
-
-
-def poison(m, n, dtype):
-    """Memory that the next results are likely to get: what they leave out is seen."""
-    left = [torch.full((m, n), float("nan"), dtype=dtype, device="cuda") for _ in range(2)]
-    del left
-
-
-def check(m, n, k, dtype, tile=None, activation="gelu", bias=True, residual=False, keep=False):
-    x, weight, b, r = operands(m, n, k, dtype, bias, residual)
-    assert gemm.supports(x, weight, b, r)
-    poison(m, n, dtype)
-    out, kept = gemm.linear(x, weight, b, applied(activation, residual), r, keep, tile)
-    torchs = {"gelu": F.gelu, "mish": F.mish, "silu": F.silu, None: lambda z: z}[activation]
-
-    def formula(x, weight, b, r):
-        y = torchs(F.linear(x, weight, b))
-        return y if r is None else y + r
-
-    double = [t if t is None else t.double() for t in (x, weight, b, r)]
-    exact = formula(*double)
-    assert distance(out, exact) <= 1.1 * distance(formula(x, weight, b, r), exact)
-    assert (kept is not None) == keep
-    if keep:
-        assert distance(kept, F.linear(*double[:3])) <= torch.finfo(dtype).eps / 2
-
-
 # --- results ---------------------------------------------------------------------------------------
 
 @pytest.mark.gpu
@@ -77,7 +34,7 @@ def check(m, n, k, dtype, tile=None, activation="gelu", bias=True, residual=Fals
                                      (4099, 2056, 456)])
 def test_results_are_as_accurate_as_torchs(hopper, m, n, k, tile):
     for dtype, (bias, residual, keep) in itertools.product(HALF, CASES):
-        check(m, n, k, dtype, tile, "gelu", bias, residual, keep)
+        check(gemm, m, n, k, dtype, "gelu", bias, residual, keep, tile=tile)
 
 
 @pytest.mark.gpu
@@ -86,7 +43,7 @@ def test_results_are_as_accurate_as_torchs(hopper, m, n, k, tile):
 @pytest.mark.parametrize("activation", [None, "silu", "mish"])
 def test_chosen_tiles(hopper, m, n, k, activation):
     for dtype in HALF:
-        check(m, n, k, dtype, None, activation)
+        check(gemm, m, n, k, dtype, activation)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from fusionrt.activation import finishing
 from fusionrt.dispatch import Sites
 from fusionrt.op_names import OPS
 from fusionrt.ops import linear
-from fusionrt.runtime import gemm
+from fusionrt.runtime import gemm, gemv
 
 M, N, K = 33, 40, 24
 # On a CPU: of each kind one; a GPU runs the others as well.
@@ -320,7 +320,8 @@ def test_cublaslts_epilogue(monkeypatch, device):
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_our_product(fits, monkeypatch):
+@pytest.mark.parametrize("way", linear.OWN)
+def test_our_product(way, fits, monkeypatch):
     """Where `route` says so, if it takes the operands: forward, with what a gradient needs, and residuals."""
     calls = []
 
@@ -330,10 +331,10 @@ def test_our_product(fits, monkeypatch):
         y = F.gelu(z)
         return y if residual is None else y + residual, z if keep else None
 
-    monkeypatch.setattr(linear, "route", lambda *args: linear.GEMM)
+    monkeypatch.setattr(linear, "route", lambda *args: way)
     monkeypatch.setattr(linear, "sites", Sites())
-    monkeypatch.setattr(gemm, "supports", lambda *args: fits)
-    monkeypatch.setattr(gemm, "linear", product)
+    monkeypatch.setattr(linear.OWN[way], "supports", lambda *args: fits)
+    monkeypatch.setattr(linear.OWN[way], "linear", product)
     args = operands(F32, "cpu", (2, 3))
     residual = torch.randn(2, 3, N)
     out, _ = check_in_norm(frt.linear_activation, (*args, "gelu"))
@@ -366,6 +367,7 @@ def test_route(monkeypatch):
                         for name in ("relu", "gelu_tanh", "silu"))
     ours = []
     monkeypatch.setattr(gemm, "chosen", lambda *args: ours.append(args) or (args[5] is silu and args[0] > 64))
+    monkeypatch.setattr(gemv, "chosen", lambda m, *rest: m < 4)
 
     def way(epilogue, library=True, device=gpu, dtype=BF16, m=8):
         linear.route.cache_clear()
@@ -376,6 +378,7 @@ def test_route(monkeypatch):
     assert way(relu, library=False) == way(silu) == way(relu, dtype=F64) == linear.KERNEL
     assert way(relu, device=torch.device("cpu")) == linear.KERNEL
     assert way(silu, m=128) == linear.GEMM
+    assert way(silu, m=3) == way(relu, m=3) == linear.GEMV
     capability = (8, 9)
     assert way(tanh) == linear.KERNEL
     assert way(relu) == linear.EPILOGUE

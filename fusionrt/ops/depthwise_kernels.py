@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,10 +30,13 @@ from fusionrt.runtime.kernel import Kernel
 Tensor = torch.Tensor
 STRIDES = (1, 2)
 MOST_TAPS, MOST_DOUBLE_TAPS = 121, 49  # of a kernel whose taps are written out, by the registers there are
-# Elements of both images from which on matrix units are the faster way: their blocks take longer to begin. At
-# (32, 576, 14, 14) that cost 13 us where the other kernels take 7. And taps, as their work hardly grows with
-# these: at (32, 96, 112, 112) 67, 67 and 78 us for 3 x 3, 5 x 5 and 7 x 7, the other kernels 63, 75, 162.
-LEAST, LEAST_TAPS = 32 << 20, 25
+# Elements of both images from which on matrix units are the faster way, by taps: their blocks take longer to
+# begin, but their work hardly grows with the taps. At (32, 96, 112, 112) 67, 69 and 78 us for 3 x 3, 5 x 5
+# and 7 x 7, the other kernels 58, 76, 166; at (32, 576, 14, 14) 12, 14 and 20, the others 9, 13, 20. Of the
+# weights' gradient 52, 65 and 69, the others 60, 105, 170; at (32, 576, 14, 14) 11, 16 and 18, the others 11,
+# 20 and 35. With a stride the others have less to do: for 3 x 3, and for 5 x 5 in the source's gradient.
+LEAST_OF_RESULTS, LEAST_OF_SOURCE = {25: 32 << 20, 49: 4 << 20}, {49: 4 << 20}
+LEAST_OF_WEIGHTS, LEAST_OF_STRIDED_WEIGHTS = {9: 32 << 20, 25: 6 << 20}, {25: 6 << 20}
 
 
 class Call(NamedTuple):
@@ -127,18 +130,19 @@ def _launches(call: Call, form: Form, geometry: Geometry, size: Pair, finish: Fi
     rows, columns = (line_of(n, m, k, s, p, d, form.transposed) for n, m, k, s, p, d in zip(
         call.shape[2:], size, form.kernel, *geometry, strict=True))
     images, found = _images(call, size), []
-    if _by_units(call, size) and depthwise_mma.serves(form, images):
+    least = LEAST_OF_SOURCE if form.transposed else LEAST_OF_RESULTS
+    if _by_units(call, size, least) and depthwise_mma.serves(form, images):
         found.append(depthwise_mma.convolution(form, images, rows, columns, finish))
     if not found or call.has_units is None:
         found.append(depthwise_strips.convolution(form, images, rows, columns, finish))
     return tuple(found)
 
 
-def _by_units(call: Call, size: Sequence[int]) -> bool:
+def _by_units(call: Call, size: Sequence[int], least: Mapping[int, int]) -> bool:
     """Whether matrix units, if there are any, are to do it; a rehearsal is for images of any size."""
     elements = math.prod(call.shape) + math.prod((*call.shape[:2], *size))
-    return math.prod(call.kernel) >= LEAST_TAPS and (
-        call.has_units is None or (call.has_units and elements >= LEAST))
+    found = [n for taps, n in least.items() if math.prod(call.kernel) >= taps]
+    return bool(found) and (call.has_units is None or (call.has_units and elements >= min(found)))
 
 
 # -- the gradient of the weights ---------------------------------------------------------------------
@@ -170,7 +174,8 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     form, found = _form(call, geometry), []
     images = _images(call, (1, 1))._replace(steps=(steps(call.strides[0]), steps(call.strides[1])))
     kept = call.shape[1] * call.kernel[0] * call.kernel[1]
-    if _by_units(call, size) and depthwise_mma_weights.serves(form, images):
+    least = LEAST_OF_WEIGHTS if geometry.stride == (1, 1) else LEAST_OF_STRIDED_WEIGHTS
+    if _by_units(call, size, least) and depthwise_mma_weights.serves(form, images):
         found.append(depthwise_mma_weights.weight_sums(form, images, rows, columns))
     if not found or call.has_units is None:
         found.append(depthwise_strips.weight_sums(form, images, rows, columns))

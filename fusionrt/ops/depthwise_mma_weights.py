@@ -6,10 +6,8 @@ import functools
 
 from fusionrt.ops.depthwise_forms import MULTIPROCESSORS, Form, Images, Launch, Line, arithmetic, constants
 from fusionrt.ops.depthwise_mma import (
-    BYTES_A_CYCLE,
     MOST_SHARED,
     RESULTS,
-    START,
     STRIPS,
     UNIT,
     Cut,
@@ -24,7 +22,8 @@ from fusionrt.runtime.source import Field, pointer
 
 UNITS = 4                   # of a pixel that a block has
 BLOCKS = 2                  # that share a multiprocessor
-LATENCY = 1500              # cycles of a turn when nothing else runs
+# As in depthwise_mma, fitted to measured cuts of 24 layers.
+LATENCY, START, BYTES_A_CYCLE, INSTRUCTIONS = 2000, 4, 24, 280
 MOST_COUNTED = 8            # rows of the gradient that a product has room for
 BEHIND = 24                 # pixels that are read behind those of a row
 WARP_SUMS = 8 * 128 + 4     # numbers
@@ -62,7 +61,7 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut
 def _cycles(made: Cut, form: Form) -> float:
     new = rows(form) // form.stride[0]
     moved = (rows(form) * made.pixels + new * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
-    turn = max(moved, (210 + 20 * rows(form)) * UNITS)  # instructions, as in depthwise_mma
+    turn = max(moved, (INSTRUCTIONS + 20 * rows(form)) * UNITS)
     full, rest = divmod(made.blocks, MULTIPROCESSORS * BLOCKS)
     shares = [BLOCKS] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
     turns = -(-((made.chunk - 1) * form.stride[0] + form.kernel[0]) // rows(form)) + START

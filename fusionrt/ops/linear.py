@@ -2,8 +2,8 @@
 
 Product and bias are torch's (cuBLAS, oneDNN), in the precision that torch is set to. What follows is one
 kernel of ours, which writes over the product where nobody needs that, or cuBLASLt's own epilogue; or all of
-it is one kernel of ours (`runtime.gemm`). `route` decides. In a backward pass one kernel has the gradients of
-activation, dropout and bias, and two products follow.
+it is one kernel of ours (`runtime.gemm`, `runtime.gemv`). `route` decides. In a backward pass one kernel has
+the gradients of activation, dropout and bias, and two products follow.
 
 Shapes: x (..., K), weight (N, K), bias (N,), results (..., N). Dtypes: float16, bfloat16, float32, float64,
 the same for all three; a residual may have another one, and the result then has the wider. Under autocast
@@ -31,16 +31,17 @@ from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.random import Rng
-from fusionrt.runtime import gemm
+from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
 
 Tensor = torch.Tensor
 NAMES = ("x", "weight", "bias", "residual")
 Numbers = tuple[float, ...]
-EPILOGUE, GEMM, KERNEL = "epilogue", "gemm", "kernel"
+EPILOGUE, GEMM, GEMV, KERNEL = "epilogue", "gemm", "gemv", "kernel"
+OWN = {GEMM: gemm, GEMV: gemv}
 EPILOGUES = ("relu", "gelu_tanh")  # that cuBLASLt applies after a bias
-# Our product, of whose shapes there are too many for a warm-up, may neither be compiled while a graph is
-# captured nor where that is switched off; what takes its place is warmed up.
+# Our products, of which there are too many for a warm-up, may neither be compiled while a graph is captured
+# nor where that is switched off; what takes their place is warmed up.
 UNAVAILABLE = (CaptureError, MissingKernelError)
 
 
@@ -51,7 +52,10 @@ def route(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, epil
           ) -> str:
     """How epilogue(x W^T + b, residual) of an m x n product over k is computed: EPILOGUE by cuBLASLt's own,
     if the `library` can be asked (there is a bias, and the product is not kept), GEMM by our product, which
-    has the expression inside, KERNEL by a product and a kernel. Measured by benchmarks/linear.py."""
+    has the expression inside, GEMV by that of few rows, KERNEL by a product and a kernel. Measured by
+    benchmarks/linear.py."""
+    if gemv.chosen(m, n, k, dtype, device, epilogue):
+        return GEMV
     name = next((name for name in EPILOGUES if epilogue is _alone(name)), None) if library else None
     has = name is not None and device.type == "cuda" and dtype != torch.float64 and min(n, k) > 1
     if has and name == "gelu_tanh":  # slow on Ada, and on the Blackwell of graphics cards
@@ -83,9 +87,9 @@ def product(operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: 
             is_gelu = operator.outputs[0] is _alone("gelu_tanh")
             return shaped(torch._addmm_activation(bias, rows, weight.t(), use_gelu=is_gelu), x), None
         added = None if residual is None else residual.reshape(-1, weight.shape[0])
-        if gemm.supports(rows, weight, bias, added):
+        if OWN[way].supports(rows, weight, bias, added):
             try:
-                out, z = gemm.linear(rows, weight, bias, operator.outputs[0], added, keep)
+                out, z = OWN[way].linear(rows, weight, bias, operator.outputs[0], added, keep)
             except UNAVAILABLE:
                 pass
             else:

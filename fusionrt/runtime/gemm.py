@@ -26,7 +26,7 @@ ARCHITECTURE = "sm_90"
 STAGE_COLUMNS = 64                     # of x and w that a stage of the ring holds
 PART_ROWS, PART_COLUMNS = 16, 32       # that a warp finishes at a time
 SHARED_BYTES = 232448
-_BITS = {"bfloat16": 8, "float16": 11}
+BITS = {"bfloat16": 8, "float16": 11}
 _OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
 # Instructions an element, measured; primitives that are not here take one or two.
 _COSTS = {"arg": 0, "const": 0, "pow": 86, "sin": 90, "cos": 90, "erf": 21, "log": 26, "log1p": 29,
@@ -100,7 +100,7 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
     activation as well. Measured: benchmarks/gemm.py.
     """
     gpu = stands_for(device)
-    if gpu.type != "cuda" or STORAGE.get(dtype) not in _BITS or n % 8 or k % 8 or min(m, n, k) < 1:
+    if gpu.type != "cuda" or STORAGE.get(dtype) not in BITS or n % 8 or k % 8 or min(m, n, k) < 1:
         return False
     if gpu.index is None and device.type == "meta":
         return False  # a warm-up: there are too many shapes
@@ -110,19 +110,24 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
     multiprocessors = cuda.multiprocessors(index)
     tile = choose_tile(m, n, k, multiprocessors)
     rounds, fill = _rounds(m, n, tile, multiprocessors)
-    if library_epilogue:  # no pass to gain: only where every multiprocessor is busy with several large tiles
-        return 64 < k <= 8192 and tile.columns == 128 and rounds > 1 and fill > 0.9
+    if library_epilogue:  # no pass to gain: where its epilogue takes time, or all have several large tiles
+        large = tile.columns == 128 and rounds > 1 and fill > 0.9
+        return 64 < k <= 8192 and (large or (m >= 128 and k <= 1024))
     return k <= 1024 or (k <= (8192 if m >= 128 else 4096) and fill > 0.9)
 
 
 def takes(epilogue: Expr, k: int) -> bool:
-    """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype, and short enough for the
-    shadow of a product over k: while one tile is multiplied, others are finished."""
-    nodes = toposort([epilogue])
-    return (not epilogue.is_truth and not epilogue.op.startswith("cast_")
-            and not any(node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
-                        for node in nodes)
-            and sum(_COSTS.get(node.op, 1) for node in nodes) <= 24 + k // 48)
+    """Whether it is one of elements, and short enough for the shadow of a product over k: while one tile is
+    multiplied, others are finished."""
+    return is_of_elements(epilogue) and sum(
+        _COSTS.get(node.op, 1) for node in toposort([epilogue])) <= 24 + k // 48
+
+
+def is_of_elements(epilogue: Expr) -> bool:
+    """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype."""
+    return not epilogue.is_truth and not epilogue.op.startswith("cast_") and not any(
+        node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
+        for node in toposort([epilogue]))
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
@@ -231,12 +236,13 @@ def _kernel(kind: Kind) -> Kernel:
         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
             ("TOGETHER", tile.together), ("BIAS", kind.bias), ("RESIDUAL", kind.residual),
             ("KEEP", kind.keep))),
-        *_multiply_text(kind.dtype, tile.columns), *_finish_text(kind.epilogue)]
-    return Kernel("linear_activation", "gemm_sm90", fields, constants, significant_bits=_BITS[kind.dtype],
+        *_multiply_text(kind.dtype, tile.columns), *finish_text(kind.epilogue)]
+    return Kernel("linear_activation", "gemm_sm90", fields, constants, significant_bits=BITS[kind.dtype],
                   block=128 * (tile.groups + 1))
 
 
-def _finish_text(epilogue: Expr) -> list[str]:
+def finish_text(epilogue: Expr) -> list[str]:
+    """Of a kernel's prologue: `finish`."""
     lines, (result,) = emit([epilogue], "const auto {} = {};", {PRODUCT: "product", RESIDUAL: "residual"})
     return ["__device__ __forceinline__ acc_t finish(acc_t product, acc_t residual) {",
             *("    " + line for line in lines), f"    return {result};", "}"]

@@ -20,7 +20,7 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reduc
            "rotary": ("indices.cuh", "rotary.cuh"),
            "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
            "tokens": ("indices.cuh",), "squeeze_excite": ("hopper.cuh",),
-           "gemm_sm90": ("hopper.cuh", "sm90.cuh"),
+           "gemm_sm90": ("hopper.cuh", "sm90.cuh"), "gemv": ("copies.cuh", "mma.cuh"),
            **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                            ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
            "depthwise": ("depthwise.cuh",), "depthwise_mma": ("depthwise.cuh", "copies.cuh", "mma.cuh"),

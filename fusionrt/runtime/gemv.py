@@ -1,0 +1,100 @@
+"""A linear layer of few rows and all that follows it in one kernel: out = f(x W^T + bias, residual).
+
+Nearly all of its time goes into reading W once. cuBLAS takes 3.5 us for one row of 768 and 3072 columns, the
+bytes of which take 1.2, and a launch more for what follows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from fusionrt.expr import Expr
+from fusionrt.problem import STORAGE
+from fusionrt.rehearsal import stands_for
+from fusionrt.runtime import gemm
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import Field, pointer
+
+BLOCK = 256
+COLUMNS = 16         # of the result, that a block computes
+MOST_ROWS = 16
+MOST_WEIGHTS = 32 << 20  # more of them cuBLAS reads faster: 64 M in 34.2 us, this kernel in 36
+VECTOR = 8           # numbers of one load
+WORDS_AT_ONCE = 48   # registers for what is on its way
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for: `groups` of 8 rows of x."""
+
+    dtype: str
+    epilogue: Expr           # of gemm.PRODUCT and gemm.RESIDUAL
+    bias: bool
+    residual: bool
+    keep: bool               # x W^T + bias is a second output
+    groups: int
+
+    @property
+    def at_once(self) -> int:
+        return WORDS_AT_ONCE // (8 + 4 * self.groups)
+
+
+@functools.lru_cache(4096)
+def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epilogue: Expr = gemm.PRODUCT
+           ) -> bool:
+    """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k. Measured on
+    Hopper: benchmarks/linear.py."""
+    gpu = stands_for(device)
+    if gpu.type != "cuda" or STORAGE.get(dtype) not in gemm.BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
+        return False
+    if gpu.index is None and device.type == "meta":
+        return False  # a warm-up: there are too many kinds
+    index = torch.cuda.current_device() if gpu.index is None else gpu.index
+    fast = torch.cuda.get_device_capability(index) >= (9, 0)
+    return fast and min(n, k) > 1 and n * k <= MOST_WEIGHTS and gemm.is_of_elements(epilogue)
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+             residual: torch.Tensor | None = None) -> bool:
+    """Whether rows of x [M, K] and weight [N, K] can be read 16 bytes at a time; bias [N], residual [M, N],
+    all of one dtype."""
+    if x.is_meta and stands_for(x.device).index is None:
+        return False  # chosen in a rehearsal for a GPU, asked in a warm-up
+    others = [t for t in (bias, residual) if t is not None]
+    return (all(t.dtype == x.dtype for t in (weight, *others)) and all(t.stride(-1) == 1 for t in others)
+            and all(t.stride(1) == 1 and (t.shape[0] == 1 or t.stride(0) % VECTOR == 0)
+                    and (t.is_meta or t.data_ptr() % 16 == 0) for t in (x, weight)))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+           epilogue: Expr = gemm.PRODUCT, residual: torch.Tensor | None = None, keep: bool = False
+           ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """epilogue(x W^T + b, residual), and x W^T + b where it is to be kept; operands as `supports` says. The
+    products are added up in float32, to which the epilogue is applied."""
+    (m, k), n = x.shape, weight.shape[0]
+    kind = Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, -(-m // 8))
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    kept = torch.empty_like(out) if keep else None
+    addresses = (0 if t is None or t.is_meta else t.data_ptr()
+                 for t in (x, weight, out, kept, residual, bias))
+    steps = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
+    _kernel(kind)(x.device, -(-n // COLUMNS), *addresses, *steps, m, n, k)
+    return out, kept
+
+
+@functools.cache
+def _kernel(kind: Kind) -> Kernel:
+    fields = [*(pointer("value_t", name, const=name not in {"out", "kept"})
+                for name in ("x", "w", "out", "kept", "residual", "bias")),
+              *(Field(f"long long {name}", "q") for name in ("x_row", "w_row", "residual_row")),
+              *(Field(f"int {name}", "i") for name in ("m", "n", "k"))]
+    constants = [
+        f"using value_t = {kind.dtype}_t;",
+        f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
+            ("BIAS", kind.bias), ("RESIDUAL", kind.residual), ("KEEP", kind.keep))),
+        *gemm.finish_text(kind.epilogue)]
+    return Kernel("linear_activation", "gemv", fields, constants, significant_bits=gemm.BITS[kind.dtype],
+                  block=BLOCK)
