@@ -110,8 +110,7 @@ def test_turns_of_one_image_are_under_way_together(c, size, k, stride):
     one = cut_of(1, c, size, k, stride)
     assert one.turns == one.chunk + (k - 1) // stride
     form = Form("float32", (k, k), (stride, stride), 2, 0)
-    assert one.blocks <= 132 * depthwise_strips.resident(
-        depthwise_strips.registers_together(form, one.columns, one.chunk))
+    assert one.blocks <= 132 * depthwise_strips.resident_together(form)
     assert cut_of(32, c, size, k, stride).turns == 0
 
 

@@ -91,8 +91,8 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form, widths
                 found.append((LOAD_CYCLES + rounds * turns * cycles(form, width, plan.blocks, sums), plan))
         for chunk in CHUNKS_TOGETHER if not sums else ():
             plan = made(width, chunk, chunk + before)
-            needed = registers_together(form, width, chunk)
-            if needed <= MOST_TOGETHER and plan.blocks <= MULTIPROCESSORS * resident(needed):
+            if (registers_together(form, width, chunk) <= MOST_TOGETHER
+                    and plan.blocks <= MULTIPROCESSORS * resident_together(form)):
                 found.append((cycles_together(form, width, chunk, plan.blocks), plan))
     return min(found, key=lambda pair: pair[0])[1]
 
@@ -163,6 +163,13 @@ def registers_together(form: Form, width: int, chunk: int) -> int:
     sums = chunk * width * (form.stride[0] if form.transposed else 1)
     return (-(-form.vec * size // 4) * rows_together(form, chunk) * window
             + form.vec * max(1, size // 4) * (sums + window) + 40)
+
+
+def resident_together(form: Form) -> int:
+    """Blocks that share a multiprocessor. More are not to be reckoned with: 288 of 7 x 7, with all of their
+    loads at a time, took 13 us where the turns one by one take 7 to 8."""
+    taps = math.prod(form.kernel)
+    return 4 if taps <= 9 else 3 if taps <= 25 else 2
 
 
 def cycles_together(form: Form, width: int, chunk: int, blocks: int) -> float:
