@@ -23,6 +23,7 @@ from fusionrt import activation as activations
 from fusionrt.bench import timing
 from fusionrt.bench.results import Results, why
 from fusionrt.runtime import gemm
+from fusionrt.runtime.product import PRODUCT, RESIDUAL
 
 LAYERS = ((3072, 768), (4096, 1024), (16384, 4096))  # N, K
 ROWS = (1, 32, 128, 512, 2048, 8192, 16384)
@@ -86,8 +87,8 @@ def _inputs(m: int, n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def _epilogue(case: str) -> Any:
     function = activations.resolve("gemm", case if case in TORCH else "gelu")
     assert function is not None
-    activated = function(gemm.PRODUCT)
-    return activated + gemm.RESIDUAL if case == "residual" else activated
+    activated = function(PRODUCT)
+    return activated + RESIDUAL if case == "residual" else activated
 
 
 def _variants(case: str, compiles: bool) -> dict[str, Callable[..., Any]]:

@@ -11,7 +11,8 @@ import fusionrt as frt
 from fusionrt import expr
 from fusionrt.runtime import compiler, gemm, tensor_map
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime.gemm import PRODUCT, Kind, Tile
+from fusionrt.runtime.gemm import Kind, Tile
+from fusionrt.runtime.product import PRODUCT, Layer
 from fusionrt.runtime.tensor_map import Matrix
 
 TILES = (Tile(128, 128), Tile(128, 128, 2), Tile(128, 96), Tile(128, 64), Tile(64, 64),
@@ -174,7 +175,7 @@ def test_a_matrix_that_the_copy_engine_cannot_take_is_refused():
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_suffices(tile):
     for dtype, case in itertools.product(("bfloat16", "float16"), CASES):
-        kind = Kind(dtype, PRODUCT, *case, tile)
+        kind = Kind(Layer(dtype, PRODUCT, *case), tile)
         assert kind.stages >= 4
         assert kind.shared_bytes <= gemm.SHARED_BYTES
         params = gemm._kernel(kind).params
@@ -187,7 +188,7 @@ def test_registers_suffice(tile):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     for dtype, activation, case in [("bfloat16", "gelu", (True, True, True)),
                                     ("float16", "softplus", (False, False, False))]:
-        kernel = gemm._kernel(Kind(dtype, applied(activation, case[1]), *case, tile))
+        kernel = gemm._kernel(Kind(Layer(dtype, applied(activation, case[1]), *case), tile))
         entry, _ = compiler.cubin(kernel.text, kernel.stem, compiler.target(kernel.stem, "sm_90"), "gemm")
         assert entry.metadata["arch"] == "sm_90a"
         assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings")), (activation, case)

@@ -8,8 +8,8 @@ from product_checks import applied, check, operands
 
 from fusionrt import expr
 from fusionrt.runtime import compiler, gemv
-from fusionrt.runtime.gemm import PRODUCT
 from fusionrt.runtime.gemv import Kind
+from fusionrt.runtime.product import PRODUCT, Layer
 
 HALF = (torch.bfloat16, torch.float16)
 CASES = tuple(itertools.product((False, True), repeat=3))   # bias, residual, keep
@@ -104,6 +104,6 @@ def test_kernels_compile_without_spills(arch, groups):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     for dtype, activation, case in [("bfloat16", "gelu", (True, True, True)),
                                     ("float16", "softplus", (False, False, False))]:
-        kernel = gemv._kernel(Kind(dtype, applied(activation, case[1]), *case, groups))
+        kernel = gemv._kernel(Kind(Layer(dtype, applied(activation, case[1]), *case), groups))
         entry, _ = compiler.cubin(kernel.text, kernel.stem, arch, "gemv")
         assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings")), (activation, case)

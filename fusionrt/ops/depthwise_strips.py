@@ -26,10 +26,8 @@ from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
 BLOCK = 128
 LANES = 32                  # threads side by side along the channels, at most
-MOST_TAPS, MOST_DOUBLE_TAPS = 121, 49  # of a kernel whose taps are written out, by the registers there are
 REGISTERS = 1 << 16         # of a multiprocessor
 MOST_REGISTERS = 240        # by the estimate below: with all 255 the compiler would begin to spill
-STRIDES = (1, 2)
 LOAD_CYCLES = 800
 # A turn takes as long as the next one's loads, when all multiprocessors ask for theirs, or as its
 # instructions, and a part of these beside. Fitted to measured cuts of 20 layers of 3 × 3 and 5 × 5: those

@@ -11,23 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
+from fusionrt.expr import Expr, toposort
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
 from fusionrt.runtime.tensor_map import Matrix
 
-# The leaves of an epilogue: x W^T + bias, and the residual.
-PRODUCT, RESIDUAL = argument("a0"), argument("a1")
 ARCHITECTURE = "sm_90"
 STAGE_COLUMNS = 64                     # of x and w that a stage of the ring holds
 PART_ROWS, PART_COLUMNS = 16, 32       # that a warp finishes at a time
 SHARED_BYTES = 232448
-BITS = {"bfloat16": 8, "float16": 11}
-_OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
 # Instructions an element, measured; primitives that are not here take one or two.
 _COSTS = {"arg": 0, "const": 0, "pow": 86, "sin": 90, "cos": 90, "erf": 21, "log": 26, "log1p": 29,
           "log2": 26, "exp2": 8, "sqrt": 15, "div": 15, "exp": 5, "expm1": 12, "rsqrt": 5, "sigmoid": 9,
@@ -51,17 +48,13 @@ class Tile(NamedTuple):
 class Kind(NamedTuple):
     """What a kernel is compiled for."""
 
-    dtype: str
-    epilogue: Expr           # of PRODUCT and RESIDUAL
-    bias: bool
-    residual: bool
-    keep: bool               # x W^T + bias is a second output
+    layer: Layer
     tile: Tile
 
     @property
     def depth(self) -> int:
         """Parts of a tile that a warp has memory for, while residuals or results are on their way."""
-        return 4 if self.residual else 2
+        return 4 if self.layer.residual else 2
 
     @property
     def stages(self) -> int:
@@ -71,7 +64,7 @@ class Kind(NamedTuple):
 
     @property
     def _parts(self) -> int:
-        return 4 * self.tile.groups * self.depth * ((1 + self.keep) * PART_ROWS * PART_COLUMNS * 2 + 8)
+        return 4 * self.tile.groups * self.depth * ((1 + self.layer.keep) * PART_ROWS * PART_COLUMNS * 2 + 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -123,13 +116,6 @@ def takes(epilogue: Expr, k: int) -> bool:
         _COSTS.get(node.op, 1) for node in toposort([epilogue])) <= 24 + k // 48
 
 
-def is_of_elements(epilogue: Expr) -> bool:
-    """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype."""
-    return not epilogue.is_truth and not epilogue.op.startswith("cast_") and not any(
-        node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
-        for node in toposort([epilogue]))
-
-
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
              residual: torch.Tensor | None = None) -> bool:
     """Whether the copy engine takes the memory of x [M, K], weight [N, K], bias [N], residual [M, N], all of
@@ -172,7 +158,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     (m, k), n = x.shape, weight.shape[0]
     tile = tile or choose_tile(m, n, k, cuda.multiprocessors(stands_for(x.device).index))
-    kind = Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, tile)
+    kind = Kind(layer(x, bias, epilogue, residual, keep), tile)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     kept = torch.empty_like(out) if keep else None
     if x.is_meta:
@@ -229,23 +215,13 @@ def _kernel(kind: Kind) -> Kernel:
               pointer("value_t", "bias"), Field("int n", "i"),
               *(Field(f"unsigned {name}", "I") for name in ("steps", "tiles_m", "tiles_n", "x_bytes"))]
     constants = [
-        f"using value_t = {kind.dtype}_t;",
         f"constexpr int HALVES = {tile.rows // 64}, BN = {tile.columns}, CLUSTER = {tile.cluster};",
         f"constexpr int GROUPS = {tile.groups}, CHUNK = {PART_COLUMNS};",
         f"constexpr int STAGES = {kind.stages}, DEPTH = {kind.depth};",
-        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-            ("TOGETHER", tile.together), ("BIAS", kind.bias), ("RESIDUAL", kind.residual),
-            ("KEEP", kind.keep))),
-        *_multiply_text(kind.dtype, tile.columns), *finish_text(kind.epilogue)]
-    return Kernel("linear_activation", "gemm_sm90", fields, constants, significant_bits=BITS[kind.dtype],
-                  block=128 * (tile.groups + 1))
-
-
-def finish_text(epilogue: Expr) -> list[str]:
-    """Of a kernel's prologue: `finish`."""
-    lines, (result,) = emit([epilogue], "const auto {} = {};", {PRODUCT: "product", RESIDUAL: "residual"})
-    return ["__device__ __forceinline__ acc_t finish(acc_t product, acc_t residual) {",
-            *("    " + line for line in lines), f"    return {result};", "}"]
+        f"constexpr bool TOGETHER = {str(tile.together).lower()};",
+        *kind.layer.constants(), *_multiply_text(kind.layer.dtype, tile.columns)]
+    return Kernel("linear_activation", "gemm_sm90", fields, constants,
+                  significant_bits=BITS[kind.layer.dtype], block=128 * (tile.groups + 1))
 
 
 def _multiply_text(dtype: str, n: int) -> list[str]:

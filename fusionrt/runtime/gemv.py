@@ -14,8 +14,8 @@ import torch
 from fusionrt.expr import Expr
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import stands_for
-from fusionrt.runtime import gemm
 from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import Field, pointer
 
 BLOCK = 256
@@ -29,11 +29,7 @@ WORDS_AT_ONCE = 48   # registers for what is on its way
 class Kind(NamedTuple):
     """What a kernel is compiled for: `groups` of 8 rows of x."""
 
-    dtype: str
-    epilogue: Expr           # of gemm.PRODUCT and gemm.RESIDUAL
-    bias: bool
-    residual: bool
-    keep: bool               # x W^T + bias is a second output
+    layer: Layer
     groups: int
 
     @property
@@ -42,18 +38,18 @@ class Kind(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epilogue: Expr = gemm.PRODUCT
+def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epilogue: Expr = PRODUCT
            ) -> bool:
     """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k. Measured on
     Hopper: benchmarks/linear.py."""
     gpu = stands_for(device)
-    if gpu.type != "cuda" or STORAGE.get(dtype) not in gemm.BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
+    if gpu.type != "cuda" or STORAGE.get(dtype) not in BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
         return False
     if gpu.index is None and device.type == "meta":
         return False  # a warm-up: there are too many kinds
     index = torch.cuda.current_device() if gpu.index is None else gpu.index
     fast = torch.cuda.get_device_capability(index) >= (9, 0)
-    return fast and min(n, k) > 1 and n * k <= MOST_WEIGHTS and gemm.is_of_elements(epilogue)
+    return fast and min(n, k) > 1 and n * k <= MOST_WEIGHTS and is_of_elements(epilogue)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
@@ -69,12 +65,12 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-           epilogue: Expr = gemm.PRODUCT, residual: torch.Tensor | None = None, keep: bool = False
+           epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False
            ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """epilogue(x W^T + b, residual), and x W^T + b where it is to be kept; operands as `supports` says. The
     products are added up in float32, to which the epilogue is applied."""
     (m, k), n = x.shape, weight.shape[0]
-    kind = Kind(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep, -(-m // 8))
+    kind = Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8))
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     kept = torch.empty_like(out) if keep else None
     addresses = (0 if t is None or t.is_meta else t.data_ptr()
@@ -91,10 +87,7 @@ def _kernel(kind: Kind) -> Kernel:
               *(Field(f"long long {name}", "q") for name in ("x_row", "w_row", "residual_row")),
               *(Field(f"int {name}", "i") for name in ("m", "n", "k"))]
     constants = [
-        f"using value_t = {kind.dtype}_t;",
         f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
-        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-            ("BIAS", kind.bias), ("RESIDUAL", kind.residual), ("KEEP", kind.keep))),
-        *gemm.finish_text(kind.epilogue)]
-    return Kernel("linear_activation", "gemv", fields, constants, significant_bits=gemm.BITS[kind.dtype],
+        *kind.layer.constants()]
+    return Kernel("linear_activation", "gemv", fields, constants, significant_bits=BITS[kind.layer.dtype],
                   block=BLOCK)

@@ -1,0 +1,47 @@
+"""What our kernels of linear layers compute: out = f(x W^T + bias, residual), and their text of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
+from fusionrt.problem import STORAGE
+
+# The leaves of an epilogue: x W^T + bias, and the residual.
+PRODUCT, RESIDUAL = argument("a0"), argument("a1")
+BITS = {"bfloat16": 8, "float16": 11}
+_OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
+
+
+class Layer(NamedTuple):
+    """What of a layer its kernel is compiled for."""
+
+    dtype: str
+    epilogue: Expr           # of PRODUCT and RESIDUAL
+    bias: bool
+    residual: bool
+    keep: bool               # x W^T + bias is a second output
+
+    def constants(self) -> list[str]:
+        """Lines of a kernel's prologue: `value_t`, BIAS, RESIDUAL, KEEP, `finish`."""
+        lines, (result,) = emit([self.epilogue], "const auto {} = {};",
+                                {PRODUCT: "product", RESIDUAL: "residual"})
+        return [f"using value_t = {self.dtype}_t;",
+                *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
+                    ("BIAS", self.bias), ("RESIDUAL", self.residual), ("KEEP", self.keep))),
+                "__device__ __forceinline__ acc_t finish(acc_t product, acc_t residual) {",
+                *("    " + line for line in lines), f"    return {result};", "}"]
+
+
+def layer(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Expr, residual: torch.Tensor | None,
+          keep: bool) -> Layer:
+    return Layer(STORAGE[x.dtype], epilogue, bias is not None, residual is not None, keep)
+
+
+def is_of_elements(epilogue: Expr) -> bool:
+    """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype."""
+    return not epilogue.is_truth and not epilogue.op.startswith("cast_") and not any(
+        node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
+        for node in toposort([epilogue]))
