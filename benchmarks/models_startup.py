@@ -2,21 +2,18 @@
 
 The model is built, moved and run once eagerly before, which is not counted; what follows is: importing
 Dynamo, converting (or torch.compile), validating where named, the first call, and a wait for its result.
-`cold`: the kernel caches are empty; `warm`: an earlier process filled them; modules are compiled to
-bytecode either way, as an installed package's are. Milliseconds, medians of processes; second_ms: of the
-next call, in which CUDA graphs may be recorded.
+`cold`: the kernel caches are empty; `warm`: an earlier process filled them. Either way an earlier process
+has compiled all modules to bytecode, as they are where packages were installed. Milliseconds, medians of
+processes; second_ms: of the next call, in which CUDA graphs may be recorded.
 """
 
 from __future__ import annotations
 
-import compileall
-import json
 import statistics
 import tempfile
 
 from benchmarks import script
-from benchmarks.script import ROOT
-from benchmarks.startup import caches, process
+from benchmarks.startup import caches, process, stages_of
 from fusionrt.bench.results import Results, kind
 from fusionrt.convert.registry import MODELS, missing
 
@@ -55,40 +52,35 @@ def main() -> None:
     options = parser.parse_args()
     names = script.names(options.only)
     run = script.results(f"models_startup-{kind()}", __doc__, options, len(names) < len(NAMES))
-    compileall.compile_dir(ROOT / "fusionrt", quiet=1)
     for name in names:
         if missing(MODELS[name].package):
             run.absent(name, f"{MODELS[name].package} is not installed")
             continue
         taken: dict[str, float] = {}
         for variant in sorted(script.names(options.variants), key=list(VARIANTS).index):
-            for cache in ("cold", "warm"):
-                measure(run, name, variant, cache, 1 if options.quick else options.processes, taken)
+            measure(run, name, variant, 1 if options.quick else options.processes, taken)
     run.finish(COLUMNS)
 
 
-def measure(run: Results, name: str, variant: str, cache: str, n: int, taken: dict[str, float]) -> None:
+def measure(run: Results, name: str, variant: str, n: int, taken: dict[str, float]) -> None:
     """`taken`: torch.compile's milliseconds by cache, noted here and compared with."""
     text = f"NAME = {name!r}\n{BEGIN}{VARIANTS[variant]}{END}"
-    found = []
     try:
         with tempfile.TemporaryDirectory() as shared:
-            if cache == "warm":
-                process(text, caches(shared))
-            for _ in range(n):
-                with tempfile.TemporaryDirectory() as fresh:
-                    output = process(text, caches(shared if cache == "warm" else fresh))[1]
-                    found.append(json.loads(output.splitlines()[-1]))
+            process(text, caches(shared))
+            found = {"cold": [stages_of(text) for _ in range(n)],
+                     "warm": [stages_of(text, shared) for _ in range(n)]}
     except RuntimeError as error:
-        run.add(model=name, variant=variant, cache=cache, absent=str(error))
+        run.add(model=name, variant=variant, absent=str(error))
         return
-    times = [one["ms"] for one in found]
-    middle = statistics.median(times)
-    if variant == "compile":
-        taken[cache] = middle
-    run.add(model=name, variant=variant, cache=cache, ms=middle, spread_ms=max(times) - min(times),
-            processes=n, second_ms=statistics.median(one["second_ms"] for one in found),
-            of_compile=round(middle / taken[cache], 4) if cache in taken else None)
+    for cache, samples in found.items():
+        times = [one["ms"] for one in samples]
+        middle = statistics.median(times)
+        if variant == "compile":
+            taken[cache] = middle
+        run.add(model=name, variant=variant, cache=cache, ms=middle, spread_ms=max(times) - min(times),
+                processes=n, second_ms=statistics.median(one["second_ms"] for one in samples),
+                of_compile=round(middle / taken[cache], 4) if cache in taken else None)
 
 
 if __name__ == "__main__":

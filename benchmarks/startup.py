@@ -1,8 +1,8 @@
 """What a fresh process pays before its first result: imports, then compiling or loading a kernel.
 
 Every figure is the median over fresh processes, in milliseconds. `cold`: the kernel caches are
-empty; `warm`: an earlier process filled them. Files are in the operating system's cache either way, and
-modules are compiled to bytecode, as an installed package's are.
+empty; `warm`: an earlier process filled them. Either way an earlier process has read all files and compiled
+all modules to bytecode, as they are where packages were installed.
 The first call is split: importing torch and making the CUDA context are not counted; then `import
 fusionrt`, the modules of the op and of what it is made of, third-party modules that the call needs
 (cupy_backends on a GPU, llvmlite on a CPU; NVRTC or Numba too if it compiles), and the rest of the
@@ -11,7 +11,7 @@ first call. `ours`: all but the third-party modules.
 
 from __future__ import annotations
 
-import compileall
+import functools
 import json
 import os
 import statistics
@@ -86,15 +86,13 @@ def main() -> None:
     options = parser.parse_args()
     n = 2 if options.quick else options.processes
     run = script.results(f"startup-{kind()}", __doc__, options)
-    compileall.compile_dir(ROOT / "fusionrt", quiet=1)
     _imports(run, n)
     for what, code in (("fusionrt.add_relu", OURS), ("torch.compile of relu(a + b)", COMPILE),
                        ("add_relu in Triton", TRITON)):
         if what == "add_relu in Triton" and kind() != "gpu":
             run.add(what=what, cache=None, absent="no GPU")
             continue
-        for cache in ("cold", "warm"):
-            _first_call(run, what, code, cache, n)
+        _first_calls(run, what, code, n)
     run.finish(COLUMNS)
 
 
@@ -112,27 +110,31 @@ def _imports(run: Results, n: int) -> None:
                 over_python_ms=middle - bare)
 
 
-def _first_call(run: Results, what: str, code: str, cache: str, n: int) -> None:
-    text = f"COLD = {cache == 'cold'}\n{BEGIN}{code}{END}"
-    taken = []
+def _first_calls(run: Results, what: str, code: str, n: int) -> None:
+    cold, warm = (f"COLD = {empty}\n{BEGIN}{code}{END}" for empty in (True, False))
     try:
         with tempfile.TemporaryDirectory() as shared:
-            if cache == "warm":
-                process(text.replace("COLD = False", "COLD = True", 1), caches(shared))
-            for _ in range(n):
-                with tempfile.TemporaryDirectory() as fresh:
-                    folder = shared if cache == "warm" else fresh
-                    taken.append(json.loads(process(text, caches(folder))[1].splitlines()[-1]))
+            process(cold, caches(shared))
+            found = {"cold": [stages_of(cold) for _ in range(n)],
+                     "warm": [stages_of(warm, shared) for _ in range(n)]}
     except RuntimeError as error:
-        run.add(what=what, cache=cache, absent=str(error))
+        run.add(what=what, absent=str(error))
         return
-    stages = {name: statistics.median(one[name] for one in taken) for name in taken[0]}
-    whole = [sum(one.values()) - one["second_call"] for one in taken]
-    if "own_modules" in stages:
-        stages["ours"] = statistics.median(
-            ms - one["third_party"] for ms, one in zip(whole, taken, strict=True))
-    run.add(what=what, cache=cache, ms=statistics.median(whole), spread_ms=max(whole) - min(whole),
-            processes=n, **stages)
+    for cache, taken in found.items():
+        stages = {name: statistics.median(one[name] for one in taken) for name in taken[0]}
+        whole = [sum(one.values()) - one["second_call"] for one in taken]
+        if "own_modules" in stages:
+            stages["ours"] = statistics.median(
+                ms - one["third_party"] for ms, one in zip(whole, taken, strict=True))
+        run.add(what=what, cache=cache, ms=statistics.median(whole), spread_ms=max(whole) - min(whole),
+                processes=n, **stages)
+
+
+def stages_of(code: str, folder: str | None = None) -> dict[str, float]:
+    """What a process prints last, whose caches are in the folder, or in an empty one."""
+    with tempfile.TemporaryDirectory() as fresh:
+        found: dict[str, float] = json.loads(process(code, caches(folder or fresh))[1].splitlines()[-1])
+        return found
 
 
 def caches(folder: str) -> dict[str, str]:
@@ -141,11 +143,18 @@ def caches(folder: str) -> dict[str, str]:
         "CUDA_CACHE_PATH")}
 
 
+@functools.cache
+def _bytecode() -> tempfile.TemporaryDirectory[str]:
+    """Of all processes: not everybody may write beside the modules."""
+    return tempfile.TemporaryDirectory()
+
+
 def process(code: str, environment: dict[str, str]) -> tuple[float, str]:
     """Milliseconds and output of a fresh Python."""
+    common = {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": _bytecode().name, "PYTHONDONTWRITEBYTECODE": ""}
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+                          env={**os.environ, **common, **environment})
     taken = (time.perf_counter() - start) * 1e3
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1][:200])
