@@ -135,6 +135,11 @@ template <int W, typename T> __device__ __forceinline__ Pack<T, W> shared_pack(c
     return *reinterpret_cast<const Pack<T, W>*>(from);
 }
 
+template <bool SHARED, int W, typename T> __device__ __forceinline__ Pack<T, W> pack_in(const T* from) {
+    if constexpr (SHARED) return shared_pack<W>(from);
+    else return load_pack<W>(from);
+}
+
 template <int BYTES> __device__ __forceinline__ void store_bytes(void* to, const void* from) {
     if constexpr (BYTES > 16) {
         store_bytes<16>(to, from);

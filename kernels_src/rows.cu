@@ -9,16 +9,18 @@
 //
 // Gradients of weights are sums over the rows: blocks are then PERSISTENT, walk over many rows, keep the sums
 // of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up.
-// No atomics: two runs give the same bits.
+// No atomics: two runs give the same bits. Blocks that keep their part of the weights stay as well.
 //
 // The prologue defines the constants above, KIND being one of the three, and
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs
 //                                 a thread has of a row
-//   STAGES, STAGE_BYTES           rows in shared memory, or parts of them (IN_PARTS); bytes of one
+//   STAGES, STAGE_BYTES           rows of a team in shared memory, or parts of them (IN_PARTS); bytes of one
+//   WEIGHTS_STAGED                whether the block's part of what is alike in all rows stays there as well
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
 //   Tile<W>, load_tile<W>(...)    the row's operands at W columns; staged_tile<W>(...) from shared memory
 //   fetch(p, row, first, end, ...)         have the copy engine bring columns of a row
+//   fetch_weights(...), find_weights(...)  the same of the weights; where they are then read
 //   Known<PASS>, know(...)        uniform expressions of a pass
 //   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums
 //   Values<PASS>::FIRST, COUNT    which of the values this pass finds
@@ -31,18 +33,22 @@
 
 constexpr int WARPS = (THREADS + 31) / 32, MOST_VALUES = VALUES ? VALUES : 1;
 
+// A block's threads, ROWS teams of THREADS.
+__device__ __forceinline__ int team_of_thread() { return ROWS == 1 ? 0 : threadIdx.x / THREADS; }
+__device__ __forceinline__ int lane_in_team() { return ROWS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
+
 // Two of each, used in turn: who is slow reads one while who is fast writes the other.
 struct Exchange {
     acc_t warps[2][ROWS][WARPS][MOST_VALUES];
-    acc_t blocks[2][CLUSTER][MOST_VALUES];
-    unsigned long long arrived[2];  // mbarriers: a block has the values of all others
+    acc_t blocks[2][ROWS][CLUSTER][MOST_VALUES];
+    unsigned long long arrived[2][ROWS];  // mbarriers: a team has the values of those of the other blocks
 };
 
 // No block writes to another before that one has made its barriers: it says so here, and waits for the others
 // in `opened`, when its first loads are on their way.
 __device__ __forceinline__ void open(Exchange& exchange) {
     if constexpr (CLUSTER > 1) {
-        if (threadIdx.x < 2) make_barrier(&exchange.arrived[threadIdx.x], 1);
+        if (threadIdx.x < 2 * ROWS) make_barrier(&exchange.arrived[threadIdx.x / ROWS][threadIdx.x % ROWS], 1);
         arrive_in_cluster();
     }
 }
@@ -65,7 +71,7 @@ __device__ __forceinline__ void meet() {
     static_assert(WARPS == 1 || ROWS < 16, "a block has 16 barriers");
     if constexpr (WARPS == 1) __syncwarp();
     else if constexpr (ROWS == 1 || KIND != STAGED) __syncthreads();
-    else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / THREADS), "n"(THREADS) : "memory");
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + team_of_thread()), "n"(THREADS) : "memory");
 }
 
 // A reduction in three steps, with time for other work between them: before and after the threads `meet`, and
@@ -83,19 +89,19 @@ __device__ __forceinline__ void gather(acc_t (&values)[MOST_VALUES], Exchange& e
     constexpr int FIRST = Values<PASS>::FIRST, COUNT = Values<PASS>::COUNT;
     if constexpr (WARPS > 1) join<PASS, WARPS>(values, lane, exchange.warps[turn & 1][team]);
     if constexpr (CLUSTER > 1) {
-        const int use = turn & 1;
-        if (threadIdx.x == 0) expect(&exchange.arrived[use], CLUSTER * COUNT * sizeof(acc_t));
-        if (threadIdx.x < CLUSTER)
+        Barrier* arrived = &exchange.arrived[turn & 1][team];
+        if (lane == 0) expect(arrived, CLUSTER * COUNT * sizeof(acc_t));
+        if (lane < CLUSTER)
 #pragma unroll
             for (int k = FIRST; k < FIRST + COUNT; ++k)
-                send(&exchange.blocks[use][cluster_rank()][k], &exchange.arrived[use], threadIdx.x, values[k]);
+                send(&exchange.blocks[turn & 1][team][cluster_rank()][k], arrived, lane, values[k]);
     }
 }
 template <int PASS>
-__device__ __forceinline__ void receive(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int lane) {
+__device__ __forceinline__ void receive(acc_t (&values)[MOST_VALUES], Exchange& exchange, int& turn, int team, int lane) {
     if constexpr (CLUSTER > 1) {
-        await(&exchange.arrived[turn & 1], turn >> 1 & 1);
-        join<PASS, CLUSTER>(values, lane, exchange.blocks[turn & 1]);
+        await(&exchange.arrived[turn & 1][team], turn >> 1 & 1);
+        join<PASS, CLUSTER>(values, lane, exchange.blocks[turn & 1][team]);
     }
     ++turn;
 }
@@ -105,7 +111,7 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
     publish<PASS>(values, exchange, turn, team, lane);
     if constexpr (WARPS > 1) meet();
     gather<PASS>(values, exchange, turn, team, lane);
-    receive<PASS>(values, exchange, turn, lane);
+    receive<PASS>(values, exchange, turn, team, lane);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -115,6 +121,9 @@ constexpr column_t STEP = THREADS * VEC;
 constexpr int MOST_SUMS = SUMS ? SUMS : 1, HELD = KIND == REGISTERS ? PACKS : 1, SUMMED = SUMS ? PACKS : 1;
 using SumsOfColumns = acc_t[SUMMED][MOST_SUMS][VEC];
 using Held = Tile<VEC>[HELD][1];
+
+constexpr int TOGETHER = KIND == STAGED && PERSISTENT && !SUMS && PACKS >= 4 ? 4 : 1;
+constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES;
 
 extern __shared__ __align__(128) char memory[];
 
@@ -168,8 +177,19 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& ti
         stream<PASS>(p, work, known, values, sums[0], work.first);
     } else {
         constexpr int UNROLL = KIND == STAGED && !SUMS && PACKS > 4 ? 4 : PACKS;  // all eight at a time spill
+        int k = 0;
+        if constexpr (TOGETHER > 1) {
+#pragma unroll 1
+            for (; k + TOGETHER <= PACKS && work.first + (k + TOGETHER - 1) * STEP < work.end; k += TOGETHER) {
+                Tile<VEC> staged[TOGETHER];
+#pragma unroll
+                for (int n = 0; n < TOGETHER; ++n)
+                    staged[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
+                take<PASS>(p, work, known, values, work.first + k * STEP, staged, sums[0]);
+            }
+        }
 #pragma unroll UNROLL
-        for (int k = 0; k < PACKS; ++k) {
+        for (; k < PACKS; ++k) {
             const column_t column = work.first + k * STEP;
             if (column >= work.end) continue;
             if constexpr (KIND == STAGED) {
@@ -241,9 +261,10 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
     Work work;
     work.valid = r < p.rows;
     work.row = load_row(p, work.valid ? r : p.rows - 1);
-    work.team = threadIdx.x / THREADS, work.lane = threadIdx.x % THREADS;
+    work.team = team_of_thread(), work.lane = lane_in_team();
     work.first = rank * p.span + work.lane * VEC;
     work.end = min(p.columns, (rank + 1) * p.span);
+    if constexpr (WEIGHTS_STAGED) find_weights(work.row, rank * p.span, memory + WEIGHTS_AT);
     return work;
 }
 
@@ -259,7 +280,7 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
                                      SumsOfColumns& sums, Exchange& exchange) {
     int turn = 0;
     Held tiles;
-    Work work = begin(p, base + threadIdx.x / THREADS, rank);
+    Work work = begin(p, base + team_of_thread(), rank);
     load_tiles(p, work, tiles);
     opened();
     for (;;) {
@@ -303,17 +324,23 @@ struct Ring {
 };
 
 __device__ __forceinline__ Ring fill(const Params& p, unsigned base, unsigned step, unsigned rank) {
-    __shared__ Barrier full[ROWS][STAGES];
-    const int team = threadIdx.x / THREADS;
+    __shared__ Barrier full[ROWS][STAGES], weights;
+    const int team = team_of_thread();
     if (threadIdx.x < ROWS * STAGES) make_barrier(&full[threadIdx.x / STAGES][threadIdx.x % STAGES], 1);
+    if (WEIGHTS_STAGED && threadIdx.x == 0) make_barrier(&weights, 1);
     barriers_are_made();
     __syncthreads();
-    Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], static_cast<int>(threadIdx.x % THREADS)};
+    Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], lane_in_team()};
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
         if constexpr (IN_PARTS) ring.fetch_part(p, base + s / PACKS * step, rank, s % PACKS);
         else ring.fetch_row(p, base + s * step + team, rank);
     }
     ring.round = 0;
+    if constexpr (WEIGHTS_STAGED) {
+        if (threadIdx.x == 0)
+            fetch_weights(p, rank * p.span, min(p.columns, (rank + 1) * p.span), memory + WEIGHTS_AT, &weights);
+        await(&weights, 0);
+    }
     opened();
     return ring;
 }
@@ -325,7 +352,7 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
     Ring ring = fill(p, base, step, rank);
     int turn = 0;
     Held tiles;
-    Work work = begin(p, base + threadIdx.x / THREADS, rank);
+    Work work = begin(p, base + team_of_thread(), rank);
     for (; base < p.rows; base += step) {
         const Work next = begin(p, base + step + work.team, rank);  // its uniform operands are on their way
         work.stage = ring.stage();
@@ -361,11 +388,11 @@ __device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsig
     int turn = 0;
     Held tiles;
     acc_t values[MOST_VALUES], ahead[MOST_VALUES];
-    Work work = begin(p, base + threadIdx.x / THREADS, rank);
+    Work work = begin(p, base + team_of_thread(), rank);
     first_look(p, work, ring, tiles, values, sums, exchange, turn);
     meet();
     gather<0>(values, exchange, turn, work.team, work.lane);
-    receive<0>(values, exchange, turn, work.lane);
+    receive<0>(values, exchange, turn, work.team, work.lane);
     for (bool first = true;; first = false) {
         const unsigned later = base + step;
         const bool more = later < p.rows;
@@ -383,7 +410,7 @@ __device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsig
             if (work.lane == 0 && rank == 0) store_row(p, work.row, values);
         }
         if (!more) break;
-        receive<0>(ahead, exchange, turn, work.lane);
+        receive<0>(ahead, exchange, turn, work.team, work.lane);
 #pragma unroll
         for (int k = 0; k < MOST_VALUES; ++k) values[k] = ahead[k];
         left = here, work = next, base = later;
@@ -427,7 +454,7 @@ __device__ __forceinline__ void walk_in_parts(const P& p, unsigned r, unsigned s
     }
 }
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTERED

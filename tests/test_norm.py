@@ -135,11 +135,12 @@ def test_long_rows(name, columns, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm"])
-@pytest.mark.parametrize("shape, dtype", [((300, 16_384), F32), ((150, 131_072), BF16), ((40, 262_144), F32)],
-                         ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm", "layer_norm_gelu"])
+@pytest.mark.parametrize("shape, dtype", [
+    ((16_400, 1_032), BF16), ((700, 8_200), BF16), ((300, 16_384), F32), ((500, 20_000), BF16),
+    ((600, 16_384), F32), ((150, 131_072), BF16), ((40, 262_144), F32)], ids=str)
 def test_many_long_rows(name, shape, dtype):
-    """More rows than clusters: places in shared memory, parts of rows and their barriers are used again."""
+    """More rows than teams: places in shared memory, parts of rows and their barriers are used again."""
     check_case(name, arguments(name, shape, dtype, "cuda"))
 
 
@@ -164,14 +165,16 @@ def test_eps_of_rms_norm_is_torchs(device):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_weights_of_another_dtype(dtype, device):
+@pytest.mark.parametrize("shape", [(33, 65), (400, 20_000)], ids=str)
+def test_weights_of_another_dtype(shape, dtype, device):
     """16-bit rows with float32 weights: the result is that of float32, rounded once."""
-    x, w, b, g = (torch.randn(s, device=device) for s in ((33, 65), (65,), (65,), (33, 65)))
+    row = shape[1:]
+    x, w, b, g = (torch.randn(s, device=device) for s in (shape, row, row, shape))
     x, g = x.to(dtype), g.to(dtype)
-    y, found = evaluate(frt.layer_norm, (x, (65,), w, b), grad_output=g)
-    theirs, expected = evaluate(F.layer_norm, (x.float(), (65,), w, b), grad_output=g)
+    y, found = evaluate(frt.layer_norm, (x, row, w, b), grad_output=g)
+    theirs, expected = evaluate(F.layer_norm, (x.float(), row, w, b), grad_output=g)
     assert y.dtype == dtype
-    assert_as_accurate(y, theirs.to(dtype), F.layer_norm(x.double(), (65,), w.double(), b.double()))
+    assert_as_accurate(y, theirs.to(dtype), F.layer_norm(x.double(), row, w.double(), b.double()))
     assert [f.dtype for f in found] == [dtype, F32, F32]
     for ours, torchs in zip(found, expected, strict=True):
         assert_close(ours, torchs.to(ours.dtype), atol=1e-4, rtol=torch.finfo(ours.dtype).eps)

@@ -168,10 +168,11 @@ def test_progress_counts_every_kernel(jobs: int) -> None:
     assert summary.compiled == 4
 
 
-@pytest.mark.parametrize(("arch", "seen"), [("sm_75", "1 3 5"), ("sm_80", "1 3 4 5"), ("sm_90a", "1 2 4 5")])
+@pytest.mark.parametrize(("arch", "seen"), [("sm_75", "1 3 5"), ("sm_80", "1 3 4 5"), ("sm_90a", "1 2 4 5"),
+                                            ("sm_120", "1 3 4 5")])
 def test_a_kernel_is_what_its_architecture_sees(arch: str, seen: str) -> None:
-    text = ("1\n#if __CUDA_ARCH__ >= 900\n2\n#else  // before Hopper\n3\n#endif\n"
-            "#if __CUDA_ARCH__ >= 800\n4\n#endif  // Ampere\n5\n")
+    text = ("1\n#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200\n2\n#else  // neither Hopper nor B200\n3\n"
+            "#endif\n#if __CUDA_ARCH__ >= 800\n4\n#endif  // Ampere\n5\n")
     assert compiler.seen_by(arch, text).split() == seen.split()
 
 

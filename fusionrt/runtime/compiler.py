@@ -25,7 +25,8 @@ OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: u
 _ONLY = dict.fromkeys(("gemm_sm90", "attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                       "sm_90a")
 _OF_ARCHITECTURES = re.compile(
-    r"^#if __CUDA_ARCH__ >= (\d+)\n(.*?)(?:^#else\b[^\n]*\n(.*?))?^#endif\b[^\n]*\n", re.M | re.S)
+    r"^#if __CUDA_ARCH__ >= (\d+)(?: && __CUDA_ARCH__ < (\d+))?\n(.*?)(?:^#else\b[^\n]*\n(.*?))?"
+    r"^#endif\b[^\n]*\n", re.M | re.S)
 _told: ContextVar[Callable[[], None] | None] = ContextVar("told", default=None)
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13")
 
@@ -52,10 +53,11 @@ def key(text: str, entry: str, arch: str) -> str:
 
 
 def seen_by(arch: str, text: str) -> str:
-    """What an architecture sees of a text, whose `#if __CUDA_ARCH__ >= ...` do not nest. Rows that are laid
-    out differently on older GPUs alone are one kernel on the others."""
+    """What an architecture sees of a text, whose `#if __CUDA_ARCH__ >= ...` (`&& __CUDA_ARCH__ < ...`) do
+    not nest. Rows that are laid out differently on older GPUs alone are one kernel on the others."""
     number = 10 * int(arch.removeprefix("sm_").rstrip("af"))
-    return _OF_ARCHITECTURES.sub(lambda m: m[2] if number >= int(m[1]) else m[3] or "", text)
+    return _OF_ARCHITECTURES.sub(
+        lambda m: m[3] if int(m[1]) <= number < int(m[2] or number + 1) else m[4] or "", text)
 
 
 def cubin(text: str, entry: str, arch: str, name: str) -> tuple[cache.Entry, bool]:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from fusionrt.expr import Expr, toposort
+from fusionrt.expr import Expr
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
+from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
@@ -25,10 +26,6 @@ ARCHITECTURE = "sm_90"
 STAGE_COLUMNS = 64                     # of x and w that a stage of the ring holds
 PART_ROWS, PART_COLUMNS = 16, 32       # that a warp finishes at a time
 SHARED_BYTES = 232448
-# Instructions an element, measured; primitives that are not here take one or two.
-_COSTS = {"arg": 0, "const": 0, "pow": 86, "sin": 90, "cos": 90, "erf": 21, "log": 26, "log1p": 29,
-          "log2": 26, "exp2": 8, "sqrt": 15, "div": 15, "exp": 5, "expm1": 12, "rsqrt": 5, "sigmoid": 9,
-          "softplus": 15, "normcdf": 12, "normpdf": 6, "tanh": 10, "reciprocal": 4, "near_reciprocal": 2}
 
 
 class Tile(NamedTuple):
@@ -112,8 +109,7 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
 def takes(epilogue: Expr, k: int) -> bool:
     """Whether it is one of elements, and short enough for the shadow of a product over k: while one tile is
     multiplied, others are finished."""
-    return is_of_elements(epilogue) and sum(
-        _COSTS.get(node.op, 1) for node in toposort([epilogue])) <= 24 + k // 48
+    return is_of_elements(epilogue) and instructions([epilogue]) <= 24 + k // 48
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,

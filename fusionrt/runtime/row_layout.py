@@ -3,8 +3,8 @@
 * registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
   rate of a copy up to 16,384 columns.
 * staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
-  the blocks of a cluster; with sums over rows, which fill the registers, blocks stay, and their next rows
-  come while they work on one.
+  the blocks of a cluster. Where rows have weights, or sums over rows, which fill the registers, blocks stay,
+  and their next rows come while they work on one.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import toposort
+from fusionrt.expr import Expr, toposort
 from fusionrt.layout import dense
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
+from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.source import ITEMSIZE
 
 REGISTERS = 65536          # of a multiprocessor
@@ -32,6 +34,28 @@ MANY_ROWS = 16384          # from which on, if they are narrow, they wait for bl
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
 
 
+class Choice(NamedTuple):
+    """A layout of blocks that stay, as it was measured: up to so many columns."""
+
+    columns: float
+    threads: int
+    packs: int
+    rows: int                # that a multiprocessor has at a time
+    stages: int
+    weights: bool = True     # in shared memory; or a block finds its part in the L1
+
+
+GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math.inf, 512, 4, 1, 2)
+# Of one operand: with sums alone; with moments, the joining of which takes longer than weights from the L1.
+SUMS = (Choice(32768, 512, 2, 3, 3, False), Choice(math.inf, 256, 8, 2, 2), Choice(math.inf, 512, 8, 1, 2))
+MOMENTS = Choice(65536, 128, 8, 3, 2), Choice(math.inf, 256, 8, 2, 2)
+SEVERAL = (Choice(math.inf, 512, 4, 1, 2),)
+LONG_GRADIENTS, LONG_SEVERAL = 4096, 65536  # columns from which on
+SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
+WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
+LIGHT = 10                 # instructions an element; of more, many threads that come and go hide the latency
+
+
 class Layout(NamedTuple):
     kind: str                # registers, staged, streamed
     width: int               # elements of a pack: one access of a thread
@@ -43,6 +67,7 @@ class Layout(NamedTuple):
     blocks: int              # that a multiprocessor holds at a time
     persistent: bool
     in_parts: bool = False   # stages are parts of rows, `packs` of them a row
+    weights: bool = False    # beside its stages a block has its part of the weights in shared memory
 
     @property
     def block(self) -> int:
@@ -82,6 +107,11 @@ def varies(operand: Operand, problem: Problem) -> bool:
 def held(problem: Problem) -> list[Operand]:
     """What a row consists of: operands that change along it and from row to row."""
     return [o for o in problem.inputs if varies(o, problem) and not is_uniform(o, problem)]
+
+
+def weights(problem: Problem) -> list[Operand]:
+    """What changes along a row alone."""
+    return [o for o in problem.inputs if not varies(o, problem) and not is_uniform(o, problem)]
 
 
 def width(problem: Problem, alignment: int) -> int:
@@ -160,7 +190,8 @@ def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
 
 def span(problem: Problem, made: Layout) -> int:
     """Columns of a row that one block has: whole packs, which the copy engine can take."""
-    step = max(made.width, 16 // min([ITEMSIZE[o.dtype] for o in held(problem)], default=4))
+    copied = held(problem) + (weights(problem) if made.weights else [])
+    step = max(made.width, 16 // min([ITEMSIZE[o.dtype] for o in copied], default=4))
     return -(-columns(problem) // (made.cluster * step)) * step
 
 
@@ -168,7 +199,8 @@ def shared_bytes(problem: Problem, made: Layout) -> int:
     if made.kind != "staged":
         return 0
     of_sums = 4 * _word(problem) * made.width * made.block if made.rows > 1 and any(problem.reduced) else 0
-    return max(made.stages * made.rows * stage_bytes(problem, made), of_sums)
+    of_rows = made.stages * made.rows * stage_bytes(problem, made)
+    return max(of_rows + (weight_bytes(problem, made) if made.weights else 0), of_sums)
 
 
 def stage_bytes(problem: Problem, made: Layout) -> int:
@@ -177,16 +209,24 @@ def stage_bytes(problem: Problem, made: Layout) -> int:
 
 
 def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:
-    columns = made.threads * made.width if made.in_parts else span(problem, made)
+    """Of a row in a stage, or a part of one; of a weight."""
+    in_part = made.in_parts and varies(operand, problem)
+    columns = made.threads * made.width if in_part else span(problem, made)
     return -(-columns * ITEMSIZE[operand.dtype] // 128) * 128
 
 
+def weight_bytes(problem: Problem, made: Layout) -> int:
+    return sum(operand_bytes(o, problem, made) for o in weights(problem))
+
+
 def can_be_staged(problem: Problem) -> bool:
+    return problem.row_dims == 1 and bool(held(problem)) and _can_be_copied(problem, held(problem))
+
+
+def _can_be_copied(problem: Problem, operands: Sequence[Operand]) -> bool:
     """The copy engine takes multiples of 16 bytes."""
-    n = problem.row_dims
-    return n == 1 and bool(held(problem)) and all(
-        o.strides[0] == 1 and all(step * ITEMSIZE[o.dtype] % 16 == 0 for step in (
-            columns(problem), *o.strides[n:])) for o in held(problem))
+    return all(o.strides[0] == 1 and all(step * ITEMSIZE[o.dtype] % 16 == 0 for step in (
+        columns(problem), *o.strides[problem.row_dims:])) for o in operands)
 
 
 def _power(n: int) -> int:
@@ -228,29 +268,65 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
+    beside_weights = _beside_weights(problem, pack)
+    if beside_weights is not None:
+        return beside_weights
     if any(problem.reduced):
         staying = _at_full_width(problem, pack) or _staying(problem, pack)
         if staying is None:
             return _in_parts(problem, pack)
         return _as_teams(staying) if columns(problem) >= LONG_SUMS else staying
-    return _with_weights(problem, pack) or _passing(problem, pack)
+    return _passing(problem, pack)
 
 
-def _with_weights(problem: Problem, pack: int) -> Layout | None:
-    """Blocks that stay find their part of the weights in the L1, where others would read it from the L2 for
-    every row. For sums alone: joining moments takes longer than the weights do."""
-    weights = any(not varies(o, problem) for o in problem.inputs)
-    passes = schedule(with_sums(problem.roots))
-    sums = all(f.kind == "sum" for one in passes for f in one.found)
-    fitting = len(held(problem)) == 1 and len(passes) == 2 and _word(problem) == 1 and not problem.streams
-    if not (weights and sums and fitting):
+def _beside_weights(problem: Problem, pack: int) -> Layout | None:
+    """Blocks that stay and have their part of the weights in shared memory: read from the L2 for every row
+    they are as many bytes as the row, of a layer norm twice as many, and the L2 has not much more than twice
+    the memory's rate."""
+    summed, (_, of_sums) = any(problem.reduced), _a_pack(problem, pack)
+    if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
         return None
-    for packs, blocks, most in ((2, 3, 8), (4, 2, 16), (8, 1, 16)):
-        cluster = _power(-(-columns(problem) // (512 * packs * pack)))
-        if cluster <= most:
-            made = Layout("staged", pack, packs, 512, 1, cluster, 3, blocks, True)
-            return made if stage_bytes(problem, made) * 3 * blocks <= SHARED else None
+    packs_a_row = -(-columns(problem) // pack)
+    for choice in _choices(problem, pack):
+        cluster = _power(-(-packs_a_row // (choice.threads * choice.packs)))
+        if columns(problem) > choice.columns or cluster > CLUSTERS[-1] or choice.packs * of_sums > 64:
+            continue
+        packs = -(-packs_a_row // (choice.threads * cluster))
+        in_teams = choice.weights and (cluster == 1 or not summed)
+        rows, blocks = (choice.rows, 1) if in_teams else (1, choice.rows)
+        made = Layout("staged", pack, packs, choice.threads, rows, cluster, choice.stages, blocks, True,
+                      weights=choice.weights)
+        if not summed and n_rows(problem) * cluster < WALKS * choice.rows:
+            return None
+        if shared_bytes(problem, made) * blocks <= SHARED:
+            return made
     return None
+
+
+def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
+    light = instructions(problem.roots) <= LIGHT
+    if any(problem.reduced):
+        if columns(problem) >= LONG_GRADIENTS:
+            return GRADIENTS
+        threads, many = _power(-(-columns(problem) // (2 * pack))), n_rows(problem) >= MANY_ROWS
+        if columns(problem) < SHORT_GRADIENTS or threads > 256 or not (many and light):
+            return ()
+        return (Choice(LONG_GRADIENTS, threads, 2, 768 // threads, 3),)
+    passes = schedule(with_sums(problem.roots))
+    kinds = {f.kind for one in passes for f in one.found}
+    if len(passes) != 2 or not light or not kinds <= {"sum", "moments"}:
+        return ()
+    if len(held(problem)) > 1:
+        return SEVERAL if columns(problem) >= LONG_SEVERAL else ()
+    return MOMENTS if "moments" in kinds else SUMS
+
+
+def _can_keep(problem: Problem, operands: Sequence[Operand]) -> bool:
+    """Whether a block needs no more than its part of them, and the copy engine can bring it."""
+    names = {o.name for o in operands}
+    taken = any(n.op == "taken" and isinstance(n.args[0], Expr) and n.args[0].args[0] in names
+                for n in toposort(problem.roots))
+    return bool(operands) and not taken and _can_be_copied(problem, operands)
 
 
 def _passing(problem: Problem, pack: int) -> Layout | None:
@@ -293,13 +369,16 @@ def _as_teams(made: Layout) -> Layout:
 
 
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
-    """Rows of which the largest clusters hold one and a part of the next."""
+    """Rows of which the largest clusters hold one and a part of the next, or two, beside the weights if they
+    can."""
     _, of_sums = _a_pack(problem, pack)
     packs = -(-columns(problem) // (512 * pack * CLUSTERS[-1]))
-    made = Layout("staged", pack, packs, 512, 1, CLUSTERS[-1], packs + 2, 1, True, True)
-    two_passes = len(schedule(with_sums(problem.roots))) == 2
-    fits = packs * of_sums <= 64 and shared_bytes(problem, made) <= SHARED
-    return made if two_passes and fits and _word(problem) == 1 else None
+    if len(schedule(with_sums(problem.roots))) != 2 or packs * of_sums > 64 or _word(problem) > 1:
+        return None
+    beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
+    wanted = [Layout("staged", pack, packs, 512, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)
+              for weights in beside for ahead in (2, 1)]
+    return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
 
 def _staying(problem: Problem, pack: int) -> Layout | None:

@@ -21,6 +21,7 @@ from fusionrt.runtime.row_layout import (
     operand_bytes,
     stage_bytes,
     varies,
+    weights,
     width,
 )
 from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, assemble, pointer
@@ -103,8 +104,8 @@ class Text:
         hopper, older = (layout(self.problem, self.alignment, clusters) for clusters in (True, False))
         if hopper == older:
             return self._constants(hopper)
-        return ["#if __CUDA_ARCH__ >= 900", *self._constants(hopper), "#else", *self._constants(older),
-                "#endif"]
+        return ["#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200", *self._constants(hopper), "#else",
+                *self._constants(older), "#endif"]
 
     def _constants(self, made: Layout) -> list[str]:
         lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
@@ -112,17 +113,20 @@ class Text:
                  f"STAGES = {max(1, made.stages)}, MIN_BLOCKS = {made.blocks};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
                  f"IN_PARTS = {str(made.in_parts).lower()};",
+                 f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)};"]
-        at = 0
-        for o in held(self.problem):
-            lines.append(f"constexpr int {o.name}_AT = {at};")
-            at += operand_bytes(o, self.problem, made)
+        for together in (held(self.problem), weights(self.problem)):
+            at = 0
+            for o in together:
+                lines.append(f"constexpr int {o.name}_AT = {at};")
+                at += operand_bytes(o, self.problem, made)
         return lines
 
     # -- a row -----------------------------------------------------------------------------------
 
     def _row(self) -> list[str]:
-        """`Row`: where it begins in each operand, its uniform operands; `load_row`, `fetch`, `taken_*`."""
+        """`Row`: where it begins in each operand, its uniform operands; `load_row`, `taken_*`, and what the
+        copy engine is asked for."""
         inputs = [o for o in self.problem.inputs if self.modes[o] != "row"]
         uniform = [o for o in self.problem.inputs if self.modes[o] == "row"]
         outputs = [o for k, o in enumerate(self.problem.outputs) if k not in self.sums]
@@ -136,16 +140,31 @@ class Text:
                  *(f"    row.{o.name} = {place[o]};" for o in (*inputs, *outputs)),
                  *(f"    row.{o.name} = to_acc(load_pack<1>({place[o]}).data[0]);" for o in uniform),
                  "    return row;", "}",
-                 f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
-                 "        char* stage, Barrier* full) {", *coordinates,
-                 "    const column_t count = first < end ? end - first : 0;",
-                 f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in held(self.problem))});",
-                 "    if (!count) return;",
-                 *(f"    copy_bulk(stage + {o.name}_AT, {place[o]} + first, count * {ITEMSIZE[o.dtype]}, "
-                   "full);" for o in held(self.problem)), "}"]
+                 *self._copies(place, coordinates)]
         taken = {str(t.args[0].args[0]) for t in toposort(self.roots)
                  if t.op == "taken" and isinstance(t.args[0], Expr)}
         return lines + [line for o in inputs if o.name in taken for line in self._taken(o)]
+
+    def _copies(self, place: Mapping[Operand, str], coordinates: Sequence[str]) -> list[str]:
+        """`fetch` of a row, `fetch_weights`, and `find_weights`, which has them read in shared memory."""
+
+        def copies(operands: Sequence[Operand], to: str, begin: Mapping[Operand, str]) -> list[str]:
+            return ["    const column_t count = first < end ? end - first : 0;",
+                    f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in operands)});",
+                    "    if (!count) return;",
+                    *(f"    copy_bulk({to} + {o.name}_AT, {begin[o]} + first, count * {ITEMSIZE[o.dtype]}, "
+                      "full);" for o in operands), "}"]
+
+        of_columns = weights(self.problem)
+        return [f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
+                "        char* stage, Barrier* full) {", *coordinates,
+                *copies(held(self.problem), "stage", place),
+                f"{INLINE} void fetch_weights(const Params& p, column_t first, column_t end, char* memory,",
+                "        Barrier* full) {",
+                *copies(of_columns, "memory", {o: f"p.{o.name}" for o in of_columns}),
+                f"{INLINE} void find_weights(Row& row, column_t first, const char* memory) {{",
+                *(f"    row.{o.name} = reinterpret_cast<const {o.dtype}_t*>(memory + {o.name}_AT) - first;"
+                  for o in of_columns), "}"]
 
     def _taken(self, operand: Operand) -> list[str]:
         return [f"{INLINE} acc_t taken_{operand.name}(const Params& p, const Row& row, acc_t at) {{",
@@ -171,7 +190,8 @@ class Text:
 
     def _tile(self) -> list[str]:
         """`Tile`: what changes from row to row; how it is read, from either memory, and `hide`, which makes
-        the compiler forget it. Weights are read where they are used: they stay in the cache."""
+        the compiler forget it. Weights are read where they are used: they stay in the cache, or in shared
+        memory."""
         modes = {o: self.modes[o] for o in held(self.problem)}
         head = "template <int W> " + INLINE
         staged = [f"    tile.{o.name} = shared_pack<W>(reinterpret_cast<const {o.dtype}_t*>"
@@ -185,13 +205,13 @@ class Text:
                 f"{head} void hide(Tile<W>& tile) {{",
                 *(f"    hide_pack(tile.{o.name});" for o in modes), "}"]
 
-    def _reads(self, modes: Mapping[Operand, str], form: str) -> list[str]:
+    def _reads(self, modes: Mapping[Operand, str], form: str, load: str = "load_pack<{}>") -> list[str]:
         body: list[str] = []
         packed = {o: mode for o, mode in modes.items() if mode != "gather"}
         gathered = [o for o, mode in modes.items() if mode == "gather"]
         if packed:
             body += self.of_columns.coordinates("column")
-        body += [f"{form.format(o.name)} = load_pack<{'1' if mode == 'splat' else 'W'}>"
+        body += [f"{form.format(o.name)} = {load.format('1' if mode == 'splat' else 'W')}"
                  f"(row.{o.name} + ({self.of_columns.offset(self.inner[o])}));" for o, mode in packed.items()]
         if gathered:
             body += self._each_column([
@@ -265,14 +285,15 @@ class Text:
         needed = toposort(roots, names)
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
-        weights = {o: self.modes[o] for o in inputs if not varies(o, self.problem)}
+        of_columns = {o: self.modes[o] for o in inputs if not varies(o, self.problem)}
         full = [self.problem.outputs[k] for k in written if k not in self.sums]
-        lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in weights.items()),
-                 *self._reads(weights, "{}_pack"), *(f"acc_t {o.name}[W];" for o in full)]
+        lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in of_columns.items()),
+                 *self._reads(of_columns, "{}_pack", "pack_in<WEIGHTS_STAGED, {}>"),
+                 *(f"acc_t {o.name}[W];" for o in full)]
         streams = [str(n.args[0]) for n in needed if n.op == "random"]
         if streams:
             lines.append("const Draws<W> drawn = draws<W>(p, row.begin + column);")
-        body = [f"const acc_t {o.name} = at({f'{o.name}_pack' if o in weights else f'tile.{o.name}'}, "
+        body = [f"const acc_t {o.name} = at({f'{o.name}_pack' if o in of_columns else f'tile.{o.name}'}, "
                 f"{'0' if self.modes[o] == 'splat' else 'v'});" for o in inputs]
         body += [f"const Lane {s} = drawn.{s}[v];" for s in streams]
         statements, results = emit(roots, "const auto {} = {};", names)
