@@ -71,6 +71,20 @@ def test_every_window_is_reduced(device, op, dtype, shape, dim, window):
             assert_near(sliding_window(x, window, op, **options), exact, dtype)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [34, 64, 341, 4096, 4097])
+@pytest.mark.parametrize("padding", ["valid", "same", "causal", (5, 200)], ids=str)
+def test_windows_of_hundreds_on_a_cpu(op, dtype, window, padding):
+    """Several parts of a row, the first and the last of which reach beyond it."""
+    x = numbers((2, 9_001), dtype, "cpu")
+    if padding == (5, 200) and window < 200:
+        padding = (5, window - 1)
+    options = {"padding": padding, "min_periods": window // 2}
+    assert_near(sliding_window(x, window, op, **options), by_definition(x, window, op, **options), dtype)
+
+
 AROUND_A_TILE = [7, 1000, 1025, 2047, 2048, 2049, 2050, 4500, 6000]
 
 

@@ -1,5 +1,5 @@
-"""Rolling windows on a CPU: van Herk's scans over segments of window - 1 elements, in float64; windows of
-few elements are those of `window_cpu_few`.
+"""Rolling windows on a CPU: van Herk's scans over segments of window - 1 elements, in float64. Windows of few
+elements are those of `window_cpu_few`, sums and extremes of some hundred those of `window_cpu_pieces`.
 
 A task takes some segments of one row, or of neighbouring rows ("columns") whose elements are neighbours in
 memory: the reversed scan of a segment goes to scratch, the scan of what follows it is joined to that.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.cpu.kernel import Kernel
-from fusionrt.data import window_cpu_few
+from fusionrt.data import window_cpu_few, window_cpu_pieces
 from fusionrt.data.window_rows import LOADS, Request, Rows
 
 COLUMNS = 64        # of a task
@@ -167,6 +167,9 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index
     """Into `out`, and the places of extremes into `index`."""
     if index is None and window_cpu_few.serves(request, rows):
         window_cpu_few.roll(request, x, rows, out)
+        return
+    if index is None and window_cpu_pieces.serves(request, rows):
+        window_cpu_pieces.roll(request, x, rows, out)
         return
     segment, width, dense = request.window - 1, min(rows.inner, COLUMNS), request.dense(rows.n)
     group = -(-max(WINDOWS // width, 1) // segment) * segment
