@@ -51,6 +51,10 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, unsi
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
+// The same into the L2: where there is no room for it yet.
+__device__ __forceinline__ void prefetch_bulk(const void* global, unsigned bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(global), "r"(bytes) : "memory");
+}
 #else
 using Barrier = unsigned long long;
 __device__ __forceinline__ unsigned cluster_rank() { return 0; }
@@ -62,6 +66,7 @@ __device__ __forceinline__ void expect(Barrier*, unsigned) {}
 __device__ __forceinline__ void await(Barrier*, unsigned) {}
 __device__ __forceinline__ void send(const acc_t*, Barrier*, unsigned, acc_t) {}
 __device__ __forceinline__ void copy_bulk(void*, const void*, unsigned, Barrier*) {}
+__device__ __forceinline__ void prefetch_bulk(const void*, unsigned) {}
 #endif
 
 }  // namespace fusionrt

@@ -20,6 +20,7 @@
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
 //   Tile<W>, load_tile<W>(...)    the row's operands at W columns; staged_tile<W>(...) from shared memory
 //   fetch(p, row, first, end, ...)         have the copy engine bring columns of a row
+//   fetch_ahead(p, row, first, end)        have the L2 ask for those of a later one
 //   fetch_weights(...), find_weights(...)  the same of the weights; where they are then read
 //   Known<PASS>, know(...)        uniform expressions of a pass
 //   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums
@@ -309,8 +310,10 @@ struct Ring {
     unsigned place = 0, round = 0;
     __device__ __forceinline__ char* stage() const { return memory + place * STAGE_BYTES; }
     __device__ __forceinline__ void fetch_row(const Params& p, unsigned r, unsigned rank) const {
-        if (lane == 0 && r < p.rows)
-            fetch(p, r, rank * p.span, min(p.columns, (rank + 1) * p.span), stage(), full + place);
+        if (lane != 0 || r >= p.rows) return;
+        const column_t first = rank * p.span, end = min(p.columns, (rank + 1) * p.span);
+        fetch(p, r, first, end, stage(), full + place);
+        fetch_ahead(p, r, first, end);
     }
     __device__ __forceinline__ void fetch_part(const Params& p, unsigned r, unsigned rank, int k) const {
         const column_t first = rank * p.span + k * STEP;

@@ -138,9 +138,11 @@ def test_long_rows(name, columns, device):
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm", "layer_norm_gelu"])
 @pytest.mark.parametrize("shape, dtype", [
     ((16_400, 1_032), BF16), ((700, 8_200), BF16), ((300, 16_384), F32), ((500, 20_000), BF16),
-    ((600, 16_384), F32), ((150, 131_072), BF16), ((40, 262_144), F32)], ids=str)
+    ((600, 16_384), F32), ((600, 32_768), BF16), ((600, 65_528), BF16), ((150, 131_072), BF16),
+    ((300, 65_536), F32), ((40, 262_144), F32)], ids=str)
 def test_many_long_rows(name, shape, dtype):
-    """More rows than teams: places in shared memory, parts of rows and their barriers are used again."""
+    """More rows than teams: places in shared memory, parts of rows and their barriers are used again, and the
+    L2 is asked for later rows, but for none beyond the last."""
     check_case(name, arguments(name, shape, dtype, "cuda"))
 
 

@@ -78,6 +78,15 @@ def test_long_rows(op, columns, device):
     same_as_torch(op, randn(2, columns, device=device))
 
 
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("shape, dtype", [((600, 32_768), BF16), ((600, 65_528), BF16), ((300, 65_536), F32),
+                                          ((40, 262_144), F32)], ids=str)
+def test_many_long_rows(op, shape, dtype):
+    """The L2 is asked for later rows, but for none beyond the last."""
+    same_as_torch(op, randn(*shape, device="cuda", dtype=dtype))
+
+
 @pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("dim, dtype", [

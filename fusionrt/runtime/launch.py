@@ -215,9 +215,10 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
     device = text.call.device
     layout = row_layout.layout(problem, alignment, cuda.has_clusters(device))
     source, shared = row_kernels.generate(problem, alignment), row_layout.shared_bytes(problem, layout)
-    blocks = row_layout.grid(problem, layout, text.at_a_time(source, layout.block, layout.blocks, shared,
-                                                             layout.cluster))
-    values |= {"span": str(row_layout.span(problem, layout))}
+    at_a_time = text.at_a_time(source, layout.block, layout.blocks, shared, layout.cluster)
+    blocks = row_layout.grid(problem, layout, at_a_time)
+    values |= {"span": str(row_layout.span(problem, layout)),
+               "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
     if summed:
         kept, acc = row_layout.columns(problem), getattr(torch, problem.acc)

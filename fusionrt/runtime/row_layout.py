@@ -3,8 +3,9 @@
 * registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
   rate of a copy up to 16,384 columns.
 * staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
-  the blocks of a cluster. Where rows have weights, or sums over rows, which fill the registers, blocks stay,
-  and their next rows come while they work on one.
+  as few blocks of a cluster as can, which wait for each other. Where rows have weights, or sums over rows,
+  which fill the registers, blocks stay, and their next rows come while they work on one. The L2 is asked for
+  rows `ahead` of those for which there is room.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
 """
 
@@ -25,7 +26,7 @@ from fusionrt.runtime.source import ITEMSIZE
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
-PART, MOST_PASSING = 32 << 10, 6  # bytes of a row that a block takes, such blocks on a multiprocessor
+PART = 64 << 10            # bytes of a row that a block takes, which comes and goes
 MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
@@ -35,24 +36,31 @@ IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a t
 
 
 class Choice(NamedTuple):
-    """A layout of blocks that stay, as it was measured: up to so many columns."""
+    """A layout of rows that have weights, as it was measured."""
 
-    columns: float
+    most: float              # columns, or packs, of a row up to which it is taken
     threads: int
     packs: int
     rows: int                # that a multiprocessor has at a time
-    stages: int
+    stages: int              # of a row; blocks with one come and go, without one the row is in registers
     weights: bool = True     # in shared memory; or a block finds its part in the L1
+    ahead: bool = False
 
 
+# By columns.
 GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math.inf, 512, 4, 1, 2)
-# Of one operand: with sums alone; with moments, the joining of which takes longer than weights from the L1.
-SUMS = (Choice(32768, 512, 2, 3, 3, False), Choice(math.inf, 256, 8, 2, 2), Choice(math.inf, 512, 8, 1, 2))
-MOMENTS = Choice(65536, 128, 8, 3, 2), Choice(math.inf, 256, 8, 2, 2)
-SEVERAL = (Choice(math.inf, 512, 4, 1, 2),)
-LONG_GRADIENTS, LONG_SEVERAL = 4096, 65536  # columns from which on
+# By packs, of one operand with sums alone or with moments, and of several.
+SUMS = (Choice(4096, 1024, 4, 2, 1, False, True), Choice(8192, 512, 4, 4, 1, False, True),
+        Choice(16384, 512, 4, 1, 3, True, True), Choice(32768, 512, 8, 1, 2, True, True),
+        Choice(math.inf, 512, 8, 1, 2))
+MOMENTS = (Choice(4096, 512, 8, 2, 0, False), Choice(8192, 128, 8, 3, 2), Choice(16384, 256, 8, 2, 2),
+           Choice(math.inf, 256, 8, 2, 2, True, True))
+SEVERAL = (Choice(2048, 512, 4, 3, 1, False, True), Choice(4096, 256, 4, 6, 1, False, True),
+           Choice(16384, 512, 4, 3, 1, False, True), Choice(math.inf, 512, 4, 1, 2))
+LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
 WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
+TURNS = 256                # and to leave a row to fewer and larger blocks
 LIGHT = 10                 # instructions an element; of more, many threads that come and go hide the latency
 
 
@@ -68,6 +76,7 @@ class Layout(NamedTuple):
     persistent: bool
     in_parts: bool = False   # stages are parts of rows, `packs` of them a row
     weights: bool = False    # beside its stages a block has its part of the weights in shared memory
+    ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
 
     @property
     def block(self) -> int:
@@ -188,6 +197,12 @@ def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
     return min(needed, max(1, at_a_time))
 
 
+def rows_ahead(made: Layout, at_a_time: int) -> int:
+    """How far ahead the L2 is asked: for the next row of blocks that stay, and of others for a sixth of what
+    is worked on (a third took half of the L2 from what was written, and a quarter of the speed)."""
+    return at_a_time * made.rows if made.persistent else max(1, at_a_time // 6)
+
+
 def span(problem: Problem, made: Layout) -> int:
     """Columns of a row that one block has: whole packs, which the copy engine can take."""
     copied = held(problem) + (weights(problem) if made.weights else [])
@@ -268,9 +283,9 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
-    beside_weights = _beside_weights(problem, pack)
-    if beside_weights is not None:
-        return beside_weights
+    measured = _with_weights(problem, pack)
+    if measured is not None:
+        return measured
     if any(problem.reduced):
         staying = _at_full_width(problem, pack) or _staying(problem, pack)
         if staying is None:
@@ -279,28 +294,33 @@ def _staged(problem: Problem, pack: int) -> Layout | None:
     return _passing(problem, pack)
 
 
-def _beside_weights(problem: Problem, pack: int) -> Layout | None:
-    """Blocks that stay and have their part of the weights in shared memory: read from the L2 for every row
-    they are as many bytes as the row, of a layer norm twice as many, and the L2 has not much more than twice
-    the memory's rate."""
+def _with_weights(problem: Problem, pack: int) -> Layout | None:
+    """Weights read from the L2 for every row are as many bytes as the row, of a layer norm twice as many, and
+    the L2 has not much more than twice the memory's rate: blocks stay and have their part in shared memory.
+    Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1."""
     summed, (_, of_sums) = any(problem.reduced), _a_pack(problem, pack)
     if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
         return None
     packs_a_row = -(-columns(problem) // pack)
     for choice in _choices(problem, pack):
         cluster = _power(-(-packs_a_row // (choice.threads * choice.packs)))
-        if columns(problem) > choice.columns or cluster > CLUSTERS[-1] or choice.packs * of_sums > 64:
+        length = columns(problem) if summed else packs_a_row
+        if length > choice.most or cluster > CLUSTERS[-1] or choice.packs * of_sums > 64:
             continue
-        packs = -(-packs_a_row // (choice.threads * cluster))
-        in_teams = choice.weights and (cluster == 1 or not summed)
-        rows, blocks = (choice.rows, 1) if in_teams else (1, choice.rows)
-        made = Layout("staged", pack, packs, choice.threads, rows, cluster, choice.stages, blocks, True,
-                      weights=choice.weights)
-        if not summed and n_rows(problem) * cluster < WALKS * choice.rows:
+        made = _chosen(problem, pack, choice, cluster)
+        if not summed and n_rows(problem) * cluster < (WALKS if made.persistent else TURNS) * choice.rows:
             return None
-        if shared_bytes(problem, made) * blocks <= SHARED:
+        if shared_bytes(problem, made) * made.blocks <= SHARED:
             return made
     return None
+
+
+def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout:
+    packs = -(-columns(problem) // (pack * choice.threads * cluster))
+    in_teams = choice.weights and (cluster == 1 or not any(problem.reduced))
+    rows, blocks = (choice.rows, 1) if in_teams else (1, choice.rows)
+    return Layout("staged" if choice.stages else "registers", pack, packs, choice.threads, rows, cluster,
+                  choice.stages, blocks, choice.stages > 1, weights=choice.weights, ahead=choice.ahead)
 
 
 def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
@@ -317,7 +337,7 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
     if len(passes) != 2 or not light or not kinds <= {"sum", "moments"}:
         return ()
     if len(held(problem)) > 1:
-        return SEVERAL if columns(problem) >= LONG_SEVERAL else ()
+        return SEVERAL
     return MOMENTS if "moments" in kinds else SUMS
 
 
@@ -331,20 +351,25 @@ def _can_keep(problem: Problem, operands: Sequence[Operand]) -> bool:
 
 def _passing(problem: Problem, pack: int) -> Layout | None:
     """The fewest blocks a row of which several, working on other rows, fit on a multiprocessor: while one
-    waits for its row or for its neighbours' values, others compute."""
+    waits for its row or for its neighbours' values, others compute. Weights want room in the L1. The L2 is
+    asked ahead where as much is written as read."""
     found = None
+    light = _word(problem) == 1 and not problem.streams and instructions(problem.roots) <= LIGHT
+    large = light and n_rows(problem) >= 2 * TURNS
+    most = PART if large and len(held(problem)) == 1 and not weights(problem) else PART // 2
+    ahead = len(held(problem)) <= sum(any(o.strides[:problem.row_dims]) for o in problem.outputs)
     for cluster in CLUSTERS:
         packs_a_block = -(-columns(problem) // (pack * cluster))
-        made = Layout("staged", pack, -(-packs_a_block // 256), 256, 1, cluster, 1, 1, False)
+        made = Layout("staged", pack, 1, 256, 1, cluster, 1, 1, False, ahead=ahead)
         part = stage_bytes(problem, made)
-        if part > PART:
-            made = made._replace(threads=512, packs=-(-packs_a_block // 512))
-        room = SHARED // (part + (1 << 10))
-        working = (48 if problem.streams else 40) * _word(problem)
-        blocks = min(MOST_PASSING, room, _blocks(working, made.threads))
-        if blocks and made.packs <= 2 * MOST_IN_REGISTERS:
-            found = made._replace(blocks=blocks)
-            if part <= PART:
+        alone = light and part > PART // 2 and (cluster == 1 or 2 * part > SHARED)
+        threads = 1024 if alone else 512 if part > PART // 2 else 256
+        working = 32 if alone else (48 if problem.streams else 40) * _word(problem)
+        blocks = min(6, SHARED // (part + (1 << 10)), _blocks(working, threads))
+        packs = -(-packs_a_block // threads)
+        if blocks and packs <= 2 * MOST_IN_REGISTERS:
+            found = made._replace(packs=packs, threads=threads, blocks=blocks)
+            if part <= most:
                 break
     return found
 

@@ -51,6 +51,7 @@ class Text:
         for found in (f for p in self.passes for f in p.found):
             self.first[found] = self.values
             self.values += len(found.values)
+        self.ahead = layout(problem, alignment, True).ahead
         self._declare_geometry()
 
     def _declare_geometry(self) -> None:
@@ -97,6 +98,7 @@ class Text:
         fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
         fields += [*self.of_columns.fields, *self.of_rows.fields,
                    (Field("unsigned rows", "I"), (n_rows(problem),))]
+        fields += [(Field("unsigned ahead", "I"), ("ahead",))] if self.ahead else []
         return sorted(fields, key=lambda f: -struct.calcsize("=" + f[0].format[0]))
 
     def _layouts(self) -> list[str]:
@@ -146,7 +148,8 @@ class Text:
         return lines + [line for o in inputs if o.name in taken for line in self._taken(o)]
 
     def _copies(self, place: Mapping[Operand, str], coordinates: Sequence[str]) -> list[str]:
-        """`fetch` of a row, `fetch_weights`, and `find_weights`, which has them read in shared memory."""
+        """`fetch` of a row, `fetch_ahead`, `fetch_weights`, and `find_weights`, which has them read in shared
+        memory."""
 
         def copies(operands: Sequence[Operand], to: str, begin: Mapping[Operand, str]) -> list[str]:
             return ["    const column_t count = first < end ? end - first : 0;",
@@ -159,12 +162,19 @@ class Text:
         return [f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
                 "        char* stage, Barrier* full) {", *coordinates,
                 *copies(held(self.problem), "stage", place),
+                f"{INLINE} void fetch_ahead(const Params& p, unsigned r, column_t first, column_t end) {{",
+                *(self._asked(place, coordinates) if self.ahead else []), "}",
                 f"{INLINE} void fetch_weights(const Params& p, column_t first, column_t end, char* memory,",
                 "        Barrier* full) {",
                 *copies(of_columns, "memory", {o: f"p.{o.name}" for o in of_columns}),
                 f"{INLINE} void find_weights(Row& row, column_t first, const char* memory) {{",
                 *(f"    row.{o.name} = reinterpret_cast<const {o.dtype}_t*>(memory + {o.name}_AT) - first;"
                   for o in of_columns), "}"]
+
+    def _asked(self, place: Mapping[Operand, str], coordinates: Sequence[str]) -> list[str]:
+        return ["    if (p.rows - r <= p.ahead || first >= end) return;", "    r += p.ahead;", *coordinates,
+                *(f"    prefetch_bulk({place[o]} + first, (end - first) * {ITEMSIZE[o.dtype]});"
+                  for o in held(self.problem))]
 
     def _taken(self, operand: Operand) -> list[str]:
         return [f"{INLINE} acc_t taken_{operand.name}(const Params& p, const Row& row, acc_t at) {{",
