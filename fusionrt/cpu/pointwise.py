@@ -218,10 +218,10 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
         elif o.strides[0]:
             lines.append(_add(place, value, is_top))
         else:
-            before += [f"top_{o.name} = -acc_t(INF)", f"met_{o.name} = False"]
+            before += [f"top_{o.name} = -acc_t(INF)", f"bits_{o.name} = no_bits(acc_t(0))"]
             lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
-                      f"met_{o.name} = met_nan(met_{o.name}, {value})"]
-            after.append(_add(place, f"maximum_found(top_{o.name}, met_{o.name})", True))
+                      f"bits_{o.name} = largest_bits(bits_{o.name}, {value})"]
+            after.append(_add(place, f"maximum_found(top_{o.name}, bits_{o.name})", True))
     return [*before, "for j in range(length):", *_indented(lines), *after]
 
 

@@ -9,6 +9,7 @@ rows at a time are turned over in scratch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -277,7 +278,7 @@ class _Text:
         body += [f"{name} = plus({name}, {f'float64_of({value})' if name in means else value})"
                  for name, value in zip(sums, values, strict=False)]
         for name, value in zip(maxima, values, strict=False):
-            body += [f"{name} = larger({name}, {value})", f"nan_{name} = met_nan(nan_{name}, {value})"]
+            body += [f"{name} = larger({name}, {value})", f"bits_{name} = largest_bits(bits_{name}, {value})"]
         body += [_store(o, f"base{_step(o)}", value)
                  for o, value in zip(outputs, results[len(loop.operands):], strict=True)]
         inner = [f"column = {self._first_column()}",
@@ -295,10 +296,11 @@ class _Text:
             inner = [f"for c{d} in range(n{d}):", *_indented(inner)]
         self.names |= dict(zip((*loop.sums, *loop.maxima), (*sums, *maxima), strict=True))
         return [*(f"total_{name} = float64_of(0)" for name in sums),
-                *(f"{name} = -acc_t(INF)" for name in maxima), *(f"nan_{name} = False" for name in maxima),
-                *inner, *(f"{name} = acc_t(total_{name}{' / float64_of(columns)' if name in means else ''})"
-                          for name in sums),
-                *(f"{name} = maximum_found({name}, nan_{name})" for name in maxima)]
+                *(f"{name} = -acc_t(INF)" for name in maxima),
+                *(f"bits_{name} = no_bits(acc_t(0))" for name in maxima), *inner,
+                *(f"{name} = acc_t(total_{name}{' / float64_of(columns)' if name in means else ''})"
+                  for name in sums),
+                *(f"{name} = maximum_found({name}, bits_{name})" for name in maxima)]
 
     def _body(self, roots: Sequence[Expr]) -> tuple[list[Operand], list[str], list[str]]:
         """Of an element: the operands that it reads, what is computed, and the names of the roots."""
@@ -352,6 +354,9 @@ def _store(output: Operand, at: str, value: str) -> str:
 
 # -- running ---------------------------------------------------------------------------------------
 
+NOTHING_RANDOM = bytes(16)
+
+
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and random numbers) that allocates and computes."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
@@ -361,34 +366,46 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     positions = [int(o.name[1:]) for o in problem.inputs]
     scalars = [int(name[1:]) for name in problem.scalars]
     places, share = _scratch(problem, columns)
+    addresses = struct.Struct(f"={len(operands) + len(places)}Q").pack
+    numbers_of = struct.Struct(f"={len(scalars)}d").pack
+
+    @functools.lru_cache(8)
+    def divided(n_threads: int) -> tuple[int, int, bytes]:
+        """Rows of a task, how many tasks, and what they are told. As team.run divides rows among threads: a
+        task finds its scratch by the row that it starts at."""
+        chunk = -(-rows // n_threads)
+        return chunk, -(-rows // chunk), struct.pack(f"={len(integers) + 2}q", *integers, chunk, share)
 
     def call(*args: Any) -> Any:
         outputs = [pages.empty(r.shape, r.strides, r.dtype) if r.into is None else args[r.into]
                    for r in results]
-        # As team.run divides rows among threads: a task finds its scratch by the row that it starts at.
-        n_threads = torch.get_num_threads() if rows * columns >= threads.SERIAL_BELOW else 1
-        chunk = -(-rows // n_threads)
-        tasks = -(-rows // chunk)
-        scratch = torch.empty(share * tasks, dtype=torch.uint8)
-        rng = args[n_args] if problem.streams else (0, 0, None)
-        seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
-        table = struct.pack(f"={len(operands) + len(places)}Q", *(args[k].data_ptr() for k in positions),
-                            *(o.data_ptr() for o in outputs),
-                            *(scratch.data_ptr() + place for place in places))
-        constants = struct.pack(f"={len(integers) + 2}q2Q", *integers, chunk, share,
-                                seed % 2**64, offset % 2**64)
-        numbers = struct.pack(f"={len(scalars)}d", *(args[k] for k in scalars))
-        if tasks > 1 and team.usable():
+        parallel = rows * columns >= threads.SERIAL_BELOW
+        chunk, tasks, constants = divided(torch.get_num_threads() if parallel else 1)
+        pointers = [args[k].data_ptr() for k in positions] + [o.data_ptr() for o in outputs]
+        if share:
+            scratch = torch.empty(share * tasks, dtype=torch.uint8)
+            pointers += [scratch.data_ptr() + place for place in places]
+        table = addresses(*pointers)
+        constants += _random(args[n_args]) if problem.streams else NOTHING_RANDOM
+        numbers = numbers_of(*[args[k] for k in scalars])
+        if tasks == 1:
+            run(table, constants, numbers, 0, rows)
+        elif team.usable():
             team.run(run.address, run.scratch, (table, constants, numbers), rows, grain=1)
         else:
             def part(first: int, last: int) -> None:
                 for t in range(first, last):
                     run(table, constants, numbers, t * chunk, min((t + 1) * chunk, rows))
 
-            threads.run(part, tasks, tasks > 1, grain=1)
+            threads.run(part, tasks, True, grain=1)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
+
+
+def _random(rng: tuple[int, int, torch.Tensor | None]) -> bytes:
+    seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
+    return struct.pack("=2Q", seed % 2**64, offset % 2**64)
 
 
 def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:
