@@ -19,14 +19,21 @@ _SMALL_PAGE = 4096
 _MADV_HUGEPAGE = 14
 
 
-def empty(shape: Ints, strides: Ints, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a result, not initialised."""
-    made = torch.empty_strided(shape, strides, dtype=dtype)
-    if made.nbytes >= LARGE and (advise := _madvise()) is not None:
+def allocator(shape: Ints, strides: Ints, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """Of memory for a result, not initialised."""
+    make = functools.partial(torch.empty_strided, shape, strides, dtype=dtype)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if extent * dtype.itemsize < LARGE or (advise := _madvise()) is None:
+        return make
+
+    def large() -> torch.Tensor:
+        made = make()
         first = -(-made.data_ptr() // _SMALL_PAGE) * _SMALL_PAGE
         last = (made.data_ptr() + made.nbytes) // _SMALL_PAGE * _SMALL_PAGE
         advise(first, last - first, _MADV_HUGEPAGE)  # advice: whether it is taken does not matter
-    return made
+        return made
+
+    return large
 
 
 @functools.cache

@@ -248,10 +248,11 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     seed_at = 8 * len(integers)
     numbers_of = struct.Struct(f"={len(problem.scalars)}d").pack
 
+    memory_of = [(r.into, pages.allocator(r.shape, r.strides, r.dtype)) for r in results]
+
     def call(*args: Any) -> Any:
         inputs = [args[k].data_ptr() for k in positions]
-        outputs = [pages.empty(r.shape, r.strides, r.dtype) if r.into is None else args[r.into]
-                   for r in results]
+        outputs = [allocate() if into is None else args[into] for into, allocate in memory_of]
         constants = fixed
         if problem.streams:
             rng = args[n_args]

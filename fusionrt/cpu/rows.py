@@ -376,9 +376,10 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
         chunk = -(-rows // n_threads)
         return chunk, -(-rows // chunk), struct.pack(f"={len(integers) + 2}q", *integers, chunk, share)
 
+    memory_of = [(r.into, pages.allocator(r.shape, r.strides, r.dtype)) for r in results]
+
     def call(*args: Any) -> Any:
-        outputs = [pages.empty(r.shape, r.strides, r.dtype) if r.into is None else args[r.into]
-                   for r in results]
+        outputs = [allocate() if into is None else args[into] for into, allocate in memory_of]
         parallel = rows * columns >= threads.SERIAL_BELOW
         chunk, tasks, constants = divided(torch.get_num_threads() if parallel else 1)
         pointers = [args[k].data_ptr() for k in positions] + [o.data_ptr() for o in outputs]

@@ -20,6 +20,7 @@ import torch
 
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, sqrt, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
@@ -150,10 +151,14 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
                    math.prod([shape[d] for d in reduced]))
 
 
-_held_layout = functools.lru_cache(1024)(_layout)
+sites = Sites()
 
 
 def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None, *more: Any) -> Any:
+    if not (compiling := torch.compiler.is_dynamo_compiling()):  # which warns of caches
+        run = sites.find((op, kind, dim, keepdim, map, more), (x,))
+        if run is not None:
+            return run(x)
     if is_foreign(x):
         tensor, back = to_torch(x, op, "x")
         return back(_reduce(op, kind, tensor, dim, keepdim, map, *more))
@@ -163,23 +168,33 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
         _layout(op, (1,), dim, False)
         return _reduce(op, kind, x.reshape(1), None, False, map, *more)
     dims: Any = tuple(dim) if isinstance(dim, list) else dim
-    held = not torch.compiler.is_dynamo_compiling()  # which warns of caches
-    reduced, order, shape, elements = (_held_layout if held else _layout)(op, x.shape, dims, keepdim)
-    if not elements:
-        return _of_nothing(op, kind, x, reduced, keepdim)
+    layout = _layout(op, x.shape, dims, keepdim)
+    if not layout.elements:
+        return _of_nothing(op, kind, x, layout.reduced, keepdim)
+    if kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
+        return _of_parts(op, x, layout.reduced[0], keepdim)
+    run = _run(op, kind, x, layout, map, more)
+    return run(x) if compiling else sites.keep((op, kind, dims, keepdim, map, more), (x,), run)(x)
+
+
+def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: tuple[Any, ...]) -> Run:
     # A maximum of the elements themselves is as exact in x's dtype.
     recorded = x.requires_grad and torch.is_grad_enabled() and not (kind == "max" and map is None)
     if kind in ("argmax", "argmin"):
         recorded = False
         if device_type(x) == "cpu":
-            kind, more = f"{kind} of indices", (_indices(elements, x.device),)
-        elif elements > LONGEST:
-            return _of_parts(op, x, reduced[0], keepdim)
-    out = _operator(op, kind, map, len(reduced), recorded)(x if order is None else x.permute(order), *more)
-    found = out[0] if isinstance(out, tuple) else out
-    if held and found.shape == shape:
-        return found
-    return found.view(*shape) if shape else found.view(())  # a tuple of sizes takes half a microsecond longer
+            kind, more = f"{kind} of indices", (_indices(layout.elements, x.device),)
+    operator = _operator(op, kind, map, len(layout.reduced), recorded)
+    order, shape = layout.order, layout.shape
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = operator(x if order is None else x.permute(order), *more)
+        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        if found.shape == shape:
+            return found
+        return found.view(*shape) if shape else found.view(())  # a tuple of sizes takes 0.7 us longer
+
+    return run
 
 
 def _of_parts(op: str, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
