@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
 TURNED = 16           # rows that are turned over at a time: a cache line of float32
 TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
 PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
+PLACES = 4            # of rows that are read side by side
 COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
                     "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 _COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
@@ -140,7 +142,12 @@ class _Text:
                       "drawn = 0", "drawn_end = start * columns"]
             body += self._draws()
         body += [line for loop in self.loops for line in self._loop(loop)]
-        body = self._turning(body) if self.turned else ["for row in range(start, stop):", *_indented(body)]
+        if self.turned:
+            body = self._turning(body)
+        elif self._waits_for_memory():
+            body = self._side_by_side(body)
+        else:
+            body = ["for row in range(start, stop):", *_indented(body)]
         return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
                           *_indented([*lines, *body]), ""])
 
@@ -193,6 +200,27 @@ class _Text:
         lines += move + put if put else []
         lines.append("first_row = last_row")
         return ["first_row = start", "while first_row < stop:", *_indented(lines)]
+
+    def _waits_for_memory(self) -> bool:
+        """Whether an element takes a few instructions, and comes from one place: where several operands are
+        read, a core has enough on its way."""
+        rows = [o for o in self.problem.inputs if self._varies(o) and any(o.strides[len(self.row_dims):])]
+        slow = [n for n in toposort(self.roots) if n.op == "taken" or (n.op in COSTLY and not n.uniform)]
+        return len(rows) == 1 and not (slow or self.kept or self.problem.streams or self.problem.taken)
+
+    def _side_by_side(self, body: Sequence[str]) -> list[str]:
+        """Rows of as many parts of the task at a time: a core that reads in several places has more of memory
+        on its way. Each line of a row is written for all of them, with names of their own. What is left over
+        is done again, that a row's bits be those of any other division into tasks."""
+        own = {"row", *(left for line in body for left, equals, _ in [line.strip().partition(" = ")]
+                        if equals and left.isidentifier())}
+        of_a_row = re.compile(rf"\b({'|'.join(own)})\b")
+        together = [f"row_{k} = min(row + {k} * part, stop - 1)" for k in range(PLACES)]
+        for line in body:
+            is_loop = line.lstrip().startswith("for ")
+            together += [line] if is_loop else [of_a_row.sub(rf"\1_{k}", line) for k in range(PLACES)]
+        return [f"part = (stop - start + {PLACES - 1}) // {PLACES}", "for row in range(start, start + part):",
+                *_indented(together)]
 
     def _draws(self) -> list[str]:
         fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, seed, "
