@@ -25,7 +25,7 @@ from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule, with_sums
 
-BLOCK = 1024          # elements that are summed in the arithmetic's type; blocks are added in float64
+LANE = 32             # elements that a lane of a vector adds in the arithmetic's type, before float64 does
 DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
 TURNED = 16           # rows that are turned over at a time: a cache line of float32
 TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
@@ -125,6 +125,8 @@ class _Text:
         self.written: dict[Expr, str] = {}   # kept values of the loops so far
         self.names: dict[Expr, str] = {}
         self.numbers = itertools.count()
+        self.side_by_side = not self.turned and self._waits_for_memory()
+        self.block = LANE * (8 if self.side_by_side else 32)  # LLVM takes a vector, or four at a time
 
     def kernel(self) -> str:
         p, n_dims = self.problem, len(self.problem.sizes)
@@ -144,7 +146,7 @@ class _Text:
         body += [line for loop in self.loops for line in self._loop(loop)]
         if self.turned:
             body = self._turning(body)
-        elif self._waits_for_memory():
+        elif self.side_by_side:
             body = self._side_by_side(body)
         else:
             body = ["for row in range(start, stop):", *_indented(body)]
@@ -314,9 +316,10 @@ class _Text:
                    for o in (*reads, *outputs)),
                  *(_load(o) for o in reads if not o.strides[0])]
         if sums:
-            inner += [f"for first in range(0, n0, {BLOCK}):",
+            inner += [f"for first in range(0, n0, {self.block}):",
                       *(f"    {name} = {'float64_of' if name in means else 'acc_t'}(0)" for name in sums),
-                      f"    for j in range(first, min(first + {BLOCK}, n0)):", *_indented(_indented(body)),
+                      f"    for j in range(first, min(first + {self.block}, n0)):",
+                      *_indented(_indented(body)),
                       *(f"    total_{name} += float64_of({name})" for name in sums)]
         else:
             inner += ["for j in range(n0):", *_indented(body)]
