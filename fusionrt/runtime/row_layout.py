@@ -1,7 +1,7 @@
 """How the threads of a GPU are laid out over rows, and where a row waits between the passes over it.
 
 * registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
-  rate of a copy up to 16,384 columns.
+  rate of a copy up to 32 KB a row, for norms with moments up to 64.
 * staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
   as few blocks of a cluster as can, which wait for each other. Where rows have weights, or sums over rows,
   which fill the registers, blocks stay, and their next rows come while they work on one. The L2 is asked for
@@ -26,7 +26,8 @@ from fusionrt.runtime.source import ITEMSIZE
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
-PART = 64 << 10            # bytes of a row that a block takes, which comes and goes
+PART = 64 << 10            # bytes of a row that a block takes which comes and goes
+MOST_PASSING = 6           # such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
@@ -50,13 +51,14 @@ class Choice(NamedTuple):
 # By columns.
 GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math.inf, 512, 4, 1, 2)
 # By packs, of one operand with sums alone or with moments, and of several.
-SUMS = (Choice(4096, 1024, 4, 2, 1, False, True), Choice(8192, 512, 4, 4, 1, False, True),
-        Choice(16384, 512, 4, 1, 3, True, True), Choice(32768, 512, 8, 1, 2, True, True),
+PASSING = {"weights": False, "ahead": True}
+SUMS = (Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(8192, 512, 4, 4, 1, **PASSING),
+        Choice(16384, 512, 4, 1, 3, ahead=True), Choice(32768, 512, 8, 1, 2, ahead=True),
         Choice(math.inf, 512, 8, 1, 2))
-MOMENTS = (Choice(4096, 512, 8, 2, 0, False), Choice(8192, 128, 8, 3, 2), Choice(16384, 256, 8, 2, 2),
-           Choice(math.inf, 256, 8, 2, 2, True, True))
-SEVERAL = (Choice(2048, 512, 4, 3, 1, False, True), Choice(4096, 256, 4, 6, 1, False, True),
-           Choice(16384, 512, 4, 3, 1, False, True), Choice(math.inf, 512, 4, 1, 2))
+MOMENTS = (Choice(4096, 512, 8, 2, 0, weights=False), Choice(8192, 128, 8, 3, 2),
+           Choice(16384, 256, 8, 2, 2), Choice(math.inf, 256, 8, 2, 2, ahead=True))
+SEVERAL = (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
+           Choice(16384, 512, 4, 3, 1, **PASSING), Choice(math.inf, 512, 4, 1, 2))
 LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
 WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
@@ -199,7 +201,7 @@ def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
 
 def rows_ahead(made: Layout, at_a_time: int) -> int:
     """How far ahead the L2 is asked: for the next row of blocks that stay, and of others for a sixth of what
-    is worked on (a third took half of the L2 from what was written, and a quarter of the speed)."""
+    is worked on (half of it took an eighth of the speed, all of it a quarter)."""
     return at_a_time * made.rows if made.persistent else max(1, at_a_time // 6)
 
 
@@ -365,7 +367,7 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
         alone = light and part > PART // 2 and (cluster == 1 or 2 * part > SHARED)
         threads = 1024 if alone else 512 if part > PART // 2 else 256
         working = 32 if alone else (48 if problem.streams else 40) * _word(problem)
-        blocks = min(6, SHARED // (part + (1 << 10)), _blocks(working, threads))
+        blocks = min(MOST_PASSING, SHARED // (part + (1 << 10)), _blocks(working, threads))
         packs = -(-packs_a_block // threads)
         if blocks and packs <= 2 * MOST_IN_REGISTERS:
             found = made._replace(packs=packs, threads=threads, blocks=blocks)
