@@ -18,10 +18,17 @@ template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned to, con
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
     }
 }
-// 16 bytes, or as many zeros.
+// 16 bytes, or as many zeros. Past the L1 a line of memory is asked for once only if its 32-byte sectors lie at the same
+// places of 128 bytes in shared memory; otherwise once a sector, or twice, where halves of a sector lie apart. By way of
+// the L1 that costs nothing.
+template <bool BY_L1 = false>
 __device__ __forceinline__ void copy_or_clear(unsigned shared, const void* global, bool copies) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared), "l"(global), "r"(copies ? 16 : 0) : "memory");
+    if constexpr (BY_L1)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(shared), "l"(global), "r"(copies ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(shared), "l"(global), "r"(copies ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last COUNT groups of this thread's copies are there.
@@ -32,7 +39,7 @@ template <int COUNT> __device__ __forceinline__ void wait_for_copies() {
 constexpr bool COPIES_PASS_BY = false;
 __device__ __forceinline__ unsigned shared_address(const void*) { return 0; }
 template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned, const char*) {}
-__device__ __forceinline__ void copy_or_clear(unsigned, const void*, bool) {}
+template <bool BY_L1 = false> __device__ __forceinline__ void copy_or_clear(unsigned, const void*, bool) {}
 __device__ __forceinline__ void commit_copies() {}
 template <int COUNT> __device__ __forceinline__ void wait_for_copies() {}
 #endif

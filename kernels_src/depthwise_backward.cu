@@ -9,16 +9,8 @@
 //
 // The prologue defines scalar_t, KH, KW, STRIDE_H, STRIDE_W, VEC, COLUMNS, LANES as for depthwise.cu.
 
-constexpr int TAPS = KH * KW;
-constexpr int HELD = (KH - 1) / STRIDE_H + 1;
-constexpr int WINDOW = (COLUMNS - 1) * STRIDE_W + KW;
-// A ring of so many rows costs moves, a turn that is written out so often costs instructions to fetch.
-constexpr int PHASES = HELD <= 3 ? HELD : 1;
-
 using Source = Window<scalar_t, VEC, WINDOW>;
 using Gradient = Window<scalar_t, VEC, COLUMNS>;
-using Held = acc_t[HELD][COLUMNS][VEC];
-using Sums = acc_t[TAPS][VEC];
 
 struct Strip {
     const scalar_t *x, *grad;  // first pixels of row 0
@@ -56,35 +48,6 @@ __device__ __forceinline__ void load_grad(const Params& p, const Strip& strip, i
         clear(grad);
 }
 
-// Where the row of the gradient is held that is `age` turns old.
-__device__ constexpr int place_of(int newest, int age) { return PHASES > 1 ? (newest + HELD - age) % HELD : age; }
-
-// Row s of a turn of x with the rows of the gradient that it counts for.
-template <int S>
-__device__ __forceinline__ void take_row(const acc_t (&x)[WINDOW][VEC], const Held& held, int newest, Sums& sums) {
-#pragma unroll
-    for (int m = 0; m < HELD; ++m) {
-        if (S + STRIDE_H * m >= KH) continue;
-#pragma unroll
-        for (int q = 0; q < COLUMNS; ++q)
-#pragma unroll
-            for (int j = 0; j < KW; ++j)
-#pragma unroll
-                for (int v = 0; v < VEC; ++v)
-                    sums[(S + STRIDE_H * m) * KW + j][v] +=
-                        held[place_of(newest, m)][q][v] * x[q * STRIDE_W + j][v];
-    }
-}
-
-__device__ __forceinline__ void make_room(Held& held) {
-#pragma unroll
-    for (int h = HELD - 1; h > 0; --h)
-#pragma unroll
-        for (int q = 0; q < COLUMNS; ++q)
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) held[h][q][v] = held[h - 1][q][v];
-}
-
 __device__ __forceinline__ void go_down(const Params& p, const Strip& strip, Sums& sums) {
     const int turns = strip.rows + HELD - 1, step = STRIDE_H * p.dilation_h;
     Source next[STRIDE_H];
@@ -117,26 +80,6 @@ __device__ __forceinline__ void go_down(const Params& p, const Strip& strip, Sum
     }
 }
 
-// What a block's threads have for the same channels, added in their order; a row of taps at a time.
-__device__ __forceinline__ void write_partials(const Params& p, const Sums& sums, int slots, int count, acc_t* to) {
-    __shared__ acc_t shared[KW][VEC][BLOCK];
-#pragma unroll
-    for (int i = 0; i < KH; ++i) {
-#pragma unroll
-        for (int j = 0; j < KW; ++j)
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) shared[j][v][threadIdx.x] = sums[i * KW + j][v];
-        __syncthreads();
-        for (int k = threadIdx.x; k < count * KW; k += BLOCK) {
-            const int c = k / KW, j = k - c * KW;
-            acc_t total = 0;
-            for (int slot = 0; slot < slots; ++slot) total += shared[j][c % VEC][slot * p.lanes + c / VEC];
-            to[c * TAPS + i * KW + j] = total;
-        }
-        __syncthreads();
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) depthwise_backward(const __grid_constant__ Params p) {
     unsigned group = blockIdx.x;
     const int first = digit(group, p.slices) * p.lanes * VEC;
@@ -148,5 +91,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) depthwise_backward(const 
         for (unsigned task = group * slots + slot; task < p.tasks; task += p.groups * slots)
             go_down(p, strip_of(p, task, channel), sums);
     const long long row = static_cast<long long>(group) * p.channels + first;
-    write_partials(p, sums, slots, min(p.lanes * VEC, p.channels - first), p.partials + row * TAPS);
+    write_partials(sums, slots, p.lanes, min(p.lanes * VEC, p.channels - first), p.partials + row * TAPS);
 }

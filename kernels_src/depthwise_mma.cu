@@ -19,7 +19,6 @@
 //   STAGES      turns whose rows there is memory for
 //   BLOCKS      that share a multiprocessor
 
-constexpr int TAPS = KH * KW;
 constexpr int ROWS_OUT = TRANSPOSED ? STRIDE_H : ROWS, ROWS_IN = TRANSPOSED ? 1 : ROWS * STRIDE_H;  // of a turn
 // Turns until the first row is finished.
 constexpr int BEFORE = TRANSPOSED ? (KH - 1) / STRIDE_H : ((KH - 1) / STRIDE_H + ROWS - 1) / ROWS;
@@ -28,7 +27,7 @@ constexpr int LEFT = TRANSPOSED ? (KW - 1) / STRIDE_W : 0;
 constexpr int PAIRS = (HELD + 1) / 2;        // of held rows: h and h + PAIRS share a product
 constexpr int STRIPS = 8, RESULTS = 8;       // strips of a product; results of a strip that it has room for
 constexpr int CHANNELS = BLOCK / 32 * VEC, UNITS = CHANNELS / 8, UNIT = 16;  // 16-byte units of a pixel
-constexpr int LOADS = 2;                     // units of a pixel that a thread fetches
+constexpr int LOADS = 2;                     // units of a row that a thread copies
 constexpr int PIXEL = CHANNELS * 2, TILE = STRIPS * RESULTS * PIXEL, TILES = ROWS_OUT * TILE;  // bytes
 static_assert(BLOCK == STRIPS * RESULTS * UNITS, "a thread stores a unit of a row");
 
@@ -91,37 +90,33 @@ __device__ __forceinline__ Task task_of(const Params& p) {
     return task;
 }
 
-// A pixel of which a thread fetches `units` of every row of the source: zeros, if there are no `rows`.
+// A unit of a pixel that a thread copies of every row of the source: zeros, if there are no `rows`.
 struct Source {
     const scalar_t* next;
-    int row, rows, units, to[LOADS];
+    int row, rows, to;
 };
 
-__device__ __forceinline__ Source source_of(const Params& p, const Task& task) {
-    constexpr int APART = UNITS / LOADS;
-    const int pixel = threadIdx.x / APART, unit = threadIdx.x % APART, band = p.band.divide(pixel);
+__device__ __forceinline__ Source source_of(const Params& p, const Task& task, int index) {
+    const int pixel = index / UNITS, unit = index % UNITS, band = p.band.divide(pixel);
     const int column = task.source_column + (pixel - band * p.band.value) * p.dilation_w, channel = task.first + unit * 8;
     const Lines lines = lines_of(p, task.lines + band);
     Source s;
     s.row = lines.row + p.skipped * ROWS_IN * p.dilation_h;
     s.next = p.x + (lines.image * p.x_batch + s.row * p.x_row + column * p.x_column + channel);
-    s.rows = in_image(column, p.source_columns) && lines.turns > 0 ? p.source_rows : 0;
-    s.units = pixel < p.pixels ? (p.channels - channel + APART * 8 - 1) / (APART * 8) : 0;
-#pragma unroll
-    for (int k = 0; k < LOADS; ++k) keep(s.to[k] = place(pixel, unit + k * APART));
+    s.rows = in_image(column, p.source_columns) && lines.turns > 0 && channel < p.channels ? p.source_rows : 0;
+    keep(s.to = place(pixel, unit));
     return s;
 }
 
-__device__ __forceinline__ void fetch(const Params& p, Source& source, unsigned stage) {
+__device__ __forceinline__ void fetch(const Params& p, Source (&source)[LOADS], int count, unsigned stage) {
 #pragma unroll
-    for (int s = 0; s < ROWS_IN; ++s, stage += p.row_bytes) {
-        const bool copies = in_image(source.row, source.rows);
+    for (int s = 0; s < ROWS_IN; ++s, stage += p.row_bytes)
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k)
-            if (k < source.units) copy_or_clear(stage + source.to[k], source.next + k * UNITS / LOADS * 8, copies);
-        source.next += p.x_step;
-        source.row += p.dilation_h;
-    }
+        for (int k = 0; k < LOADS; ++k) {
+            if (k < count) copy_or_clear(stage + source[k].to, source[k].next, in_image(source[k].row, source[k].rows));
+            source[k].next += p.x_step;
+            source[k].row += p.dilation_h;
+        }
 }
 
 // A unit that a thread stores of the next row of the result, `row` of `rows` in all.
@@ -313,13 +308,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const 
     int end = 0;
     for (int band = 0; band < STRIPS >> p.strips; ++band) end = max(end, lines_of(p, task.lines + band).turns);
 
-    Source source = source_of(p, task);
+    Source source[LOADS];
+#pragma unroll
+    for (int k = 0; k < LOADS; ++k) source[k] = source_of(p, task, threadIdx.x + k * BLOCK);
+    const int count = (p.pixels * UNITS - static_cast<int>(threadIdx.x) + BLOCK - 1) / BLOCK;
     const int stage = ROWS_IN * p.row_bytes;
     unsigned ring = shared_address(stages);
     keep(ring);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; ++k) {
-        if (p.skipped + k < end) fetch(p, source, ring + k * stage);
+        if (p.skipped + k < end) fetch(p, source, count, ring + k * stage);
         commit_copies();
     }
     // What a strip reads behind the last pixel meets zeros, but must be a number.
@@ -351,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const 
         wait_for_copies<STAGES - 2>();
         __syncthreads();
         store(p, drain, tiles + (TILES - tile) + unit);  // of the turn before
-        if (turn + STAGES - 1 < end) fetch(p, source, ring + fill);
+        if (turn + STAGES - 1 < end) fetch(p, source, count, ring + fill);
         commit_copies();
         if (active) {
             move_on(held);

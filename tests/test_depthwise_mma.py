@@ -146,6 +146,7 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
 
 @pytest.mark.parametrize("channels, size, stems", [
     (96, 112, ("depthwise_mma", "depthwise_mma_backward")),
+    (192, 28, ("depthwise_tiles", "depthwise_mma_backward")),
     (576, 14, ("depthwise", "depthwise_mma_backward")),
     (576, 7, ("depthwise", "depthwise_backward"))], ids=str)
 def test_large_images_are_theirs(channels, size, stems):
@@ -156,10 +157,12 @@ def test_large_images_are_theirs(channels, size, stems):
     launch, = kernels._convolution(call, geometry, PLAIN).launches
     sums, = kernels._of_weight(call, geometry, (size, size))
     assert (launch.kernel.stem, sums.partial.kernel.stem) == stems
-    for other in (call._replace(has_units=False), call._replace(dtype=F32), call._replace(alignment=8),
-                  call._replace(kernel=(3, 3))):
+    for other in (call._replace(has_units=False), call._replace(alignment=8)):
         launch, = kernels._convolution(other, geometry, PLAIN).launches
         assert launch.kernel.stem == "depthwise"
+    for other in (call._replace(dtype=F32), call._replace(kernel=(3, 3))):
+        launch, = kernels._convolution(other, geometry, PLAIN).launches
+        assert launch.kernel.stem != "depthwise_mma"
 
 
 @pytest.fixture
@@ -168,8 +171,8 @@ def of_any_size(monkeypatch):
     planned = (kernels._convolution, kernels._of_source, kernels._of_weight)
     for found in planned:
         found.cache_clear()
-    for what in ("RESULTS", "SOURCE", "WEIGHTS", "STRIDED_WEIGHTS"):
-        monkeypatch.setattr(kernels, f"LEAST_OF_{what}", {0: 0})
+    for name in [name for name in vars(kernels) if name.startswith("UNITS_OF")]:
+        monkeypatch.setattr(kernels, name, {0: 0})
     yield
     for found in planned:
         found.cache_clear()

@@ -1,7 +1,7 @@
-"""Depthwise convolution of channels_last images and the gradients of its operands, as three ops of torch's.
+"""Depthwise convolution of channels_last images and the gradients of its operands, as ops of torch's.
 
 Each of the three is linear in two tensors, and its gradients are the other two: derivatives of any order are
-there. On a CPU torch computes them.
+there. A fourth finds both gradients at a time. On a CPU torch computes them.
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ def _run_of_weight(grad: Tensor, x: Tensor, kernel: Sequence[int], *geometry: Se
     return kernels.weight_gradient(_image(grad), _image(x), _geometry(*geometry), kernel)
 
 
+def _run_of_both(grad: Tensor, x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> tuple[Tensor, Tensor]:
+    if device_type(x) == "cpu":
+        return (_run_of_source(grad, weight, x.shape[2:], *geometry),
+                _run_of_weight(grad, x, weight.shape[2:], *geometry))
+    return kernels.gradients(_image(grad), _image(x), weight.contiguous(), _geometry(*geometry))
+
+
 def _gradient_on_cpu(grad: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Sequence[int]], which: int
                      ) -> Tensor:
     wanted = [which == 0, which == 1, False]
@@ -102,6 +109,8 @@ def _fake_image(x: Tensor, size: Sequence[int]) -> Tensor:
 def _of_result(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
                ) -> Sequence[Any]:
     (x, weight), geometry, grad = saved, args[2:], grads[0]
+    if needed[0] and needed[1]:
+        return *_of_both(grad, x, weight, *geometry), *[None] * 3
     return (_of_source(grad, weight, x.shape[2:], *geometry) if needed[0] else None,
             _of_weight(grad, x, weight.shape[2:], *geometry) if needed[1] else None, *[None] * 3)
 
@@ -120,6 +129,19 @@ def _of_of_weight(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any
             _of_source(grad, seed, x.shape[2:], *geometry) if needed[1] else None, *[None] * 4)
 
 
+def _of_of_both(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
+                ) -> Sequence[Any]:
+    """The sum of what the gradients of either give."""
+    grad, x, weight = saved
+    found: list[Tensor | None] = [None] * 3
+    if grads[0] is not None:
+        found[0], found[2], *_ = _of_of_source((grad, weight), args, grads[:1], (needed[0], needed[2]))
+    if grads[1] is not None:
+        of_grad, found[1], *_ = _of_of_weight((grad, x), args, grads[1:], needed[:2])
+        found[0] = of_grad if found[0] is None or of_grad is None else found[0] + of_grad
+    return *found, *[None] * 3
+
+
 _OPTIONS = "int[2] stride, int[2] padding, int[2] dilation"
 _result = StructuredOp(f"depthwise_conv2d_result(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor", _run_result,
                        _fake_result, Gradient(lambda args, out: args[:2], _of_result))
@@ -131,3 +153,8 @@ _of_weight = StructuredOp(
     f"depthwise_conv2d_of_weight(Tensor grad, Tensor x, SymInt[] kernel, {_OPTIONS}) -> Tensor",
     _run_of_weight, lambda grad, x, kernel, *geometry: x.new_empty((x.shape[1], 1, *kernel)),
     Gradient(lambda args, out: args[:2], _of_of_weight))
+_of_both = StructuredOp(
+    f"depthwise_conv2d_of_both(Tensor grad, Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
+    _run_of_both,
+    lambda grad, x, weight, *geometry: (_fake_image(grad, x.shape[2:]), torch.empty_like(weight)),
+    Gradient(lambda args, out: args[:3], _of_of_both))

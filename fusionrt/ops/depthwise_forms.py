@@ -84,11 +84,20 @@ def line_of(source: int, result: int, kernel: int, stride: int, padding: int, di
                 padding // stride - (kernel - 1) // stride, -beyond)
 
 
+def window(form: Form, columns: int) -> int:
+    """Pixels of the source that so many neighbouring results depend on."""
+    kw, stride = form.kernel[1], form.stride[1]
+    if form.transposed:
+        return (columns - 1) // stride + (kw - 1) // stride + 1
+    return (columns - 1) * stride + kw
+
+
 def constants(form: Form) -> list[str]:
     """Lines of a kernel's prologue."""
     (kh, kw), (sh, sw) = form.kernel, form.stride
     return [f"using scalar_t = {form.dtype}_t;",
-            f"constexpr int KH = {kh}, KW = {kw}, STRIDE_H = {sh}, STRIDE_W = {sw}, VEC = {form.vec};",
+            f"constexpr int KH = {kh}, KW = {kw}, TAPS = KH * KW, STRIDE_H = {sh}, STRIDE_W = {sw};",
+            f"constexpr int VEC = {form.vec};",
             *(f"constexpr bool {name} = {str(on).lower()};" for name, on in (
                 ("TRANSPOSED", form.transposed), ("FLIPPED", form.flipped)))]
 
@@ -175,6 +184,11 @@ def alignment(*tensors: Tensor | None) -> int:
 def steps(strides: Sequence[int]) -> Steps:
     """Of an image with such strides."""
     return strides[0], strides[2], strides[3]
+
+
+def row_steps(images: Images, rows: Line) -> list[int]:
+    """Of both images, and from a row to the next of the same residue."""
+    return [n for image in images.steps for n in (*image, image[1] * rows.step)]
 
 
 def dense_steps(channels: int, size: Pair) -> Steps:

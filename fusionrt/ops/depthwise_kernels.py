@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from fusionrt.ops import depthwise_mma, depthwise_mma_weights, depthwise_strips
+from fusionrt.ops import depthwise_mma, depthwise_mma_weights, depthwise_strips, depthwise_tiles
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
     Finish,
@@ -17,6 +18,7 @@ from fusionrt.ops.depthwise_forms import (
     Geometry,
     Images,
     Launch,
+    Line,
     Pair,
     alignment,
     arithmetic,
@@ -30,13 +32,14 @@ from fusionrt.runtime.kernel import Kernel
 Tensor = torch.Tensor
 STRIDES = (1, 2)
 MOST_TAPS, MOST_DOUBLE_TAPS = 121, 49  # of a kernel whose taps are written out, by the registers there are
-# Elements of both images from which on matrix units are the faster way, by taps: their blocks take longer to
-# begin, but their work hardly grows with the taps. At (32, 96, 112, 112) 67, 69 and 78 us for 3 x 3, 5 x 5
-# and 7 x 7, the other kernels 58, 76, 166; at (32, 576, 14, 14) 12, 14 and 20, the others 9, 13, 20. Of the
-# weights' gradient 52, 65 and 69, the others 60, 105, 170; at (32, 576, 14, 14) 11, 16 and 18, the others 11,
-# 20 and 35. With a stride the others have less to do: for 3 x 3, and for 5 x 5 in the source's gradient.
-LEAST_OF_RESULTS, LEAST_OF_SOURCE = {25: 32 << 20, 49: 4 << 20}, {49: 4 << 20}
-LEAST_OF_WEIGHTS, LEAST_OF_STRIDED_WEIGHTS = {9: 32 << 20, 25: 6 << 20}, {25: 6 << 20}
+# Elements of both images from which on kernels of matrix units, or those whose rows come by way of shared
+# memory, are the faster way, by the least number of taps: their blocks take longer to begin. An epilogue
+# costs the matrix units' more.
+UNITS_OF_RESULTS, UNITS_OF_FINISHED = {25: 16 << 20, 49: 4 << 20}, {25: 32 << 20, 49: 4 << 20}
+UNITS_OF_STRIDED, UNITS_OF_SOURCE = {49: 4 << 20}, {49: 4 << 20}
+UNITS_OF_WEIGHTS, UNITS_OF_STRIDED_WEIGHTS = {25: 6 << 20}, {49: 6 << 20}
+TILES_OF_RESULTS, TILES_OF_STRIDED = {1: 8 << 20}, {1: 4 << 20, 25: 8 << 20}
+TILES_OF_WEIGHTS, TILES_OF_BOTH = {1: 4 << 20}, {1: 4 << 20}
 
 
 class Call(NamedTuple):
@@ -117,32 +120,50 @@ def source_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, size: Sequ
 @functools.lru_cache(4096)
 def _of_source(call: Call, geometry: Geometry, size: Pair) -> Plan:
     strided = geometry.stride != (1, 1)
-    if not strided:
-        top, left = (d * (k - 1) - p for k, p, d in zip(call.kernel, *geometry[1:], strict=True))
-        geometry = geometry._replace(padding=(top, left))
     form = _form(call, geometry)._replace(transposed=strided, flipped=not strided)
-    return Plan(size, _launches(call, form, geometry, size, PLAIN))
+    return Plan(size, _launches(call, form, geometry if strided else _flipped(call, geometry), size, PLAIN))
+
+
+def _flipped(call: Call, geometry: Geometry) -> Geometry:
+    """Of the convolution that the gradient of the source is, where there is no stride."""
+    top, left = (d * (k - 1) - p for k, p, d in zip(call.kernel, *geometry[1:], strict=True))
+    return geometry._replace(padding=(top, left))
 
 
 def _launches(call: Call, form: Form, geometry: Geometry, size: Pair, finish: Finish) -> tuple[Launch, ...]:
     if not min(*call.shape, *size):
         return ()
+    rows, columns = _lines(call, form, geometry, size)
+    images = _images(call, size)
+    if form.stride == (1, 1):
+        by_units = UNITS_OF_RESULTS if finish.root is PLAIN.root else UNITS_OF_FINISHED
+        by_tiles = TILES_OF_RESULTS
+    else:
+        by_units, by_tiles = UNITS_OF_SOURCE if form.transposed else UNITS_OF_STRIDED, TILES_OF_STRIDED
+    return tuple(way.convolution(form, images, rows, columns, finish) for way in _ways(
+        call, form, images, size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
+
+
+def _lines(call: Call, form: Form, geometry: Geometry, size: Sequence[int]) -> tuple[Line, Line]:
     rows, columns = (line_of(n, m, k, s, p, d, form.transposed) for n, m, k, s, p, d in zip(
         call.shape[2:], size, form.kernel, *geometry, strict=True))
-    images, found = _images(call, size), []
-    least = LEAST_OF_SOURCE if form.transposed else LEAST_OF_RESULTS
-    if _by_units(call, size, least) and depthwise_mma.serves(form, images):
-        found.append(depthwise_mma.convolution(form, images, rows, columns, finish))
-    if not found or call.has_units is None:
-        found.append(depthwise_strips.convolution(form, images, rows, columns, finish))
-    return tuple(found)
+    return rows, columns
 
 
-def _by_units(call: Call, size: Sequence[int], least: Mapping[int, int]) -> bool:
-    """Whether matrix units, if there are any, are to do it; a rehearsal is for images of any size."""
+def _ways(call: Call, form: Form, images: Images, size: Sequence[int],
+          *larger: tuple[ModuleType, Mapping[int, float]]) -> list[ModuleType]:
+    """Whose kernels do it: the first of the larger ones that serves images of this size (the least number of
+    elements, by taps, is beside it), or the strips'. A rehearsal is for any size, and takes all."""
+    found = [way for way, least in larger if _large(call, size, least) and way.serves(form, images)]
+    found.append(depthwise_strips)
+    return found if call.has_units is None else found[:1]
+
+
+def _large(call: Call, size: Sequence[int], least: Mapping[int, float]) -> bool:
     elements = math.prod(call.shape) + math.prod((*call.shape[:2], *size))
-    found = [n for taps, n in least.items() if math.prod(call.kernel) >= taps]
-    return bool(found) and (call.has_units is None or (call.has_units and elements >= min(found)))
+    steps = [taps for taps in least if taps <= math.prod(call.kernel)]
+    enough = least[max(steps)] if steps else math.inf
+    return enough < math.inf if call.has_units is None else call.has_units and elements >= enough
 
 
 # -- the gradient of the weights ---------------------------------------------------------------------
@@ -154,34 +175,39 @@ class Sums(NamedTuple):
     groups: int
     total: Launch
 
+    def __call__(self, out: Tensor, *operands: Tensor | None) -> None:
+        acc = torch.promote_types(out.dtype, torch.float32)
+        partials = torch.empty(self.groups * out.numel(), dtype=acc, device=out.device)
+        self.partial(out.device, *operands, partials)
+        self.total(out.device, partials, out, *(None,) * (accumulators.SUMS - 1))
+
 
 def weight_gradient(grad: Tensor, x: Tensor, geometry: Geometry, kernel: Sequence[int]) -> Tensor:
     out = torch.empty((x.shape[1], 1, *kernel), dtype=x.dtype, device=x.device)
     if not grad.numel() or not out.numel():
         return out.zero_()
     for sums in _of_weight(_call((x, grad), tuple(kernel)), geometry, grad.shape[2:]):
-        acc = torch.promote_types(x.dtype, torch.float32)
-        partials = torch.empty(sums.groups * out.numel(), dtype=acc, device=x.device)
-        sums.partial(x.device, x, grad, partials)
-        sums.total(x.device, partials, out, *(None,) * (accumulators.SUMS - 1))
+        sums(out, x, grad)
     return out
 
 
 @functools.lru_cache(4096)
 def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
-    rows, columns = (line_of(n, m, k, s, p, d, False) for n, m, k, s, p, d in zip(
-        call.shape[2:], size, call.kernel, *geometry, strict=True))
-    form, found = _form(call, geometry), []
+    form = _form(call, geometry)
+    rows, columns = _lines(call, form, geometry, size)
     images = _images(call, (1, 1))._replace(steps=(steps(call.strides[0]), steps(call.strides[1])))
+    by_units = UNITS_OF_WEIGHTS if geometry.stride == (1, 1) else UNITS_OF_STRIDED_WEIGHTS
+    found = [way.weight_sums(form, images, rows, columns) for way in _ways(
+        call, form, images, size, (depthwise_mma_weights, by_units),
+        (depthwise_tiles, TILES_OF_WEIGHTS))]
+    return tuple(_sums(call, *launched) for launched in found)
+
+
+def _sums(call: Call, partial: Launch, groups: int) -> Sums:
     kept = call.shape[1] * call.kernel[0] * call.kernel[1]
-    least = LEAST_OF_WEIGHTS if geometry.stride == (1, 1) else LEAST_OF_STRIDED_WEIGHTS
-    if _by_units(call, size, least) and depthwise_mma_weights.serves(form, images):
-        found.append(depthwise_mma_weights.weight_sums(form, images, rows, columns))
-    if not found or call.has_units is None:
-        found.append(depthwise_strips.weight_sums(form, images, rows, columns))
-    return tuple(Sums(launch, groups, Launch(
-        adding(form.dtype), accumulators.blocks(kept, groups),
-        (groups, kept, accumulators.side(kept, groups)))) for launch, groups in found)
+    total = Launch(adding(str(call.dtype).removeprefix("torch.")), accumulators.blocks(kept, groups),
+                   (groups, kept, accumulators.side(kept, groups)))
+    return Sums(partial, groups, total)
 
 
 @functools.cache
@@ -189,3 +215,29 @@ def adding(dtype: str) -> Kernel:
     return Kernel("depthwise_conv2d_backward", "sum_partials", accumulators.sum_fields("acc_t", "out_t"),
                   ["using index_t = unsigned long long;", f"using out_t = {dtype}_t;"],
                   block=accumulators.BLOCK, **arithmetic(dtype))
+
+
+# -- both gradients ----------------------------------------------------------------------------------
+
+def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Of the source and of the weights: in one pass where that is the faster way."""
+    found = _of_both(_call((grad, x), weight.shape[2:], weight), geometry, (x.shape[2], x.shape[3]))
+    if found is None or x.is_meta:
+        alone = (source_gradient(grad, weight, geometry, x.shape[2:]),
+                 weight_gradient(grad, x, geometry, weight.shape[2:]))
+    if found is None:
+        return alone
+    of_source, of_weight = _image(grad, (x.shape[2], x.shape[3])), torch.empty_like(weight)
+    found(of_weight, grad, weight, x, None, of_source)
+    return of_source, of_weight
+
+
+@functools.lru_cache(4096)
+def _of_both(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
+    form, images = _form(call, geometry)._replace(flipped=True), _images(call, size)
+    of_x = images._replace(steps=(steps(call.strides[1]), images.steps[1]))
+    if not (min(*call.shape, *size) and _large(call, size, TILES_OF_BOTH) and all(
+            depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
+        return None
+    rows, columns = _lines(call, form, _flipped(call, geometry), size)
+    return _sums(call, *depthwise_tiles.gradients(form, images, rows, columns, of_x.steps[0]))

@@ -19,6 +19,8 @@ from fusionrt.ops.depthwise_forms import (
     constants,
     epilogue,
     operands,
+    row_steps,
+    window,
 )
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic
@@ -75,14 +77,6 @@ def has_units(images: Images) -> bool:
 
 def depth(form: Form) -> int:
     return 8 if form.transposed and window(form, RESULTS) <= 8 else 16
-
-
-def window(form: Form, columns: int) -> int:
-    """Pixels of the source that so many results of a strip depend on."""
-    kw, stride = form.kernel[1], form.stride[1]
-    if form.transposed:
-        return (columns - 1) // stride + (kw - 1) // stride + 1
-    return (columns - 1) * stride + kw
 
 
 def rows_of_turn(form: Form) -> Pair:
@@ -195,20 +189,16 @@ _FIELDS = [*(Field(f"int {name}", "i") for name in _SIZES), Field("unsigned line
 
 def _values(images: Images, rows: Line, columns: Line, made: Cut, form: Form) -> tuple[int, ...]:
     """Strides, and values of _FIELDS."""
-    return (*steps(images, rows), images.channels, rows.source, columns.source, rows.result, columns.result,
-            rows.source_first, columns.source_first, rows.result_first, columns.result_first, rows.step,
-            columns.step, turns(form, rows), made.chunk, skipped(made, rows, form), made.columns, made.strips,
-            made.pitch, made.pixels, row_bytes(made, form), made.lines, *divisors(made, rows, columns))
+    return (*row_steps(images, rows), images.channels, rows.source, columns.source, rows.result,
+            columns.result, rows.source_first, columns.source_first, rows.result_first, columns.result_first,
+            rows.step, columns.step, turns(form, rows), made.chunk, skipped(made, rows, form), made.columns,
+            made.strips, made.pitch, made.pixels, row_bytes(made, form), made.lines,
+            *divisors(made, rows, columns))
 
 
 def divisors(made: Cut, rows: Line, columns: Line) -> list[int]:
     return [n for by in (made.slices, made.tiles, columns.step, made.chunks, rows.step, made.band)
             for n in magic(by)]
-
-
-def steps(images: Images, rows: Line) -> list[int]:
-    """Of both images, and from a row to the next of the same residue."""
-    return [n for image in images.steps for n in (*image, image[1] * rows.step)]
 
 
 def row_bytes(made: Cut, form: Form) -> int:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import functools
 
-from fusionrt.ops.depthwise_forms import MULTIPROCESSORS, Form, Images, Launch, Line, arithmetic, constants
+from fusionrt.ops.depthwise_forms import (
+    MULTIPROCESSORS,
+    Form,
+    Images,
+    Launch,
+    Line,
+    arithmetic,
+    constants,
+    row_steps,
+    window,
+)
 from fusionrt.ops.depthwise_mma import (
     MOST_SHARED,
     RESULTS,
@@ -14,16 +24,14 @@ from fusionrt.ops.depthwise_mma import (
     cuts,
     divisors,
     has_units,
-    steps,
-    window,
 )
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
-UNITS = 4                   # of a pixel that a block has
-BLOCKS = 2                  # that share a multiprocessor
+UNITS = 2                   # of a pixel that a block has
+BLOCKS = 4                  # that share a multiprocessor
 # As in depthwise_mma, fitted to measured cuts of 24 layers.
-LATENCY, START, BYTES_A_CYCLE, INSTRUCTIONS = 2000, 4, 24, 280
+LATENCY, START, BYTES_A_CYCLE, INSTRUCTIONS = 1900, 4, 8, 220
 MOST_COUNTED = 8            # rows of the gradient that a product has room for
 BEHIND = 24                 # pixels that are read behind those of a row
 WARP_SUMS = 8 * 128 + 4     # numbers
@@ -108,8 +116,8 @@ def weight_sums(form: Form, images: Images, lines: Line, columns: Line) -> tuple
     made = cut(images.batch, images.channels, lines, columns, form)
     shared = shared_bytes(made, form)
     values = (
-        *steps(images, lines), images.channels, lines.source, columns.source, lines.result, columns.result,
-        lines.source_first, columns.source_first, lines.step, columns.step, lines.units, made.chunk,
-        made.columns, made.strips, made.pitch, made.pixels, row_bytes(made), shared, made.lines,
+        *row_steps(images, lines), images.channels, lines.source, columns.source, lines.result,
+        columns.result, lines.source_first, columns.source_first, lines.step, columns.step, lines.units,
+        made.chunk, made.columns, made.strips, made.pitch, made.pixels, row_bytes(made), shared, made.lines,
         *divisors(made, lines, columns))
     return Launch(weighing(form), made.blocks, values, shared), made.blocks // made.slices

@@ -23,9 +23,19 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reduc
            "gemm_sm90": ("hopper.cuh", "sm90.cuh"), "gemv": ("copies.cuh", "mma.cuh"),
            **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                            ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
-           "depthwise": ("depthwise.cuh",), "depthwise_mma": ("depthwise.cuh", "copies.cuh", "mma.cuh"),
-           "depthwise_mma_backward": ("depthwise.cuh", "copies.cuh", "mma.cuh"),
-           "depthwise_backward": ("depthwise.cuh",), "window": ("copies.cuh",)}
+           **dict.fromkeys(("depthwise", "depthwise_backward"), ("depthwise.cuh",)),
+           **dict.fromkeys(("depthwise_tiles", "depthwise_tiles_backward", "depthwise_tiles_gradients"),
+                           ("depthwise.cuh", "copies.cuh")),
+           **dict.fromkeys(("depthwise_mma", "depthwise_mma_backward"),
+                           ("depthwise.cuh", "copies.cuh", "mma.cuh")), "window": ("copies.cuh",)}
+# Template -> what it shares with others of what builds on the specialisation's constants.
+PARTS = {"depthwise": ("depthwise_turns.cuh",),
+         "depthwise_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh"),
+         "depthwise_tiles": ("depthwise_turns.cuh", "depthwise_copies.cuh", "depthwise_blocks.cuh"),
+         "depthwise_tiles_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh", "depthwise_copies.cuh",
+                                      "depthwise_blocks.cuh"),
+         "depthwise_tiles_gradients": ("depthwise_turns.cuh", "depthwise_partials.cuh",
+                                       "depthwise_copies.cuh", "depthwise_blocks.cuh")}
 
 
 def directory() -> Path:
@@ -42,7 +52,8 @@ def template(name: str) -> str:
 def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
     """The template with the headers that it builds on."""
     headers = [template(name) for name in ("prelude.cuh", *HEADERS.get(stem, ()))]
-    return "\n".join([*constants, *headers, "namespace fusionrt {", *functions, template(f"{stem}.cu"),
+    parts = [template(name) for name in (*PARTS.get(stem, ()), f"{stem}.cu")]
+    return "\n".join([*constants, *headers, "namespace fusionrt {", *functions, *parts,
                       "}  // namespace fusionrt", ""])
 
 
