@@ -371,7 +371,7 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
 
 // The same for two passes, the first one of the next row before the last one of this: threads meet once a row,
 // and values travel among blocks while they work.
-constexpr bool AHEAD = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
+constexpr bool OVERLAPPED = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
 
 __device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Held& tiles,
                                            acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange,
@@ -385,8 +385,8 @@ __device__ __forceinline__ void first_look(const Params& p, Work& work, const Ri
     publish<0>(values, exchange, turn, work.team, work.lane);
 }
 
-__device__ __forceinline__ void walk_ahead(const Params& p, unsigned base, unsigned step, unsigned rank,
-                                           SumsOfColumns& sums, Exchange& exchange) {
+__device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, unsigned step, unsigned rank,
+                                                SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, base, step, rank), left = ring;  // where the next row is, and the last one was
     int turn = 0;
     Held tiles;
@@ -469,7 +469,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     open(exchange);
     SumsOfColumns sums = {};
     if constexpr (IN_PARTS) walk_in_parts(p, block, blocks, rank, sums, exchange);
-    else if constexpr (AHEAD) walk_ahead(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     if constexpr (SUMS > 0) store_sums(p, begin(p, 0, rank), sums, block);

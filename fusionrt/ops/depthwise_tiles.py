@@ -1,5 +1,6 @@
-"""Depthwise convolutions whose rows come by way of shared memory, kernels_src/depthwise_tiles.cu and
-depthwise_tiles_backward.cu: kernels, how their work is cut into blocks, their launches.
+"""Depthwise convolutions whose rows come by way of shared memory, kernels_src/depthwise_tiles.cu, and their
+gradients, depthwise_tiles_backward.cu and depthwise_tiles_gradients.cu (both at a time): kernels, how their
+work is cut into blocks, their launches.
 """
 
 from __future__ import annotations
