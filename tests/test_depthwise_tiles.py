@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt.expr import normcdf
+from fusionrt.ops import depthwise
 from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops import depthwise_tiles as tiles
 from fusionrt.ops.depthwise_forms import (
@@ -178,6 +179,26 @@ def test_cuts_fit(dtype):
             assert made.threads <= 512 and made.lanes * 2 * tiles.ITEMSIZE[dtype] % tiles.UNIT == 0
             if n * c * size * size > 1 << 23:
                 assert made.blocks >= 100
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_one_strip_has_room(dtype):
+    """Of any pixels that are served, or a block's ring would be sought forever."""
+    for k, stride, channels in itertools.product(((5, 5), (1, 5), (5, 1)), (1, 2), range(4, 260, 4)):
+        form = Form(dtype, k, (stride, stride), 2, 0)
+        lanes, slices = tiles.lanes_of(channels, form)
+        line = line_of(56, -(-56 // stride), k[0], stride, 0, 1, False)
+        found = list(tiles.cuts(lanes, slices, 1, 2, line, line, form))
+        for wanted in Wanted:
+            assert any(tiles.shared_bytes(made, form, wanted) <= tiles.MOST_SHARED for made in found)
+
+
+def test_the_gradient_of_a_permuted_weight_is_contiguous():
+    x = images(2, 8, 6, 7, device="meta")
+    weight = torch.empty(3, 3, 1, 8, device="meta").permute(3, 2, 1, 0)
+    for run in (depthwise._of_both.run, depthwise._of_both._overload):
+        made = run(x, x, weight, [1, 1], [1, 1], [1, 1])
+        assert made[1].is_contiguous() and made[1].shape == weight.shape
 
 
 def test_slices_are_whole_lines_of_memory():

@@ -156,5 +156,5 @@ _of_weight = StructuredOp(
 _of_both = StructuredOp(
     f"depthwise_conv2d_of_both(Tensor grad, Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
     _run_of_both,
-    lambda grad, x, weight, *geometry: (_fake_image(grad, x.shape[2:]), torch.empty_like(weight)),
+    lambda grad, x, weight, *geometry: (_fake_image(grad, x.shape[2:]), weight.new_empty(weight.shape)),
     Gradient(lambda args, out: args[:3], _of_of_both))

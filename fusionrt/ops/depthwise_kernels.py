@@ -197,9 +197,10 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     rows, columns = _lines(call, form, geometry, size)
     images = _images(call, (1, 1))._replace(steps=(steps(call.strides[0]), steps(call.strides[1])))
     by_units = UNITS_OF_WEIGHTS if geometry.stride == (1, 1) else UNITS_OF_STRIDED_WEIGHTS
+    # Of a dilation each residue would be a row of partial sums.
+    by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
     found = [way.weight_sums(form, images, rows, columns) for way in _ways(
-        call, form, images, size, (depthwise_mma_weights, by_units),
-        (depthwise_tiles, TILES_OF_WEIGHTS))]
+        call, form, images, size, (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles))]
     return tuple(_sums(call, *launched) for launched in found)
 
 
@@ -227,7 +228,7 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tu
                  weight_gradient(grad, x, geometry, weight.shape[2:]))
     if found is None:
         return alone
-    of_source, of_weight = _image(grad, (x.shape[2], x.shape[3])), torch.empty_like(weight)
+    of_source, of_weight = _image(grad, (x.shape[2], x.shape[3])), weight.new_empty(weight.shape)
     found(of_weight, grad, weight, x, None, of_source)
     return of_source, of_weight
 
@@ -236,8 +237,8 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tu
 def _of_both(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
     form, images = _form(call, geometry)._replace(flipped=True), _images(call, size)
     of_x = images._replace(steps=(steps(call.strides[1]), images.steps[1]))
-    if not (min(*call.shape, *size) and _large(call, size, TILES_OF_BOTH) and all(
-            depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
+    if not (min(*call.shape, *size) and geometry.dilation == (1, 1) and _large(call, size, TILES_OF_BOTH)
+            and all(depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
         return None
     rows, columns = _lines(call, form, _flipped(call, geometry), size)
     return _sums(call, *depthwise_tiles.gradients(form, images, rows, columns, of_x.steps[0]))

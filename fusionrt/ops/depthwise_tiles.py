@@ -33,10 +33,10 @@ from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
 VEC, UNIT = 2, 16           # channels of a thread; bytes that are copied at a time
 WIDTHS = 8, 7, 4            # columns of a thread
-MOST_LANES = 64             # threads side by side along the channels
+MOST_PIXEL = 256            # bytes of a pixel, which so many threads side by side have
 MOST_THREADS = 192          # of a block
-MOST_TAPS = 25
-MOST_SHARED = 84 << 10      # bytes of a block's ring: any GPU since Ampere has 99 KB
+MOST_SIDE = 5               # of a kernel
+MOST_SHARED = 84 << 10      # bytes of a block's ring: any GPU since Ampere has 99 KB, and 13 are for weights
 REGISTERS, SHARED = 1 << 16, 227 << 10  # of a large GPU's multiprocessor
 # Instructions that a multiprocessor issues in a cycle and bytes that it moves, cycles of a turn when nothing
 # else runs, turns that beginning takes, instructions of a step beside those that are counted: fitted to 3500
@@ -92,7 +92,7 @@ class Cut(NamedTuple):
 def serves(form: Form, images: Images) -> bool:
     """Whether pixels are of whole units."""
     unit = UNIT // ITEMSIZE[images.dtype]
-    return images.dtype != "float64" and images.unit(unit) == unit and math.prod(form.kernel) <= MOST_TAPS
+    return images.dtype != "float64" and images.unit(unit) == unit and max(form.kernel) <= MOST_SIDE
 
 
 def rows_of_step(form: Form) -> Pair:
@@ -124,7 +124,7 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form, wanted
     lanes, slices = lanes_of(channels, form)
     slots = 1 << (MOST_THREADS // lanes).bit_length() - 1
     found: list[Cut] = []
-    while not found:  # rows of many short strips may want too much
+    while not found:  # rows of many strips may want too much, one has room in any case
         found = [made for made in cuts(lanes, slices, slots, batch, rows, columns, form)
                  if shared_bytes(made, form, wanted) <= MOST_SHARED]
         slots //= 2
@@ -155,7 +155,7 @@ def lanes_of(channels: int, form: Form) -> Pair:
         split = slices > 1 and lanes * each % 128 > 0
         return slices * lanes / vectors + 0.1 * split, abs(lanes - 32)
 
-    lanes = min(range(unit, MOST_LANES + 1, unit), key=waste)
+    lanes = min(range(unit, MOST_PIXEL // each + 1, unit), key=waste)
     return lanes, -(-vectors // lanes)
 
 

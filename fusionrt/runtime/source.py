@@ -1,4 +1,4 @@
-"""Kernel source: constants + prelude + generated functions + an unchanged template, one text.
+"""Kernel source: constants + headers + generated functions + unchanged parts and template, one text.
 
 The text is what gets hashed, so nothing it depends on can change unseen: there is no include path.
 """
