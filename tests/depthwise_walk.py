@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
-from checking import F32, F64
+from checking import F16, F32, F64, assert_same_bits, check_in_norm
 from torch.nn import functional as F
 
+import fusionrt as frt
 from fusionrt.ops.depthwise_forms import Geometry
 
 
@@ -57,6 +58,49 @@ def check_gradients(convolved, weighed, size, kernel, stride, padding, dilation)
         geometry, taps = geometry._replace(padding=tuple(moved)), taps[::-1, ::-1]
     found = convolved(up, taps, size, geometry, geometry.stride != (1, 1))
     torch.testing.assert_close(of_last(found), of_x)
+
+
+def check_large_images(batch, k, stride, device="cuda", size=112):
+    """Against torch, and that two runs give the same bits."""
+    x = images(batch, 96, size, size, dtype=F16, device=device)
+    weight = torch.randn(96, 1, k, k, device=device).to(F16)
+    grad_output = torch.randn(batch, 96, size // stride, size // stride, device=device)
+    (y, grads), (again, grads_again) = (
+        check_in_norm(frt.depthwise_conv2d, (x, weight), {"padding": k // 2, "stride": stride},
+                      grad_output=grad_output) for _ in range(2))
+    for a, b in zip((y, *grads), (again, *grads_again), strict=True):
+        assert_same_bits(a, b)
+
+
+def check_epilogues(k, stride, device="cuda"):
+    """A bias and an activation, and a residual as well."""
+    x = images(2, 24, 19, 21, dtype=F16, device=device)
+    weight, bias = (torch.randn(shape, device=device).to(F16) for shape in ((24, 1, k, k), (24,)))
+    options = {"padding": k // 2, "stride": stride}
+    y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), options,
+                         torch.no_grad()(frt.depthwise_conv2d.reference))
+    residual = torch.randn_like(y)
+
+    def added(x, weight, bias, residual):
+        with torch.no_grad():
+            return frt.conv_activation(x, weight, bias, "silu", residual=residual, groups=24, **options)
+
+    def expected(x, weight, bias, residual):
+        return F.silu(F.conv2d(x, weight, bias, stride, k // 2, 1, 24)) + residual
+
+    check_in_norm(added, (x, weight, bias, residual), {}, torch.no_grad()(expected))
+
+
+def check_infinities_and_nan(stride, device="cuda"):
+    """Those of pixels stay with the results that depend on them."""
+    x = images(2, 16, 19, 37, dtype=F16, device=device)
+    weight = torch.randn(16, 1, 3, 3, device=device).to(F16)
+    x[0, 3, 9, 9], x[1, 15, 0, 0], x[1, 15, 18, 36], x[1, 0, 3, 30] = (
+        float(v) for v in ("nan", "inf", "-inf", "inf"))
+    y = frt.depthwise_conv2d(x, weight, padding=1, stride=stride).cpu()
+    expected = F.conv2d(x.cpu().float(), weight.cpu().float(), None, stride, 1, 1, 16).half()
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-2, equal_nan=True)
+    assert not y.isfinite().all()
 
 
 GEOMETRIES = [

@@ -5,9 +5,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, assert_same_bits, check_in_norm
-from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pixels
-from torch.nn import functional as F
+from checking import BF16, F16, F32, check_in_norm
+from depthwise_walk import (
+    GEOMETRIES,
+    check_epilogues,
+    check_gradients,
+    check_infinities_and_nan,
+    check_large_images,
+    digits,
+    images,
+    pixels,
+)
 
 import fusionrt as frt
 from fusionrt.expr import normcdf
@@ -196,45 +204,17 @@ def test_as_accurate_as_torch(kernel, stride, padding, dilation, dtype, of_any_s
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 2])
 def test_large_images(stride):
-    x = images(16 * stride, 96, 112, 112, dtype=F16, device="cuda")
-    weight = torch.randn(96, 1, 5, 5, device="cuda").to(F16)
-    options = {"padding": 2, "stride": stride}
-    (y, grads), (again, grads_again) = (
-        check_in_norm(frt.depthwise_conv2d, (x, weight), options, grad_output=grad_output)
-        for grad_output in [torch.randn(16 * stride, 96, 112 // stride, 112 // stride, device="cuda")] * 2)
-    for a, b in zip((y, *grads), (again, *grads_again), strict=True):
-        assert_same_bits(a, b)
+    check_large_images(16 * stride, 5, stride)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 2])
 def test_epilogues(stride, of_any_size):
-    x = images(2, 24, 19, 21, dtype=F16, device="cuda")
-    weight, bias = (torch.randn(shape, device="cuda").to(F16) for shape in ((24, 1, 5, 5), (24,)))
-    options = {"padding": 2, "stride": stride}
-    y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), options,
-                         torch.no_grad()(frt.depthwise_conv2d.reference))
-    residual = torch.randn_like(y)
-
-    def added(x, weight, bias, residual):
-        with torch.no_grad():
-            return frt.conv_activation(x, weight, bias, "silu", residual=residual, groups=24, **options)
-
-    def expected(x, weight, bias, residual):
-        return F.silu(F.conv2d(x, weight, bias, stride, 2, 1, 24)) + residual
-
-    check_in_norm(added, (x, weight, bias, residual), {}, torch.no_grad()(expected))
+    check_epilogues(5, stride)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 2])
 def test_infinities_and_nan_stay_where_they_are(stride, of_any_size):
     """A band matrix has zeros, and what they meet are pixels of other results."""
-    x = images(2, 16, 19, 37, dtype=F16, device="cuda")
-    weight = torch.randn(16, 1, 3, 3, device="cuda").to(F16)
-    x[0, 3, 9, 9], x[1, 15, 0, 0], x[1, 15, 18, 36], x[1, 0, 3, 30] = (
-        float(v) for v in ("nan", "inf", "-inf", "inf"))
-    y = frt.depthwise_conv2d(x, weight, padding=1, stride=stride).cpu()
-    expected = F.conv2d(x.cpu().float(), weight.cpu().float(), None, stride, 1, 1, 16).half()
-    torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-2, equal_nan=True)
-    assert not y.isfinite().all()
+    check_infinities_and_nan(stride)
