@@ -28,6 +28,7 @@ constexpr int PAIRS = (HELD + 1) / 2;        // of held rows: h and h + PAIRS sh
 constexpr int STRIPS = 8, RESULTS = 8;       // strips of a product; results of a strip that it has room for
 constexpr int CHANNELS = BLOCK / 32 * VEC, UNITS = CHANNELS / 8, UNIT = 16;  // 16-byte units of a pixel
 constexpr int LOADS = 2;                     // units of a row that a thread copies
+constexpr bool CROWDED = BLOCKS > 2;         // sums and products leave an epilogue few registers
 constexpr int PIXEL = CHANNELS * 2, TILE = STRIPS * RESULTS * PIXEL, TILES = ROWS_OUT * TILE;  // bytes
 static_assert(BLOCK == STRIPS * RESULTS * UNITS, "a thread stores a unit of a row");
 
@@ -90,7 +91,8 @@ __device__ __forceinline__ Task task_of(const Params& p) {
     return task;
 }
 
-// A unit of a pixel that a thread copies of every row of the source: zeros, if there are no `rows`.
+// A unit of a pixel that a thread copies of every row of the source: zeros, if there are no `rows`; none, if `to` is
+// negative.
 struct Source {
     const scalar_t* next;
     int row, rows, to;
@@ -104,16 +106,16 @@ __device__ __forceinline__ Source source_of(const Params& p, const Task& task, i
     s.row = lines.row + p.skipped * ROWS_IN * p.dilation_h;
     s.next = p.x + (lines.image * p.x_batch + s.row * p.x_row + column * p.x_column + channel);
     s.rows = in_image(column, p.source_columns) && lines.turns > 0 && channel < p.channels ? p.source_rows : 0;
-    keep(s.to = place(pixel, unit));
+    keep(s.to = index < p.pixels * UNITS ? place(pixel, unit) : -1);
     return s;
 }
 
-__device__ __forceinline__ void fetch(const Params& p, Source (&source)[LOADS], int count, unsigned stage) {
+__device__ __forceinline__ void fetch(const Params& p, Source (&source)[LOADS], unsigned stage) {
 #pragma unroll
     for (int s = 0; s < ROWS_IN; ++s, stage += p.row_bytes)
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
-            if (k < count) copy_or_clear(stage + source[k].to, source[k].next, in_image(source[k].row, source[k].rows));
+            if (source[k].to >= 0) copy_or_clear(stage + source[k].to, source[k].next, in_image(source[k].row, source[k].rows));
             source[k].next += p.x_step;
             source[k].row += p.dilation_h;
         }
@@ -296,6 +298,7 @@ __device__ __forceinline__ void put(const Params& p, const Channels& channels, i
                 out.data[c] = from_acc<scalar_t>(finish(channels, c, held[r][c][n], at(added, c)));
             *reinterpret_cast<Pack<scalar_t, VEC>*>(tile + r * TILE + to[n]) = out;
         }
+        if constexpr (CROWDED) asm volatile("" ::: "memory");  // one row's epilogue after the other
     }
 }
 
@@ -311,13 +314,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const 
     Source source[LOADS];
 #pragma unroll
     for (int k = 0; k < LOADS; ++k) source[k] = source_of(p, task, threadIdx.x + k * BLOCK);
-    const int count = (p.pixels * UNITS - static_cast<int>(threadIdx.x) + BLOCK - 1) / BLOCK;
     const int stage = ROWS_IN * p.row_bytes;
     unsigned ring = shared_address(stages);
     keep(ring);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; ++k) {
-        if (p.skipped + k < end) fetch(p, source, count, ring + k * stage);
+        if (p.skipped + k < end) fetch(p, source, ring + k * stage);
         commit_copies();
     }
     // What a strip reads behind the last pixel meets zeros, but must be a number.
@@ -337,10 +339,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const 
 #pragma unroll
     for (int n = 0; n < 2; ++n) keep(to[n] = channel_place((2 * member() + n) * RESULTS + group()));
     const bool active = channel < p.channels;
-    const Channels channels = know(p, active ? channel : 0);
+    __shared__ Channels shared_channels[CROWDED ? BLOCK / 32 : 1];
+    Channels own_channels;
+    Channels& channels = CROWDED ? shared_channels[threadIdx.x / 32] : own_channels;
+    channels = know(p, active ? channel : 0);
     Drain drain = drain_of(p, task);
     int unit = place(threadIdx.x / UNITS, threadIdx.x % UNITS);
-    keep(unit);
+    if (__CUDA_ARCH__ < 1000) keep(unit);  // sm_100 would spill it
 
     Held held = {};
     int read = 0, fill = (STAGES - 1) * stage, tile = 0;
@@ -349,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const 
         wait_for_copies<STAGES - 2>();
         __syncthreads();
         store(p, drain, tiles + (TILES - tile) + unit);  // of the turn before
-        if (turn + STAGES - 1 < end) fetch(p, source, count, ring + fill);
+        if (turn + STAGES - 1 < end) fetch(p, source, ring + fill);
         commit_copies();
         if (active) {
             move_on(held);

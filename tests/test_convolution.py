@@ -445,6 +445,13 @@ WRONG = [
 ]
 
 
+def test_images_without_rows(device):
+    """Padding alone would be a result; torch refuses it."""
+    x = images(2, 4, 0, 5, dtype=F32, device=device, last=True)
+    with pytest.raises(RuntimeError, match=r"got input shape: \[2, 4, 0, 5\]"):
+        frt.depthwise_conv2d(x, torch.ones(4, 1, 3, 3, device=device), padding=2)
+
+
 @pytest.mark.parametrize("error, message, call", WRONG, ids=[message[:30] for _, message, _ in WRONG])
 def test_errors(error, message, call):
     with pytest.raises(error, match=message):

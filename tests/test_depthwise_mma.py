@@ -131,6 +131,7 @@ def test_cuts_fit():
 
 LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + channel(2)),
               ("float16",) * 3, True)
+ALONE = Finish(normcdf(VALUE * channel(0) + channel(1)) * (VALUE + channel(2)), ("float16",) * 3, False)
 
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
@@ -140,7 +141,7 @@ LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + cha
     ("float16", (3, 3), 2), ("bfloat16", (5, 5), 2), ("float16", (7, 7), 2), ("float16", (1, 1), 1)], ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, arch):
     form = Form(dtype, k, (stride, stride), 4, 0)
-    made = [mma.convolving(form, PLAIN), mma.convolving(form, LONG)]
+    made = [mma.convolving(form, finish) for finish in (PLAIN, LONG, ALONE)]
     if k[1] < 9:
         made.append(weights.weighing(form))
     if stride > 1:
@@ -154,7 +155,7 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
 
 @pytest.mark.parametrize("channels, size, stems", [
     (96, 112, ("depthwise_mma", "depthwise_mma_backward")),
-    (192, 28, ("depthwise_tiles", "depthwise_mma_backward")),
+    (192, 28, ("depthwise_mma", "depthwise_mma_backward")),
     (576, 14, ("depthwise", "depthwise_mma_backward")),
     (576, 7, ("depthwise", "depthwise_backward"))], ids=str)
 def test_large_images_are_theirs(channels, size, stems):

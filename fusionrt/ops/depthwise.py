@@ -24,7 +24,7 @@ def serves(x: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> bool:
     """Whether the kernels of this module compute the convolution: of images with neighbouring channels, on a
     GPU, a kernel for each; what ours do not have (strides above 2, a stride with a dilation, very large
     kernels) is torch's."""
-    if x.dim() != 4 or weight.dim() != 4 or device_type(x) != "cuda":
+    if x.dim() != 4 or weight.dim() != 4 or device_type(x) != "cuda" or 0 in x.shape[2:]:
         return False
     channels, taps = x.shape[1], weight.shape[2] * weight.shape[3]
     return (groups == channels == weight.shape[0] and channels > 1 and weight.shape[1] == 1

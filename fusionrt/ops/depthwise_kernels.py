@@ -33,10 +33,8 @@ Tensor = torch.Tensor
 STRIDES = (1, 2)
 MOST_TAPS, MOST_DOUBLE_TAPS = 121, 49  # of a kernel whose taps are written out, by the registers there are
 # Elements of both images from which on kernels of matrix units, or those whose rows come by way of shared
-# memory, are the faster way, by the least number of taps: their blocks take longer to begin. An epilogue
-# costs the matrix units' more.
-UNITS_OF_RESULTS, UNITS_OF_FINISHED = {25: 16 << 20, 49: 4 << 20}, {25: 32 << 20, 49: 4 << 20}
-UNITS_OF_STRIDED, UNITS_OF_SOURCE = {49: 4 << 20}, {49: 4 << 20}
+# memory, are the faster way, by the least number of taps: their blocks take longer to begin.
+UNITS_OF_RESULTS, UNITS_OF_STRIDED = {25: 8 << 20, 49: 4 << 20}, {49: 4 << 20}
 UNITS_OF_WEIGHTS, UNITS_OF_STRIDED_WEIGHTS = {25: 6 << 20}, {49: 6 << 20}
 TILES_OF_RESULTS, TILES_OF_STRIDED = {1: 8 << 20}, {1: 4 << 20, 25: 8 << 20}
 TILES_OF_WEIGHTS, TILES_OF_BOTH = {1: 4 << 20}, {1: 4 << 20}
@@ -135,11 +133,9 @@ def _launches(call: Call, form: Form, geometry: Geometry, size: Pair, finish: Fi
         return ()
     rows, columns = _lines(call, form, geometry, size)
     images = _images(call, size)
-    if form.stride == (1, 1):
-        by_units = UNITS_OF_RESULTS if finish.root is PLAIN.root else UNITS_OF_FINISHED
-        by_tiles = TILES_OF_RESULTS
-    else:
-        by_units, by_tiles = UNITS_OF_SOURCE if form.transposed else UNITS_OF_STRIDED, TILES_OF_STRIDED
+    plain = form.stride == (1, 1)
+    by_units, by_tiles = (UNITS_OF_RESULTS if plain else UNITS_OF_STRIDED,
+                          TILES_OF_RESULTS if plain else TILES_OF_STRIDED)
     return tuple(way.convolution(form, images, rows, columns, finish) for way in _ways(
         call, form, images, size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
 

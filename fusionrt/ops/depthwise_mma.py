@@ -98,12 +98,12 @@ def before(form: Form) -> int:
 
 
 @functools.lru_cache(1024)
-def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut:
+def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form, finish: Finish = PLAIN) -> Cut:
     """The one that seems fastest."""
     slices = -(-channels // (UNITS * 8))
     found = cuts(batch * rows.step, slices, turns(form, rows), before(form), columns, form, depth(form))
     return min((made for made in found if shared_bytes(made, form) <= MOST_SHARED),
-               key=lambda made: _cycles(made, rows, form))
+               key=lambda made: _cycles(made, rows, form, blocks(form, finish)))
 
 
 def cuts(images: int, slices: int, units: int, before: int, columns: Line, form: Form, most: int
@@ -131,14 +131,13 @@ def skipped(made: Cut, rows: Line, form: Form) -> int:
     return max(0, -rows.source_first) // (rows_of_turn(form)[0] * rows.step) if made.chunks == 1 else 0
 
 
-def _cycles(made: Cut, rows: Line, form: Form) -> float:
-    """Estimate of what all blocks take: memory traffic, or instructions, of which a scheduler issues one in
-    two cycles."""
+def _cycles(made: Cut, rows: Line, form: Form, together: int) -> float:
+    """Estimate of what all blocks take, so many of them `together` on a multiprocessor: memory traffic, or
+    instructions, of which a scheduler issues one in two cycles."""
     rows_in, rows_out = rows_of_turn(form)
     moved = (rows_in * made.pixels + rows_out * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
     instructions = 90 + 25 * rows_in + 20 * rows_out + rows_in * pairs(form) * VEC
     turn = max(moved, instructions * UNITS)  # a unit is two warps
-    together = blocks(form)
     full, rest = divmod(made.blocks, MULTIPROCESSORS * together)
     shares = [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
     each = made.chunk + before(form) - skipped(made, rows, form) + START
@@ -152,10 +151,10 @@ def pairs(form: Form) -> int:
 
 
 def blocks(form: Form, finish: Finish = PLAIN) -> int:
-    """That share a multiprocessor, by their registers: sums and products of taps; what an epilogue needs."""
+    """That share a multiprocessor, by their registers: sums, products of taps, a residual and its place."""
     products = pairs(form) if form.transposed else rows_of_turn(form)[0] + form.stride[0] * (pairs(form) - 1)
     numbers = VEC * (4 * pairs(form) + products * depth(form) // 4)
-    return max(2, (4 if numbers <= 64 else 3 if numbers <= 112 else 2) - (finish.root is not PLAIN.root))
+    return max(2, (4 if numbers <= 64 else 3 if numbers <= 112 else 2) - finish.residual)
 
 
 def stages(form: Form) -> int:
@@ -174,7 +173,7 @@ def convolving(form: Form, finish: Finish) -> Kernel:
 
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=VEC)
-    made = cut(images.batch, images.channels, rows, columns, form)
+    made = cut(images.batch, images.channels, rows, columns, form, finish)
     return Launch(convolving(form, finish), made.blocks, _values(images, rows, columns, made, form),
                   shared_bytes(made, form))
 
