@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) join_partials(const __grid_c
     start<1>(none);
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
+    wait_for_kernel_before();
     const index_t chunks = n < p.kept ? p.chunks * INNER : 0;
 #pragma unroll 4
     for (index_t c = depth; c < chunks; c += BLOCK >> p.side) {

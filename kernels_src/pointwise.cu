@@ -8,50 +8,73 @@
 // The prologue defines
 //   BLOCK, UNROLL, VEC            threads, vectors a thread (1, or a number of pairs), elements a vector
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
+//   EACH_OF_FEW                   elements of a thread of the second kernel, if there is one: of a tensor that does
+//                                 not fill the GPU, where what a thread does one after the other is the time
+//   DRAWS                         whether there are random bits
 //   index_t                       unsigned below 2^31 elements, else unsigned long long
 //   Params                        pointers, sizes, strides, scalars; `count` elements in all
 //   Tile<W>, load<W>(p, i)        the operands' values at W neighbouring elements
 //   Draws<W>, draws<W>(p, i)      their random bits; draw_both(p, i, a, b) for i and i + HALF_BLOCK
 //   finish<W>(p, i, tile, draws)  compute and store the outputs
 
-// Threads side by side fill half a block of elements, the second vectors of pairs the other half.
-constexpr int PAIRS = UNROLL / 2, SIDE = PAIRS ? HALF_BLOCK / VEC : BLOCK;
-constexpr index_t STEP = SIDE * VEC, PAIR_STEP = BLOCK * VEC * 2;
+// Vectors of a pair that share random numbers are HALF_BLOCK elements apart: threads side by side fill the first
+// half, their second vectors the other one.
+template <int VEC, int UNROLL> struct Layout {
+    static constexpr int PAIRS = UNROLL / 2, SIDE = PAIRS && DRAWS ? HALF_BLOCK / VEC : BLOCK;
+    static constexpr index_t STEP = SIDE * VEC, PAIR_STEP = BLOCK * VEC * 2;
+    static constexpr index_t LAST = PAIRS ? (PAIRS - 1) * PAIR_STEP + STEP : 0;
 
-template <int N> __device__ __forceinline__ void whole_vectors(const Params& p, index_t i) {
-    if constexpr (N == 0) {
+    __device__ __forceinline__ static index_t first_element() {
+        const index_t of_block = static_cast<index_t>(blockIdx.x) * (BLOCK * UNROLL * VEC);
+        if constexpr (SIDE == BLOCK) return of_block + threadIdx.x * VEC;
+        return of_block + threadIdx.x / SIDE * (2 * STEP) + threadIdx.x % SIDE * VEC;
+    }
+};
+
+template <int VEC, int UNROLL> __device__ __forceinline__ void whole_vectors(const Params& p, index_t i) {
+    using At = Layout<VEC, UNROLL>;
+    if constexpr (At::PAIRS == 0) {
         finish<VEC>(p, i, load<VEC>(p, i), draws<VEC>(p, i));
     } else {
-        Tile<VEC> tiles[N][2];
+        Tile<VEC> tiles[At::PAIRS][2];
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            tiles[k][0] = load<VEC>(p, i + k * PAIR_STEP);
-            tiles[k][1] = load<VEC>(p, i + k * PAIR_STEP + STEP);
+        for (int k = 0; k < At::PAIRS; ++k) {
+            tiles[k][0] = load<VEC>(p, i + k * At::PAIR_STEP);
+            tiles[k][1] = load<VEC>(p, i + k * At::PAIR_STEP + At::STEP);
         }
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
+        for (int k = 0; k < At::PAIRS; ++k) {
             Draws<VEC> first, second;
-            draw_both(p, i + k * PAIR_STEP, first, second);
-            finish<VEC>(p, i + k * PAIR_STEP, tiles[k][0], first);
-            finish<VEC>(p, i + k * PAIR_STEP + STEP, tiles[k][1], second);
+            draw_both(p, i + k * At::PAIR_STEP, first, second);
+            finish<VEC>(p, i + k * At::PAIR_STEP, tiles[k][0], first);
+            finish<VEC>(p, i + k * At::PAIR_STEP + At::STEP, tiles[k][1], second);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise(const __grid_constant__ Params p) {
-    const index_t i = static_cast<index_t>(blockIdx.x) * (BLOCK * UNROLL * VEC)
-                      + (threadIdx.x / SIDE) * (PAIRS ? 2 * STEP : STEP) + (threadIdx.x % SIDE) * VEC;
-    constexpr index_t LAST = PAIRS ? (PAIRS - 1) * PAIR_STEP + STEP : 0;
+template <int VEC, int UNROLL> __device__ __forceinline__ void elements(const Params& p) {
+    using At = Layout<VEC, UNROLL>;
+    const index_t i = At::first_element();
 
-    if (i + LAST + VEC <= p.count) {
-        whole_vectors<PAIRS>(p, i);
+    if (i + At::LAST + VEC <= p.count) {
+        whole_vectors<VEC, UNROLL>(p, i);
     } else if (VEC * UNROLL > 1) {  // the ragged end: single elements
 #pragma unroll 1
         for (int u = 0; u < UNROLL; ++u) {
-            const index_t first = i + u / 2 * PAIR_STEP + u % 2 * STEP;
+            const index_t first = i + u / 2 * At::PAIR_STEP + u % 2 * At::STEP;
 #pragma unroll 1
             for (index_t j = first; j < p.count && j < first + VEC; ++j)
                 finish<1>(p, j, load<1>(p, j), draws<1>(p, j));
         }
     }
 }
+
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise(const __grid_constant__ Params p) {
+    elements<VEC, UNROLL>(p);
+}
+
+#ifdef EACH_OF_FEW
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_of_few(const __grid_constant__ Params p) {
+    elements<EACH_OF_FEW, 1>(p);
+}
+#endif

@@ -100,6 +100,7 @@ __device__ __forceinline__ void reduce_rows(const Params& p) {
               chunk_begin(p.rows, chunk + 1, p.chunks), [&](index_t row) { return base + row_base(p, row); });
     }
 
+    if constexpr (!FINAL) next_may_begin();
     __shared__ acc_t shared[MOST][DEPTH][WIDTH];
     acc_t joined[OWN][VALUES];
     join_columns(walk.values, joined, shared);
@@ -158,6 +159,7 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
         }
     }
 
+    if constexpr (!FINAL) next_may_begin();
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
         acc_t other[VALUES];

@@ -94,6 +94,21 @@ CAST(int8) CAST(uint8) CAST(int16) CAST(int32) CAST(int64) CAST(bool)
 #undef CAST
 
 // ---------------------------------------------------------------------------------------------
+// Kernels of one op that follow each other. On Hopper and later the next one may begin while this one's blocks leave
+// what they found, and waits where it reads that: half a microsecond less. (Said at the start it was slower for rows.)
+
+__device__ __forceinline__ void next_may_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------
 // Access: W neighbouring elements as few wide transactions
 
 template <typename T, int W> struct Pack {

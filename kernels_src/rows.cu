@@ -472,5 +472,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
-    if constexpr (SUMS > 0) store_sums(p, begin(p, 0, rank), sums, block);
+    if constexpr (SUMS > 0) {
+        next_may_begin();
+        store_sums(p, begin(p, 0, rank), sums, block);
+    }
 }

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) sum_partials(const __grid_co
 
     const acc_t* partials = p.partials + blockIdx.y * p.chunks * p.kept;
     acc_t total = 0;
+    wait_for_kernel_before();
     const index_t chunks = n < p.kept ? p.chunks : 0;
 #pragma unroll 4
     for (index_t c = depth; c < chunks; c += BLOCK >> p.side) total += partials[c * p.kept + n];

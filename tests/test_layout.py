@@ -13,7 +13,7 @@ import fusionrt as frt
 from fusionrt import layout
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import pointwise
+from fusionrt.runtime import launch, pointwise
 from fusionrt.runtime.source import Field, Params, magic, pointer
 
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -257,9 +257,9 @@ def test_params_of_real_problems_have_no_padding(call, dtype):
     assert len(problems) == 2
     for problem in problems:
         assert isinstance(problem, Problem)
-        for launch in pointwise.split(problem):
+        for part, _, rows in pointwise.split(problem):
             for alignment in (2, 8, 16):
-                source = pointwise.generate(launch.problem, alignment, launch.rows)
+                source = pointwise.generate(part, alignment, rows)
                 found, _, size = c_layout(source.params.declaration)
                 assert size == source.params.packer.size, source.params.declaration
                 assert len(found) == len(source.values)
@@ -287,6 +287,26 @@ def test_how_operands_are_read(dtype, shapes, width, modes):
     found = pointwise.vector_width(problem, 16)
     assert found == width
     assert [pointwise.access_mode(o, problem.sizes, found) for o in problem.inputs] == modes
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "rows", "grid"),
+    [
+        (frt.gelu, torch.bfloat16, 1 << 12, ("pointwise", 2048)),
+        (frt.gelu, torch.bfloat16, 256, ("pointwise_of_few", 512)),
+        (frt.gelu, torch.float32, 255, ("pointwise_of_few", 510)),
+        (frt.add_relu, torch.bfloat16, 256, ("pointwise_of_few", 512)),
+        (frt.add_relu, torch.bfloat16, 257, ("pointwise", 257)),
+        (frt.add_relu, torch.float32, 256, ("pointwise", 512)),  # is of four elements a thread as it is
+    ],
+)
+def test_few_elements_are_given_to_more_threads(op, dtype, rows, grid):
+    with collecting() as problems:
+        op(*(torch.empty(rows, 1024, dtype=dtype, device="meta") for _ in op.example(lambda *_: None)))
+    (problem,) = problems
+    assert pointwise.grid(problem, pointwise.vector_width(problem, 16)) == grid
+    (source,) = launch.sources(problem)  # one translation unit for any size
+    assert ("#define EACH_OF_FEW 4" in source.text) == ((op, dtype) != (frt.add_relu, torch.float32))
 
 
 def test_collapsed_dimensions():

@@ -2,11 +2,22 @@
 
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_as_accurate, dtypes, evaluate, make, wide
+from checking import (
+    BF16,
+    F32,
+    F64,
+    assert_as_accurate,
+    assert_same_bits,
+    dtypes,
+    evaluate,
+    make,
+    wide,
+)
 from pointwise_ops import ALL, RANDOM, UNARY, check_op, exact, example
 
 import fusionrt as frt
 from fusionrt.catalogue import OPS
+from fusionrt.runtime import pointwise
 
 SHAPES = [(33, 17), (0,), (4, 0, 3), (17,), (1023,), (5, 7, 9), (3, 1, 11), (31, 333)]
 # Arguments besides those of the op's example: op, what to append, keyword arguments.
@@ -73,6 +84,32 @@ def test_shapes(name, shape, device):
     args, kwargs = example(name, shape, F32, device)
     out, _ = check_op(name, args, kwargs)
     assert out.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.covering(2)
+@dtypes
+@pytest.mark.parametrize("columns", [1000, 999])
+@pytest.mark.parametrize("name", ALL)
+def test_many_elements(name, columns, dtype):
+    """Few elements have a kernel of their own: what it makes of the first rows, the other one makes of them
+    in a matrix that has more, masks of dropout as well."""
+    rows, few = 701, 33
+    assert few * columns < pointwise.FEW < rows * columns
+    args, _ = example(name, (rows, columns), dtype, "cuda")
+    seeds = make((rows, columns), dtype, "cuda")
+
+    def found(some):
+        torch.manual_seed(7)
+        leaves = [a.requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in some]
+        out = OPS[name](*leaves)
+        full = [a for a in leaves if torch.is_tensor(a) and a.shape == out.shape and a.requires_grad]
+        return [out, *(torch.autograd.grad(out, full, seeds[:len(out)].to(out.dtype))
+                       if out.requires_grad else ())]
+
+    first = [a[:few].detach() if torch.is_tensor(a) and a.dim() == 2 else a for a in args]
+    for whole, part in zip(found(args), found(first), strict=True):
+        assert_same_bits(whole[:few], part)
 
 
 @pytest.mark.parametrize(("name", "more", "kwargs"), VARIANTS, ids=str)

@@ -134,10 +134,11 @@ def _dump(text: str, entry: str) -> str:
 
 
 def resources(log: str) -> dict[str, int]:
-    """Registers, stack, spills and shared memory from the output of `ptxas -v`."""
+    """Registers, stack, spills and shared memory from the output of `ptxas -v`: of a translation unit of
+    several kernels, of the one that has most."""
 
     def number(pattern: str) -> int:
-        return sum(int(n) for n in re.findall(pattern, log))
+        return max((int(n) for n in re.findall(pattern, log)), default=0)
 
     return {"registers": number(r"Used (\d+) registers"),
             "stack": number(r"(\d+) bytes stack frame"),

@@ -18,9 +18,11 @@ from fusionrt.runtime import binding, compiler
 
 # CUfunction_attribute of cuda.h
 _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
-_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_DEPENDENT_LAUNCHES_IN_GRAPHS = 12030  # since this version of the driver
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
-_functions: dict[tuple[str, int], int] = {}
+_modules: dict[tuple[str, int], int] = {}
+_functions: dict[tuple[tuple[str, int], str], int] = {}
 _shared: dict[int, int] = {}  # bytes that a function may have
 _lock = threading.Lock()
 
@@ -67,10 +69,12 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
-def function(text: str, entry: str, device: int, name: str) -> int:
-    """Handle of a compiled and loaded kernel. The device must be the current one."""
+def function(text: str, entry: str, device: int, name: str, kernel: str = "") -> int:
+    """Handle of a compiled and loaded kernel, the one named as its translation unit unless `kernel` names
+    another. The device must be the current one."""
     arch = compiler.target(entry, architecture(device))
-    key = (compiler.key(text, entry, arch), device)
+    unit = compiler.key(text, entry, arch), device
+    key = unit, kernel or entry
     found = _functions.get(key)
     if found is not None:
         return found
@@ -78,9 +82,10 @@ def function(text: str, entry: str, device: int, name: str) -> int:
         raise CaptureError(name)
     cached, _ = compiler.cubin(text, entry, arch, name)
     with _lock:
+        if unit not in _modules:
+            _modules[unit] = driver().moduleLoadData(cached.payload)
         if key not in _functions:
-            module = driver().moduleLoadData(cached.payload)
-            _functions[key] = driver().moduleGetFunction(module, entry)
+            _functions[key] = driver().moduleGetFunction(_modules[unit], key[1])
         return _functions[key]
 
 
@@ -92,6 +97,34 @@ def allow(function: int, shared: int, cluster: int) -> None:
         _shared[function] = shared
     if cluster > 8:
         driver().funcSetAttribute(function, _LARGE_CLUSTERS, 1)
+
+
+@functools.cache
+def has_dependent_launches(device: int) -> bool:
+    """Whether a kernel may begin before the one that it depends on has ended."""
+    version, least = ctypes.c_int(), _DEPENDENT_LAUNCHES_IN_GRAPHS
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return torch.cuda.get_device_capability(device) >= (9, 0) and version.value >= least
+
+
+class DependentLaunch:
+    """Of a kernel that waits for the one before it by itself (programmatic dependent launch). Owns what the
+    driver reads."""
+
+    def __init__(self, function: int, grid: tuple[int, int], block: int, shared: int, parameters: Any
+                 ) -> None:
+        self._attribute = (ctypes.c_uint * 18)()  # CUlaunchAttribute: id, padding, a union of 64 bytes
+        self._attribute[0], self._attribute[2] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+        self._config = _LaunchConfig(*grid, 1, block, 1, 1, shared, None,
+                                     ctypes.addressof(self._attribute), 1)
+        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+
+    def __call__(self, stream: int) -> None:
+        self._config.stream = stream
+        status = self._launch(*self._arguments)
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx: CUDA driver error {status}")
 
 
 @functools.cache

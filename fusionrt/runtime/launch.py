@@ -56,9 +56,11 @@ class Text:
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {kind})")
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
-               shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False) -> None:
+               shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
+               kernel: str = "", waits: bool = False) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
-        shared memory.
+        shared memory. `kernel`: which one of a translation unit with several. `waits`: for the one before, by
+        itself.
 
         The parameter buffer belongs to this text, and the text to one thread.
         """
@@ -67,11 +69,15 @@ class Text:
         buffer = ctypes.create_string_buffer(packer.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self.scope |= {f"pack{k}": packer.pack_into, f"buffer{k}": buffer, f"pointers{k}": pointers}
-        function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name)
+        function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name, kernel)
         cuda.allow(function, shared, cluster)
         packed = [values.get(v, v) if isinstance(v, str) else str(v)
                   for field in source.values for v in field]
         self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
+        if waits and cuda.has_dependent_launches(self.call.device):
+            self.scope[f"launch{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
+            self.lines.append(f"launch{k}(stream({self.call.device}))")
+            return
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
         self.lines.append(f"{launch}({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, "
                           f"stream({self.call.device}), {ctypes.addressof(pointers)}{last})")
@@ -151,7 +157,8 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     part, rows = launch.problem, launch.rows
     source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
     if rows is None:
-        text.launch(source, pointwise.grid(part, width), pointwise.BLOCK, values)
+        kernel, blocks = pointwise.grid(part, width)
+        text.launch(source, blocks, pointwise.BLOCK, values, kernel=kernel)
         return
     grid, chunks = pointwise.reduction_grid(part, rows, width)
     if part.across:
@@ -186,7 +193,7 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
         text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
-                    values)
+                    values, waits=True)
     text.lines += [f"{operand.name} = {operand.name}.contiguous()"
                    for operand, result in zip(part.outputs, text.call.results, strict=True)
                    if tuple(result.walk_strides) != tuple(result.strides)]
@@ -242,7 +249,7 @@ def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows
             outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
         values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks)
         text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks),
-                    accumulators.BLOCK, values, layers=len(group))
+                    accumulators.BLOCK, values, layers=len(group), waits=True)
         before += len(group)
     for k, _ in sums:
         _finish_sum(text, part, k, rows)

@@ -37,6 +37,7 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
+FEW, EACH_OF_FEW = 1 << 18, 4     # elements that do not fill a GPU; those of a thread then
 
 
 class Source(NamedTuple):
@@ -98,9 +99,11 @@ def min_blocks(problem: Problem, width: int) -> int:
     return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8 + addresses)))
 
 
-def tile(problem: Problem, width: int) -> int:
-    """Elements a block."""
-    return BLOCK * unroll(problem, width) * width
+def each_of_few(problem: Problem, width: int) -> int:
+    """Elements of a thread where there are few in all: what it does one after the other is their time. 0
+    where that would be the same kernel."""
+    each = min(width, EACH_OF_FEW)
+    return each if each < width * unroll(problem, width) else 0
 
 
 def walked(problem: Problem, width: int) -> Reduction | None:
@@ -130,13 +133,22 @@ def walk_rows(problem: Problem, rows: Reduction, width: int) -> int:
     return max(1, min(WALK, threads // WALK_THREADS) // at_once) * at_once
 
 
-def grid(problem: Problem, width: int) -> int:
-    """Blocks of a problem that reduces nothing."""
-    rows = walked(problem, width)
-    if rows is None:
-        return -(-problem.domain.numel // tile(problem, width))
-    teams = -(-rows.n_rows // walk_rows(problem, rows, width))
-    return -(-rows.columns // width * teams // BLOCK)
+class Grid(NamedTuple):
+    """Which kernel of a translation unit, in how many blocks."""
+
+    kernel: str
+    blocks: int
+
+
+def grid(problem: Problem, width: int) -> Grid:
+    """Of a problem that reduces nothing."""
+    rows, elements = walked(problem, width), problem.domain.numel
+    if rows is not None:
+        teams = -(-rows.n_rows // walk_rows(problem, rows, width))
+        return Grid("pointwise_walk", -(-rows.columns // width * teams // BLOCK))
+    few = each_of_few(problem, width) if elements <= FEW else 0
+    return Grid("pointwise_of_few" if few else "pointwise",
+                -(-elements // (BLOCK * (few or unroll(problem, width) * width))))
 
 
 class Body(NamedTuple):
@@ -173,8 +185,11 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
         constants = _walk_text(problem, walk, geometry, width)
     else:
         geometry.index("count", problem.domain.numel)
+        few = each_of_few(problem, width)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
-                     f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};"]
+                     f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};",
+                     f"constexpr bool DRAWS = {str(bool(problem.streams)).lower()};",
+                     *([f"#define EACH_OF_FEW {few}"] if few else [])]
     fields = _fields(problem, geometry, rows, width, staying > 0)
     params = Params([field for field, _ in fields])
     lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
