@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
@@ -10,16 +16,30 @@ from fusionrt.fusion import dropped
 from fusionrt.op_names import OPS as NAMES
 from fusionrt.row_fusion import Epilogue, Run, per_call, row_operator
 
+_MODULES: dict[type[nn.Module], str | None] = {
+    nn.Identity: None, nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh", nn.Mish: "mish", nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
+_NUMBERS = {nn.LeakyReLU: ("leaky_relu", ("negative_slope",)), nn.ELU: ("elu", ("alpha",)),
+            nn.Softplus: ("softplus", ("beta", "threshold"))}
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.gelu: "gelu", F.silu: "silu",
+    F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", F.tanh: "tanh", torch.tanh: "tanh", F.mish: "mish",
+    F.hardswish: "hardswish", F.hardsigmoid: "hardsigmoid", F.elu: "elu", F.leaky_relu: "leaky_relu",
+    F.softplus: "softplus"}
+
 
 def resolve(op: str, activation: Any) -> Epilogue:
     """The function of a traced value that `activation` says; None where there is nothing to compute.
 
-    `activation`: None, the name of one of the catalogue's activations ("relu", "gelu_tanh", ...), or a
-    function of one traced value: an op, one made by `fuse`, a plain one of scalars. Raises ValueError for an
-    unknown name, TypeError for anything else, with the name of the `op` that was called.
+    `activation`: None, the name of one of the catalogue's activations ("relu", "gelu_tanh", ...), one of
+    torch's modules (`nn.GELU("tanh")`) or functions (`F.silu`) that the catalogue has, or a function of one
+    traced value: an op, one made by `fuse`, a plain one of scalars. Raises ValueError for an unknown name,
+    TypeError for anything else (a module may have parameters, or work on more than an element), with the
+    name of the `op` that was called.
 
         resolve("linear_activation", "silu")(x)
     """
+    activation = translated(op, activation)
     if activation is None:
         return None
     if isinstance(activation, str):
@@ -32,6 +52,29 @@ def resolve(op: str, activation: Any) -> Epilogue:
                         f"{type(activation).__name__}")
     made: Epilogue = activation
     return made
+
+
+def translated(op: str, activation: Any) -> Any:
+    """What the catalogue calls a module or a function of torch's: a name, an op with other numbers, or None;
+    anything else as it is."""
+    if isinstance(activation, nn.Module):
+        return _of_module(op, activation)
+    known = isinstance(activation, Hashable) and activation in _FUNCTIONS
+    return _FUNCTIONS[activation] if known else activation
+
+
+def _of_module(op: str, activation: nn.Module) -> Any:
+    kind = type(activation)
+    if kind in _MODULES:
+        return _MODULES[kind]
+    if isinstance(activation, nn.GELU):
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    if kind in _NUMBERS:
+        name, numbers = _NUMBERS[kind]
+        return functools.partial(OPS[name], **{number: getattr(activation, number) for number in numbers})
+    taken = [k.__name__ for k in (*_MODULES, nn.GELU, *_NUMBERS)]
+    raise TypeError(f"{op}: activation must be None, a name, a function of one traced value, or one of "
+                    f"torch.nn's modules {', '.join(taken)}, got a {kind.__name__}")
 
 
 def activated(op: str, x: Expr, activation: Any) -> Expr:
@@ -58,4 +101,4 @@ def finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: boo
     return row_operator(expression, params, name=op, row_dims=0)
 
 
-__all__ = ["Epilogue", "activated", "finishing", "resolve"]
+__all__ = ["Epilogue", "activated", "finishing", "resolve", "translated"]

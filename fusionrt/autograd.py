@@ -31,6 +31,7 @@ class Dispatched:
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -66,10 +67,10 @@ class Recorded(torch.autograd.Function):
 
 
 def is_watched() -> bool:
-    """Whether torch must see each operation: Dynamo, a dispatch mode (FakeTensorMode, make_fx, selective
-    checkpointing), a torch.func transform, forward-mode differentiation."""
+    """Whether torch must see each operation: Dynamo, torch.jit.trace, a dispatch mode (FakeTensorMode,
+    make_fx, selective checkpointing), a torch.func transform, forward-mode differentiation."""
     return bool(torch.compiler.is_compiling() or dispatch_modes() or transforms_active()
-                or forward_ad._current_level >= 0)
+                or forward_ad._current_level >= 0 or tracing_state() is not None)
 
 
 def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence[bool], *more: torch.Tensor
@@ -121,8 +122,14 @@ def run_pass(made: Pass, rng: Any, call: Call) -> list[Any]:
         out = call(gradient, inputs, rng if gradient.streams else None)
         own = (i for i, o in enumerate(origin) if i == o)
         computed = dict(zip(own, out if isinstance(out, tuple) else (out,), strict=True))
-    return [None if o is None else computed[o] if o in computed else inputs[o].expand(inputs[i].shape)
+    return [None if o is None else computed[o] if o in computed else _seen_as(inputs[o], inputs[i].shape)
             for i, o in enumerate(origin)]
+
+
+def _seen_as(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The very tensor where it has the shape: a view of its own autograd takes for memory that it may keep
+    and add to."""
+    return grad if grad.shape == shape else grad.expand(shape)
 
 
 def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:

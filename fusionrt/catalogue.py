@@ -91,7 +91,8 @@ def _register(function: Any, example: Example | None) -> Any:
         from fusionrt import reference as formulas
         return getattr(formulas, name)(*args, **kwargs)
 
-    reference.__name__ = f"{name}.reference"
+    reference.__name__, reference.__module__ = f"{name}.reference", function.__module__
+    reference.__qualname__ = f"{name}.reference"
     reference.__doc__ = f"The unfused torch formula of {name}."
     function.example, function.reference = example, reference
     OPS[name] = function

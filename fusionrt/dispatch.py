@@ -57,8 +57,9 @@ class Sites(threading.local):
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
             check, run = self.known[key, torch.is_grad_enabled()]
-            known = forward_ad._current_level < 0 and check(*[t for t in tensors if t is not None])
-        except (KeyError, TypeError):
+            given = [t for t in tensors if t is not None]
+            known = forward_ad._current_level < 0 and not any(t.is_nested for t in given) and check(*given)
+        except (KeyError, TypeError, AttributeError):
             return None
         return run if known else None
 
@@ -83,12 +84,14 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     tensors = [p.name for p in params if p.name not in numbers]
     arguments = ", ".join(p.name for p in params)
     kinds = "".join(f" and _type({n}) in _numbers" for n in numbers)
+    # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.
+    nested = " or ".join(f"{name}.is_nested" for name in tensors) or "False"
     text = f"""def entry{_parameters(params)}:
     if _is_compiling() or _forward_ad._current_level >= 0:
         return _general({arguments})
     try:
         _check, _run = _local.site
-        _known = _check({', '.join(tensors)}){kinds}
+        _known = not ({nested}) and _check({', '.join(tensors)}){kinds}
     except (AttributeError, TypeError):
         _known = False
     return _run({arguments}) if _known else _general({arguments})

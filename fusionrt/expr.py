@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -66,9 +67,18 @@ class Expr:
     def __ge__(self, other: Any) -> Expr: return node("le", other, self)
     def __eq__(self, other: object) -> Expr: return node("eq", self, other)  # type: ignore[override]
     def __ne__(self, other: object) -> Expr: return node("ne", self, other)  # type: ignore[override]
-    def __and__(self, other: Any) -> Expr: return node("and", self, other)
-    def __or__(self, other: Any) -> Expr: return node("or", self, other)
+    def __and__(self, other: Any) -> Expr: return node("and", self, _condition("&", other))
+    def __or__(self, other: Any) -> Expr: return node("or", self, _condition("|", other))
+    def __rand__(self, other: Any) -> Expr: return node("and", _condition("&", other), self)
+    def __ror__(self, other: Any) -> Expr: return node("or", _condition("|", other), self)
     def __invert__(self) -> Expr: return node("not", self)
+    def __trunc__(self) -> Expr: return node("trunc", self)
+    def __ceil__(self) -> Expr: return -node("floor", -self)
+    def __floordiv__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["//"])
+    def __mod__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["%"])
+    def __xor__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["^"])
+    def __len__(self) -> NoReturn: raise TraceError(_WRITE["len"])
+    __rfloordiv__, __rmod__, __rxor__ = __floordiv__, __mod__, __xor__
 
     def __round__(self, ndigits: int | None = None) -> Expr:
         if ndigits is not None:
@@ -104,15 +114,23 @@ class Expr:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
         """`torch.sigmoid(x)` in a traced function means our `sigmoid(x)`."""
         name = _TORCH_NAMES.get(func.__name__, func.__name__)
-        if not all(isinstance(a, Expr | numbers.Real) for a in args):
+        if not all(isinstance(a, Expr | numbers.Real | None) for a in args):
             raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
                              "of the fused function")
         if name not in FUNCTIONS:
             raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
                              + ", ".join(sorted(FUNCTIONS)))
-        return FUNCTIONS[name](*args, **(kwargs or {}))
+        options = {k: v for k, v in (kwargs or {}).items() if v is not None and v is not False}
+        return FUNCTIONS[name](*args, **options)
+
+    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
+        raise TraceError(f"numpy.{ufunc.__name__} cannot be traced: write the function of fusionrt")
 
 
+_WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
+          "%": "x % y cannot be fused: write x - y * floor(x / y)",
+          "^": "x ^ y cannot be fused: of conditions write a != b",
+          "len": "a traced value is one scalar and has no length: pass the size as an argument of its own"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 
@@ -139,6 +157,12 @@ def _operand(op: str, value: Any, truth: bool) -> Expr:
         return node("ne", value, 0)
     if value.is_truth and not truth:
         return node("number", value)
+    return value
+
+
+def _condition(sign: str, value: Any) -> Any:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        raise TraceError(f"{sign} joins conditions, got the number {value!r}: bits cannot be fused")
     return value
 
 
@@ -210,7 +234,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "sigmoid_complement": ("sigmoid_complement({}, {})", lambda g, out, a, s: (-g * (s * out), None)),
     "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
     # Of a alone; the others are parts of `tanh_softplus`, of which the slope needs two as well.
-    "tanh_softplus": ("{2} * {1}", lambda g, out, a, s, u, r: (g * where(a < 20, u * (u + r), 0),
+    "tanh_softplus": ("{2} * {1}", lambda g, out, a, s, u, r: (g * where(20 <= a, 0, u * (u + r)),
                                                                None, None, None)),
     "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
     "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
@@ -222,7 +246,8 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # Rows: a value over all elements of a row.
     "row_sum": ("row_sum({})", lambda g, out, a: (g,)),
     "row_max": ("row_max({})",
-                lambda g, out, a: (where(a == out, g / row_sum(where(a == out, 1, 0)), 0),)),
+                # A product, not a choice: of a row with NaN, which none equals, it is NaN.
+                lambda g, out, a: (node("number", a == out) * (g / row_sum(node("number", a == out))),)),
     "row_first": ("row_first({})", lambda *_: (None,)),  # where the first maximum stands
     # Mean, and the sum of the squares of the distances from it, which a kernel finds together.
     "moment_mean": ("moment_mean({})", lambda g, out, a: (g / node("row_size", "row_size"),)),
@@ -275,7 +300,13 @@ def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
 
 
 def _function(op: str) -> Callable[..., Expr]:
-    def apply(*operands: Any) -> Expr:
+    takes = len({int(n or k) for k, n in enumerate(re.findall(r"{(\d*)}", PRIMITIVES[op][0]))})
+
+    def apply(*operands: Any, **options: Any) -> Expr:
+        if options or len(operands) != takes:
+            got = [str(len(operands)), *(f"{k}={v!r}" for k, v in options.items())]
+            raise TraceError(f"{op} takes {takes} operand{'s' * (takes > 1)} in a fused function, got "
+                             f"{' and '.join(got)}")
         return node(op, *operands)
 
     apply.__name__ = op
@@ -285,7 +316,6 @@ def _function(op: str) -> Callable[..., Expr]:
 where: Function = _function("where")
 minimum: Function = _function("minimum")
 maximum: Function = _function("maximum")
-clamp: Function = _function("clamp")
 relu: Function = _function("relu")
 exp: Function = _function("exp")
 exp2: Function = _function("exp2")
@@ -322,6 +352,13 @@ def tanh_softplus(a: Any) -> Expr:
     s = 0.5 * e + 1
     r = near_reciprocal(e * s + 1)
     return node("tanh_softplus", a, s, e * r, r)
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
+    """x, but not below `min` and not above `max`; either may be None. NaN passes."""
+    if min is None and max is None:
+        raise TraceError("clamp needs min or max")
+    return node("clamp", x, -math.inf if min is None else min, math.inf if max is None else max)
 
 
 def power(base: Any, exponent: Any) -> Expr:

@@ -76,7 +76,8 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that
     broadcast, of dtype float16, bfloat16, float32, float64, an integer or bool; or Python numbers,
     whose value can change without a recompilation. Results have torch's promoted dtype, bool for
-    comparisons, or that of an outermost `cast`; 16-bit types are computed in float32.
+    comparisons, or that of an outermost `cast`; 16-bit types are computed in float32, integers alone in
+    float64, which has all of 53 bits.
 
     Raises TraceError where the function cannot become one kernel, and says what to write instead;
     TypeError and ValueError name the argument of a call that cannot be served.
@@ -86,13 +87,23 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
             return fusionrt.sigmoid(x) * y + 0.5 * x
     """
     if function is None:
-        return lambda f: fuse_named(f, name or f.__name__)
-    return fuse_named(function, function.__name__)
+        return lambda f: fuse_named(f, name or _name_of(f))
+    return fuse_named(function, _name_of(function))
+
+
+def _name_of(function: Any) -> str:
+    """A partial's is that of its function, an object's that of its class."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -> Fused:
     """`target`: None, or SCALAR for results that are summed over all elements."""
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise TypeError(f"fuse: needs a Python function of scalars, got {function!r}; of what has no "
+                        "signature write lambda x: ...") from None
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
@@ -119,6 +130,8 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
     finally:
         _streams.reset(token)
     outputs = result if isinstance(result, tuple | list) else (result,)
+    if not outputs:
+        raise TraceError(f"{name}: must return a traced value, got none")
     for out in outputs:
         if not isinstance(out, Expr | numbers.Real):
             raise TraceError(f"{name}: must return traced values, got {type(out).__name__}")
@@ -138,7 +151,8 @@ def entry(operator: Operator, function: Callable[..., Any], signature: inspect.S
         return operator(*args)
 
     made: Any = dispatch.entry(operator, signature, general)
-    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    made.__module__ = getattr(function, "__module__", __name__)
+    made.__qualname__ = getattr(function, "__qualname__", operator.name)
     made.__doc__, made.__signature__, made.__wrapped__ = function.__doc__, signature, function
     made.operator, made.function = operator, function
     made.cuda, made.cpu = on_device(made, operator.name, names, "CUDA"), on_device(
@@ -171,7 +185,8 @@ def on_device(function: Callable[..., Any], op: str, names: list[str], device: s
                 raise TypeError(f"{op}: {name} must be a {device} tensor, got one on {where_it_is}")
         return function(*args, **kwargs)
 
-    insist.__name__ = f"{op}.{device.lower()}"
+    insist.__name__, insist.__module__ = f"{op}.{device.lower()}", function.__module__
+    insist.__qualname__ = f"{function.__qualname__}.{device.lower()}"  # pickled as attributes are
     insist.__doc__ = f"{op}, refusing tensors that are not on a {device} device."
     return insist
 

@@ -100,7 +100,11 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
         return op.launch(args[:n], _unpacked(args[n]) if op.streams else None)
 
     def fake(*args: Any) -> Any:
-        shape = torch.broadcast_shapes(*(a.shape for a in args[:n] if isinstance(a, torch.Tensor)))
+        try:
+            shape = torch.broadcast_shapes(*(a.shape for a in args[:n] if isinstance(a, torch.Tensor)))
+        except RuntimeError:
+            op.check(args[:n])  # says it in its own words
+            raise
         out = op.allocate(args[:n], shape)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -129,7 +133,11 @@ def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any)
     args = tuple(a if dim is None else a.movedim(dim, 0) for a, dim in zip(args, in_dims, strict=True))
     of_one = [a if dim is None else a.new_empty(a.shape[1:], device="meta")
               for a, dim in zip(args, in_dims, strict=True)][:n]
-    shape = torch.broadcast_shapes(*(a.shape for a in of_one if isinstance(a, torch.Tensor)))
+    try:
+        shape = torch.broadcast_shapes(*(a.shape for a in of_one if isinstance(a, torch.Tensor)))
+    except RuntimeError:
+        op.check(of_one)
+        raise
 
     def widened(a: torch.Tensor, dim: int | None) -> torch.Tensor:
         a = a.expand(info.batch_size, *a.shape) if dim is None else a

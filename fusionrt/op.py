@@ -84,6 +84,7 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Any arguments: torch tensors, other arrays, numbers."""
         watched = is_watched()
+        self._refuse_nested(args)
         if not watched:  # a traced call has symbolic sizes, which a key would make constants
             key = call_key(args)
             site = self.local.__dict__.setdefault("sites", {}).get(key)
@@ -172,6 +173,11 @@ class Operator:
         return tuple(map(restore, out)) if isinstance(out, tuple) else restore(out)
 
     # -- checks ----------------------------------------------------------------------------------
+
+    def _refuse_nested(self, args: Args) -> None:
+        for name, a in zip(self.params, args, strict=True):
+            if isinstance(a, torch.Tensor) and a.is_nested:
+                raise TypeError(f"{self.name}: {name} must be a dense tensor, got a nested one")
 
     def _check_types(self, args: Args) -> list[torch.Tensor]:
         tensors = []
@@ -290,7 +296,9 @@ class Operator:
                     layout.expand_strides(o.shape, o.stride(), shape))
             made.append(Output(root, o.dtype, tuple(o.shape), o.stride(), over, reduced,
                                self.taken(k, args, o.dtype, o.shape)))
-        double = any(o.dtype == torch.float64 for o in outputs) or self.compute_dtype(args) == torch.float64
+        promoted = self.compute_dtype(args)
+        double = any(o.dtype == torch.float64 for o in outputs) or promoted in (
+            torch.float64, torch.int32, torch.int64)  # integers as exact as can be
         return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
 
     def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],

@@ -95,3 +95,13 @@ def test_cpu_functions_refuse_a_gpu():
     q = torch.ones(1, 1, 2, 2, device="cuda")
     with pytest.raises(TypeError, match="cpu_fused_attention: q must be a CPU tensor, got one on cuda:0"):
         frt.cpu_fused_attention(q, q, q)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 0, 4), (0, 2, 3, 4), (1, 0, 3, 4)], ids=str)
+def test_nothing_to_attend_to(shape):
+    q = torch.randn(shape, requires_grad=True)
+    for function in (frt.attention, frt.cpu_fused_attention, frt.optimized_cpu_attention):
+        out = function(q, q, q)
+        assert out.shape == shape
+        assert torch.autograd.grad(out.sum(), q)[0].shape == shape
+    assert frt.attention_score(torch.ones(2, 2, 0), torch.ones(2, 3, 0)).tolist() == [[[0.0] * 3] * 2] * 2

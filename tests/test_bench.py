@@ -576,3 +576,10 @@ def test_profile_model_inference():
     assert "memory beyond the arguments" in report
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_accuracy_of_complex_numbers():
+    exact = torch.tensor([1 + 1j, 2 - 3j], dtype=torch.complex128)
+    assert accuracy(exact.to(torch.complex64), exact).ok
+    wrong = accuracy(exact.conj().to(torch.complex64), exact)
+    assert (wrong.ok, wrong.max_abs, wrong.elements) == (False, 6.0, 4)

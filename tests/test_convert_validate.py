@@ -204,3 +204,50 @@ def test_undisturbed_restores_what_an_exception_left(net):
         raise KeyError
     assert vars(net) == before
     assert torch.equal(net.scale, torch.full((8,), 0.5))
+
+
+class State:
+    steps = 0
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen where no state_dict looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.counts = nn.Linear(8, 8), [], {"calls": 0}
+        self.state, self.last = State(), ([None],)
+
+    def forward(self, x):
+        self.seen.append(self.layer(x).relu())
+        self.counts["calls"] += 1
+        self.state.steps += 1
+        self.last[0][0] = x
+        return torch.stack(self.seen).sum(0) + self.state.steps
+
+
+def test_validation_leaves_no_trace_in_what_attributes_hold():
+    model, x = Remembering().eval(), torch.randn(2, 8)
+    untouched = copy.deepcopy(model)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    for module in (model, fast):
+        assert (module.seen, module.counts, module.state.steps) == ([], {"calls": 0}, 0)
+        assert module.last == ([None],)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), untouched(x))
+    fresh = copy.deepcopy(model)
+    convert.validate_optimization(model, fresh, x)
+    assert not model.seen and not fresh.seen
+
+
+def test_converted_models_follow_our_optimizers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    optimizer = frt.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        fast(x)
+    model(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))

@@ -473,7 +473,7 @@ def test_truth_values_are_numbers_and_numbers_are_conditions(device):
         (~(X > Y), ~(x > y)),
         ((X > 0) & (Y > 0), (x > 0) & (y > 0)),
         ((X > 0) | Y, (x > 0) | (y != 0)),
-        (X & 1, x != 0),
+        (X & True, x != 0),
         (~X, x == 0),
         ((X > 0) == (Y > 0), (x > 0) == (y > 0)),
         (expr.cast(X, "bool"), x.bool()),

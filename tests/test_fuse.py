@@ -1,6 +1,7 @@
 """`fuse`: what a user's function may do, what it may not, and what the call accepts and returns."""
 
 import copy
+import functools
 import math
 import pickle
 import re
@@ -8,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
@@ -469,3 +471,70 @@ def test_unsuitable_signatures(function, text):
 def test_a_trace_error_is_a_type_error_with_a_public_name():
     assert issubclass(frt.TraceError, TypeError)
     assert (frt.TraceError.__module__, frt.TraceError.__name__) == ("fusionrt", "TraceError")
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: F.softplus(x, 2.0), "softplus takes 1 operand in a fused function, got 2"),
+        (lambda x: frt.log(x, 10), "log takes 1 operand in a fused function, got 2"),
+        (lambda x: frt.where(x > 0, x), "where takes 3 operands in a fused function, got 2"),
+        (lambda x: torch.add(x, x, alpha=2),
+         "add takes 2 operands in a fused function, got 2 and alpha=2"),
+        (lambda x: torch.round(x, decimals=2),
+         "round takes 1 operand in a fused function, got 1 and decimals=2"),
+        (lambda x: frt.clamp(x), "clamp needs min or max"),
+        (lambda x: (), "must return a traced value, got none"),
+        (lambda x: x // 2, "x // y cannot be fused: write floor(x / y)"),
+        (lambda x: 2 % x, "x % y cannot be fused: write x - y * floor(x / y)"),
+        (lambda x: (x > 0) ^ (x < 1), "x ^ y cannot be fused: of conditions write a != b"),
+        (lambda x: len(x), "a traced value is one scalar and has no length: pass the size as an argument of "
+                           "its own"),
+        (lambda x: np.exp(x), "numpy.exp cannot be traced: write the function of fusionrt"),
+        (lambda x: x & 2, "& joins conditions, got the number 2: bits cannot be fused"),
+    ],
+)
+def test_what_to_write_instead(function, text):
+    with pytest.raises(frt.TraceError) as caught:
+        frt.fuse(name="mine")(function)
+    assert str(caught.value) == f"mine: {text}"
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"),
+    [
+        (lambda x: torch.clamp(x, min=-0.5, max=1.0), lambda x: x.clamp(-0.5, 1)),
+        (lambda x: torch.clamp(x, None, 0.5), lambda x: x.clamp(max=0.5)),
+        (lambda x: frt.clamp(x, min=0.25), lambda x: x.clamp(min=0.25)),
+        (lambda x: F.relu(x), F.relu),
+        (lambda x: math.ceil(x) + math.trunc(x), lambda x: x.ceil() + x.trunc()),
+        (lambda x: frt.where(True & (x > 0), x, 0), lambda x: torch.where(x > 0, x, 0)),
+        (functools.partial(lambda x, k: x * k, k=2), lambda x: x * 2),
+    ],
+)
+def test_what_can_be_traced(function, reference):
+    x = torch.tensor([-2.5, -0.75, 0.0, 0.3, 0.8, 3.5, math.nan], requires_grad=True)
+    y, expected = frt.fuse(function)(x), reference(x)
+    assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    assert_close(torch.autograd.grad(y.sum(), x)[0][:-1], torch.autograd.grad(expected.sum(), x)[0][:-1])
+
+
+@pytest.mark.parametrize("wrong", [3, torch.exp])
+def test_what_is_no_python_function(wrong):
+    with pytest.raises(TypeError, match="fuse: needs a Python function of scalars, got "):
+        frt.fuse(wrong)
+
+
+def test_integers_are_exact(device):
+    """As far as float64 is: float32 ends at 2^24."""
+    large = torch.tensor([2**24, 2**31 + 1, 2**53 - 1], device=device)
+    assert not frt.fuse(lambda x, y: x == y)(large, large + 1).any()
+    total = frt.fuse(lambda x, y: frt.cast(x + y, "int64"))
+    assert torch.equal(total(large - 1, torch.ones_like(large)), large)
+    small = torch.tensor([2**30, 2**30 + 1], dtype=torch.int32, device=device)
+    assert frt.fuse(lambda x, y: x < y)(small[:1], small[1:]).all()
+
+
+def test_what_belongs_to_an_op_is_pickled_by_name():
+    for function in (frt.add_relu.cpu, frt.add_relu.cuda, frt.add_relu.reference, frt.layer_norm.cpu):
+        assert pickle.loads(pickle.dumps(function)) is function

@@ -563,3 +563,17 @@ def test_errors(change, kind, message):
             **change}
     with pytest.raises(kind, match=f"linear_activation: .*{message}"):
         frt.linear_activation(**args)
+
+
+@pytest.mark.parametrize("activation", [
+    F.relu, F.gelu, F.silu, torch.nn.ReLU(), torch.nn.GELU("tanh"), torch.nn.LeakyReLU(0.3)],
+    ids=["relu", "gelu", "silu", "ReLU", "GELU", "LeakyReLU"])
+def test_activations_of_torch(activation):
+    x, weight = torch.randn(3, 6), torch.randn(8, 6)
+    found = frt.linear_activation(x, weight, None, activation)
+    torch.testing.assert_close(found, activation(x @ weight.T))
+
+
+def test_a_module_with_parameters_is_no_activation():
+    with pytest.raises(TypeError, match=r"linear_activation: activation must be .* modules .*PReLU"):
+        frt.linear_activation(torch.ones(3, 6), torch.ones(8, 6), None, torch.nn.PReLU())

@@ -219,3 +219,21 @@ def test_memory():
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[0] <= peaks[1] / 4
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_target_that_counts(rows, device):
+    """The mean of nothing is NaN, its gradients are zeros, as torch's."""
+    hidden, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (rows, 11))
+    loss = frt.linear_cross_entropy(hidden, weight, torch.full((rows,), -100, device=device))
+    loss.backward()
+    assert loss.isnan()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_second_derivatives_are_refused(device):
+    hidden, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (4, 11))
+    loss = frt.linear_cross_entropy(hidden, weight, torch.arange(4, device=device))
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)

@@ -308,3 +308,28 @@ def test_a_count(device):
     x = torch.randn(1000, 1003, device=device)
     assert count(x).dtype == torch.int64
     assert count(x) == (x > 0).sum()
+
+
+@pytest.mark.parametrize("name", ["huber_loss", "smooth_l1_loss", "mse_loss", "l1_loss"])
+def test_derivatives_at_nan_and_infinity(name, device):
+    x = torch.tensor([math.nan, 1.0, -3.0, 0.2, math.inf, -math.inf, 0.0], device=device, requires_grad=True)
+    found, expected = (torch.autograd.grad(f(x, torch.zeros_like(x), reduction="sum"), x)[0]
+                       for f in (getattr(frt, name), getattr(torch.nn.functional, name)))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "bce_with_logits", "kl_div"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_wants_float32(name, reduction, device):
+    x, y = (torch.rand(64, 33, device=device).to(BF16) for _ in range(2))
+    x.requires_grad_()
+    with torch.autocast(device, dtype=BF16):
+        found = getattr(frt, name)(x, y, reduction=reduction)
+    expected = getattr(frt, name)(x.float(), y.float(), reduction=reduction)
+    assert found.dtype == F32
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(r, x, grad)[0] for r in (found, expected)), rtol=1e-2,
+                               atol=1e-5)
+    assert getattr(frt, name)(x, y, reduction=reduction).dtype == BF16

@@ -8,7 +8,7 @@ from checking import BF16, F32, F64, assert_same_bits, derivatives, make
 from pointwise_ops import DIFFERENTIABLE, example
 
 import fusionrt as frt
-from fusionrt.catalogue import OPS
+from fusionrt.catalogue import COLUMNS, OPS, ROWS
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -166,3 +166,53 @@ def test_streams_and_graph_capture():
     for others in (found, captured):
         for a, b in zip(expected, others, strict=True):
             assert_same_bits(a, b)
+
+
+# --- a gradient's memory is nobody else's
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_are_the_incoming_one_add_up(compiled, device):
+    """Autograd adds to what it takes for its own."""
+    p, q = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
+
+    def both(p, q):
+        return frt.dropout_add(p, q, training=False) * 3
+
+    function = torch.compile(both, backend="aot_eager") if compiled else both
+    for _ in range(3):
+        function(p, q).sum().backward()
+    assert p.grad.tolist() == q.grad.tolist() == [9.0] * 4
+    grad = torch.ones(4, device=device)
+    for _ in range(3):
+        frt.dropout_add(p, q, training=False).backward(grad)
+    assert grad.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if n not in ("quantize_int8", "dequantize_int8")])
+def test_gradients_share_no_memory(name, device):
+    """With each other, with the incoming ones, with the operands; the first time and later."""
+    if "cpu_" in name and device == "cuda":
+        pytest.skip("refuses a GPU")
+    leaves = []
+
+    def made(*shape, dtype=F32, high=None):
+        shape = [{ROWS: 8, COLUMNS: 16}.get(n, n) for n in shape]
+        if not dtype.is_floating_point:
+            return torch.randint(0, min(high or 2, 2), shape, device=device).to(dtype)
+        leaves.append(torch.randn(shape, device=device, dtype=dtype).requires_grad_())
+        return leaves[-1]
+
+    args = OPS[name].example(made)
+    for _ in range(3):
+        results = OPS[name](*args)
+        results = [r for r in (results if isinstance(results, tuple) else (results,))
+                   if torch.is_tensor(r) and r.requires_grad]
+        if not results:
+            return
+        grads = [torch.randn_like(r) for r in results]
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(results, grads)
+        found = [*grads, *leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        memory = [t.untyped_storage().data_ptr() for t in found if t.numel()]
+        assert len(set(memory)) == len(memory)

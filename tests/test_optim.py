@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fusionrt.optim import SGD, Adam, AdamW, Lion, quantised
+from fusionrt.optim import SGD, Adam, AdamW, Lion, clip_grad_norm_, ema_update_, quantised
 from fusionrt.optim.table import CAPACITY
 
 SHAPES = ((300, 40), (7,), (4097,), (), (0, 3))
@@ -281,3 +281,48 @@ def test_cpu_and_gpu_round_alike_by_chance():
         moments = [o.state[p[0]]["exp_avg_sq"].cpu() for o, p in zip(made, (on_cpu, on_gpu), strict=True)]
         # The last bit of a logarithm or a division may differ.
         assert (moments[0] == moments[1]).float().mean() > 0.99
+
+
+# --- what autograd and memory must be told
+
+@pytest.mark.parametrize("make", [AdamW, Adam, Lion, lambda p: SGD(p, lr=0.1)])
+def test_autograd_knows_of_a_step(make):
+    p = torch.nn.Parameter(torch.randn(5))
+    loss, p.grad, before = (p * p).sum(), torch.ones(5), p._version
+    make([p]).step()
+    assert p._version == before + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autograd_knows_of_averages_and_clipped_gradients():
+    average, value = torch.zeros(3), torch.nn.Parameter(torch.ones(3))
+    value.grad = torch.full((3,), 10.0)
+    ema_update_([average], [value], 0.9)
+    clip_grad_norm_([value], 1.0)
+    assert (average._version, value.grad._version) == (1, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_other_shapes_are_refused(device):
+    """Kernels know addresses alone."""
+    small, large = (torch.nn.Parameter(torch.ones(n, device=device)) for n in (8, 4000))
+    first, second = AdamW([small]), AdamW([large])
+    small.grad, large.grad = torch.ones_like(small), torch.ones_like(large)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match=r"of shape \(4000,\) has a state exp_avg of shape \(8,\)"):
+        second.step()
+    small.data, small.grad = torch.ones(4000, device=device), torch.ones(4000, device=device)
+    with pytest.raises(RuntimeError, match=r"of shape \(4000,\) has a state exp_avg of shape \(8,\)"):
+        first.step()
+    third = SGD([large], lr=0.1)
+    third.step()
+    large.grad.data = torch.ones(8, device=device)
+    with pytest.raises(RuntimeError, match=r"of shape \(4000,\) has a gradient or a state of shape \(8,\)"):
+        third.step()
+
+
+def test_pairs_of_averages():
+    with pytest.raises(ValueError, match="ema_update_: averages and values must be as many, got 1 and 0"):
+        ema_update_([torch.ones(1)], [], 0.9)

@@ -508,3 +508,11 @@ def test_kernels_of_a_reduction():
         with collecting() as problems:
             frt.sum(x, dim).sum().backward()
         assert [s.entry for p in problems for s in launch.sources(p)] == expected
+
+
+def test_the_gradient_of_a_maximum_that_is_nan(device):
+    x = torch.tensor([[math.nan, 1.0, 2.0], [1.0, 1.0, 0.0]], device=device, requires_grad=True)
+    for name in ("amax", "amin"):
+        found, expected = (torch.autograd.grad(f(x, 1).sum(), x)[0]
+                           for f in (getattr(frt, name), getattr(torch, name)))
+        torch.testing.assert_close(found, expected, equal_nan=True)

@@ -470,3 +470,13 @@ T = torch.ones(5, 4)
 def test_errors(args, options, kind, message):
     with pytest.raises(kind, match=f"rotary_embedding: .*{message}"):
         frt.rotary_embedding(*args, **options)
+
+
+@pytest.mark.parametrize("op", ["rotary_embedding", "qkv_heads"])
+def test_tables_have_no_row_before_the_first(op):
+    tables = {"cos": torch.ones(20, 4), "sin": torch.ones(20, 4)}
+    with pytest.raises(ValueError, match=f"{op}: offset must not be negative where cos .* tables, got -3"):
+        if op == "qkv_heads":
+            frt.qkv_heads(torch.ones(2, 5, 96), 4, **tables, offset=-3)
+        else:
+            frt.rotary_embedding(torch.ones(1, 4, 2, 8), **tables, offset=-3)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -588,3 +589,33 @@ def test_gradients_after_a_call_without(name, device):
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         after, alone = one.submit(gradients, True).result(), other.submit(gradients, False).result()
     assert_close(after, alone, rtol=0, atol=0, equal_nan=True)
+
+
+def test_jit_trace(device):
+    a, b, c, d = (torch.randn(4, device=device) for _ in range(4))
+    traced = torch.jit.trace(frt.add_relu, (a, b))
+    assert_close(traced(c, d), torch.relu(c + d))
+    assert "fusionrt::add_relu" in str(traced.graph)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(layout, device):
+    """torch's guard ends the process where a strided one has no sizes."""
+    for _ in range(3):
+        frt.relu(torch.ones(3, device=device))
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout, device=device)
+    with pytest.raises(TypeError, match="relu: x must be a dense tensor, got a nested one"):
+        frt.relu(x)
+    for _ in range(2):
+        frt.layer_norm(torch.ones(2, 3, device=device), (3,))
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        frt.layer_norm(x, (3,))
+
+
+def test_errors_of_shapes_are_the_same_under_fake_tensors_and_vmap():
+    text = r"bias_gelu: x and bias must broadcast, got \(2, 3\)"
+    with FakeTensorMode(), pytest.raises(ValueError, match=text):
+        frt.bias_gelu(torch.ones(2, 3), torch.ones(4))
+    with pytest.raises(ValueError, match=r"bias_gelu: x and bias must broadcast, got \(3,\) and \(4,\)"):
+        torch.vmap(frt.bias_gelu)(torch.ones(2, 3), torch.ones(2, 4))

@@ -365,3 +365,18 @@ X = torch.zeros(3, 10)
 def test_errors_say_what_was_expected(call, error, message):
     with pytest.raises(error, match=f"sliding_window: {message}"):
         call()
+
+
+@pytest.mark.parametrize("op", ["var", "std"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_windows_that_nobody_wants_have_no_gradient(op, device):
+    x = torch.randn(10, device=device, requires_grad=True)
+    for min_periods in (1, 3):
+        found = sliding_window(x, 3, op, padding="causal", min_periods=min_periods)[2:]
+        expected = getattr(x.unfold(0, 3, 1), op)(-1)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)))
+
+
+def test_padding_is_two_numbers():
+    with pytest.raises(ValueError, match="padding must be two ints from 0 to window - 1, 1, got 1"):
+        sliding_window(X, 2, padding=1)

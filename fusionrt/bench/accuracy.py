@@ -77,6 +77,9 @@ def accuracy(result: Any, exact: Any, rtol: float | None = None, atol: float | N
         accuracy(torch.sigmoid(x), torch.sigmoid(x.double())).ulp_max
     """
     result, exact = _tensor(result, "result"), _tensor(exact, "exact")
+    if result.is_complex() or exact.is_complex():  # parts of numbers are numbers
+        result, exact = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else
+                         torch.stack((t, torch.zeros_like(t)), -1) for t in (result, exact))
     if result.shape != exact.shape:
         raise ValueError(f"accuracy: result and exact must have one shape, got {tuple(result.shape)} and "
                          f"{tuple(exact.shape)}")

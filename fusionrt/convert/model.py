@@ -34,7 +34,9 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     The original runs on unchanged. Its parameters and buffers are the result's: what trains, loads or moves
     it does so to both. The result has the same `state_dict` keys; it can be trained, pickled, deep-copied and
     wrapped, and takes parameters of its own when it is moved or cast (as a whole: `to`, `cuda` and `half` of
-    one of its parts change the original's part).
+    one of its parts change the original's part). What follows from weights alone is kept until autograd's
+    version of one changes: after a write that this does not see (`p.data.mul_(2)`, `p.detach().numpy()`)
+    call torch.autograd.graph.increment_version(p).
 
     model:              any module that is not wrapped or compiled yet.
     input_shape:        of the argument, or a list of shapes, for validation: what the model takes (floating

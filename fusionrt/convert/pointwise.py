@@ -6,7 +6,6 @@ None where these arguments make it something else. Dtypes are not its business: 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -242,19 +241,17 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
 @rule("clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
-    if min is None or max is None:
-        return None if min is max else clamp_max(input, max) if min is None else clamp_min(input, min)
-    return expr.clamp(input, min, max)
+    return None if min is None and max is None else expr.clamp(input, min, max)
 
 
 @rule()
 def clamp_min(input: Any, min: Any) -> Any:
-    return expr.clamp(input, min, math.inf)
+    return expr.clamp(input, min)
 
 
 @rule()
 def clamp_max(input: Any, max: Any) -> Any:
-    return expr.clamp(input, -math.inf, max)
+    return expr.clamp(input, None, max)
 
 
 @rule()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.utils import _pytree as pytree
+from torch.nn import Module, Parameter
 
+from fusionrt.convert.contents import contents, restore
 from fusionrt.convert.inputs import Inputs, given, relaid, varied
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
@@ -282,29 +282,21 @@ def undisturbed(*modules: Module) -> Iterator[list[Tensor]]:
     """Run modules in evaluation mode without gradients, and leave no trace: buffers (which are yielded),
     attributes, training flags and random numbers are as before afterwards."""
     parts = list({id(m): m for module in modules for m in module.modules()}.values())
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in parts]
-    state = {id(t): t for m in parts for t in pytree.tree_leaves({**vars(m), "_parameters": None})
-             if isinstance(t, Tensor) and not t.is_meta}
-    kept = [(t, t.detach().clone()) for t in state.values()]
+    held, tensors = contents(vars(m) for m in parts)
+    state = [t for t in tensors if not isinstance(t, Parameter) and not t.is_meta]
+    kept = [(t, t.detach().clone()) for t in state]
     devices = {t.device.index for m in modules for t in m.parameters() if t.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
         try:
             for module in modules:
                 module.eval()
-            yield list(state.values())
+            yield state
         finally:
-            for m, own, buffers in attributes:
-                _restore(vars(m), own)
-                _restore(m._buffers, buffers)
+            for container, before in held:
+                restore(container, before)
             for t, before in kept:
                 if not torch.equal(t, before):
                     t.copy_(before)
-
-
-def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
-    if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
-        now.clear()
-        now.update(before)
 
 
 # -- the optimised against the original ------------------------------------------------------------

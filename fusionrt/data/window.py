@@ -96,7 +96,7 @@ def _padding(window: int, padding: str | Sequence[int]) -> tuple[int, int]:
             raise ValueError(f"sliding_window: padding must be one of {', '.join(PADDINGS)} or "
                              f"(left, right), got {padding!r}")
         return {"valid": (0, 0), "same": ((window - 1) // 2, window // 2), "causal": (window - 1, 0)}[padding]
-    pair = tuple(padding)
+    pair: tuple[Any, ...] = tuple(padding) if isinstance(padding, Sequence) else ()
     if len(pair) != 2 or not all(isinstance(p, int) and 0 <= p < window for p in pair):
         raise ValueError(f"sliding_window: padding must be two ints from 0 to window - 1, {window - 1}, "
                          f"got {padding!r}")
@@ -201,11 +201,12 @@ def _moments_backward(x: Tensor, out: Tensor | None, grad: Tensor, counts: Tenso
     pivot = x.detach().mean(dim, keepdim=True)
     x = x - torch.where(pivot.isfinite(), pivot, 0)
     freedom = (_along(counts, grad, dim).to(wide) - request.correction).clamp(min=0)
+    # Of windows that are too short, or of which nobody wants one, there is none.
+    none = _along(counts < request.min_periods, grad, dim) | (grad == 0)
     if out is None:
-        h = 2 * grad / freedom
+        h = (2 * grad / freedom).masked_fill(none, 0)
     else:  # as torch, no gradient where nothing varies
-        short = _along(counts < request.min_periods, grad, dim)
-        h = (grad / (out.to(wide) * freedom)).masked_fill((out == 0) | short, 0)
+        h = (grad / (out.to(wide) * freedom)).masked_fill((out == 0) | none, 0)
     mean = _values(x, dim, *request._replace(op="mean", min_periods=0))
     n = x.shape[dim]
     return (x * _spread(h, dim, n, request) - _spread(h * mean, dim, n, request)).to(dtype)

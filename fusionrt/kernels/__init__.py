@@ -8,7 +8,7 @@ from fusionrt import op_names, ops
 # Modules of `fusionrt.ops`.
 _FAMILIES = {"elementwise": ("pointwise", "quantize", "activations"),
              "fusion": ("pointwise", "dropout", "norm", "batch_norm", "embedding", "linear", "ffn",
-                        "convolution"),
+                        "convolution", "attention", "softmax"),
              "activation": ("activations",),
              "quantization": ("quantize",), "normalization": ("norm", "batch_norm"),
              "reduction": ("reduction",), "attention": ("attention", "qkv", "softmax", "rotary"),

@@ -6,58 +6,28 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
-from torch.nn import functional as F
 
-from fusionrt.activation import resolve
+from fusionrt.activation import resolve, translated
 from fusionrt.catalogue import OPS
 from fusionrt.op_names import OPS as NAMES
 
 # None, a name of the catalogue's, or a function of a traced value.
 Activation = str | Callable[[Any], Any] | None
 
-_MODULES: dict[type[nn.Module], str | None] = {
-    nn.Identity: None, nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
-    nn.Tanh: "tanh", nn.Mish: "mish", nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
-_NUMBERS = {nn.LeakyReLU: ("leaky_relu", ("negative_slope",)), nn.ELU: ("elu", ("alpha",)),
-            nn.Softplus: ("softplus", ("beta", "threshold"))}
-_FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.relu6: "relu6", F.gelu: "gelu", F.silu: "silu",
-              F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", F.tanh: "tanh", torch.tanh: "tanh",
-              F.mish: "mish", F.hardswish: "hardswish", F.hardsigmoid: "hardsigmoid", F.elu: "elu",
-              F.leaky_relu: "leaky_relu", F.softplus: "softplus"}
-
-
 def known(module: str, activation: Any) -> Activation:
     """`activation` as modules keep it: by name where the catalogue has it, so that it is written as a word.
 
-    Besides what `fusionrt.activation.resolve` takes: torch's modules (`nn.GELU("tanh")`) and functions
-    (`F.relu`) that the catalogue has. Raises what `resolve` does, with the name of the `module`, and
-    TypeError for other modules: one may have parameters, or work on more than an element.
+    Raises what `fusionrt.activation.resolve` does, with the name of the `module`.
 
         known("FusedLinear", nn.LeakyReLU(0.2))    # leaky_relu with that slope
     """
-    if isinstance(activation, nn.Module):
-        return _of_module(module, activation)
-    if activation in _FUNCTIONS:
-        return _FUNCTIONS[activation]
+    found: Activation = translated(module, activation)
+    if found is not activation:
+        return found
     function = resolve(module, activation)
     name = getattr(function, "__name__", "")
     return name if name in NAMES["activations"] and OPS[name] is function else function
-
-
-def _of_module(module: str, activation: nn.Module) -> Activation:
-    kind = type(activation)
-    if kind in _MODULES:
-        return _MODULES[kind]
-    if isinstance(activation, nn.GELU):
-        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    if kind in _NUMBERS:
-        name, numbers = _NUMBERS[kind]
-        return functools.partial(OPS[name], **{number: getattr(activation, number) for number in numbers})
-    taken = [k.__name__ for k in (*_MODULES, nn.GELU, *_NUMBERS)]
-    raise TypeError(f"{module}: activation must be None, a name, a function of one traced value, or one of "
-                    f"torch.nn's modules {', '.join(taken)}, got a {kind.__name__}")
 
 
 class Activated(nn.Module):

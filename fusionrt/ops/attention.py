@@ -15,7 +15,7 @@ import torch
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
-from fusionrt.ops.attention_path import attend, repeated
+from fusionrt.ops.attention_path import attend, nothing_attended, repeated
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
@@ -122,8 +122,12 @@ def options_of(op: str, q: Tensor, keys: int, causal: bool, scale: float | None,
         left = -1
     if right >= keys - offset - 1:
         right = -1
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return Options(scale, left, right, offset, float(softcap or 0.0), float(dropout_p) if dropped else 0.0, 0)
+    return Options(_scale(q, scale), left, right, offset, float(softcap or 0.0),
+                   float(dropout_p) if dropped else 0.0, 0)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
 def _cast_by_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -264,7 +268,7 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
         return restore(attention_score(q, k, scale))
     _check_products(op, q, k)
     q, k = _cast_by_autocast(q, k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = _scale(q, scale)
     rows = [t.flatten(0, -3) if t.dim() > 2 else t.unsqueeze(0) for t in (q, k)]
     nothing = q.new_empty(1, 1, 1)
     found = torch.baddbmm(nothing, rows[0], rows[1].mT, beta=0, alpha=scale)
@@ -353,6 +357,7 @@ def _on_cpu(op: str, q: Any, k: Any, v: Any, mask: Any, scale: float | None, chu
     _check_shapes(op, q, k, v, False)
     passed = mask if not isinstance(mask, Tensor) or mask.dtype == torch.bool else mask != 0
     passed = _checked_mask(op, passed, q, k.shape[2])
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    chunk = max(1, q.shape[2]) if chunk_size is None else chunk_size
-    return attention_in_chunks(q, k, v, passed, None, Options(scale, -1, -1, 0, 0.0, 0.0, chunk))
+    if not q.numel() or not v.numel():
+        return nothing_attended(q, k, v)
+    chunk = q.shape[2] if chunk_size is None else chunk_size
+    return attention_in_chunks(q, k, v, passed, None, Options(_scale(q, scale), -1, -1, 0, 0.0, 0.0, chunk))

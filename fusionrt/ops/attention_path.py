@@ -193,13 +193,18 @@ def _state() -> tuple[bool, ...]:
             _C._get_mem_efficient_sdp_enabled(), _C._get_deterministic_algorithms())
 
 
+def nothing_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The result where operands are empty: without keys zeros, with their gradients."""
+    k, v = (_as_many_heads(t, q) for t in (k, v))
+    return q @ k.mT @ v
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options,
            asked: tuple[Any, ...] | None = None) -> Tensor:
     """As `attention_in_chunks`, by the way that suits best. `asked`: for `repeated`."""
     given = q, k, v
     if not q.numel() or not v.numel():
-        k, v = (_as_many_heads(t, q) for t in (k, v))
-        return q @ k.mT @ v  # without keys zeros
+        return nothing_attended(q, k, v)
     if options.causal and k.shape[2] > q.shape[2]:  # nobody attends to the others
         k, v = (t.narrow(2, 0, q.shape[2]) for t in (k, v))
         mask = mask if mask is None or mask.shape[3] == 1 else mask.narrow(3, 0, q.shape[2])
@@ -252,7 +257,7 @@ def regular(t: Tensor) -> Tensor:
 # -- the ways: what to run for a kind of call ------------------------------------------------------
 
 def _as_many_heads(t: Tensor, q: Tensor) -> Tensor:
-    group = q.shape[1] // t.shape[1]
+    group = q.shape[1] // max(1, t.shape[1])
     return t if group == 1 else t.repeat_interleave(group, 1)
 
 

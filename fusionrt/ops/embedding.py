@@ -109,7 +109,7 @@ def _of_repeated(grad: Tensor, ids: Tensor | None, period: int, rows: int) -> Te
         wide = torch.promote_types(grad.dtype, torch.float32)
         summed = grad.view(-1, count, grad.shape[1]).sum(0, dtype=wide)
     else:
-        summed = grad
+        summed = grad if ids is not None or rows > count else grad.clone()  # not the caller's memory
     if ids is not None:
         summed = _by_index(summed, ids.reshape(-1), rows, 1.0, -1)
     elif rows > summed.shape[0]:

@@ -143,8 +143,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if torch.is_grad_enabled():  # it would be a constant's, without a word
+            raise RuntimeError("linear_cross_entropy has no second derivative: it needs a backward pass "
+                               "without create_graph")
         needed = ctx.needs_input_grad[:3]
         incoming = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
         if ctx.is_each:
@@ -153,7 +155,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             found = [g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
         else:
             count, *grads = ctx.saved_tensors
-            scale = incoming / count  # `out`: not another float32 tensor of weight's size
+            scale = torch.where(count == 0, 0, incoming / count)  # of no target that counts: zeros
+            # `out`: not another float32 tensor of weight's size
             found = [torch.mul(g, scale, out=torch.empty_like(g, dtype=dtype))
                      for g, dtype in zip(grads, ctx.dtypes, strict=True)]
         each = iter(found)

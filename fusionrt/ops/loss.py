@@ -3,8 +3,9 @@
 `reduction`: "mean" (of all elements), "sum", or "none" (a loss for each element). Sums are accumulated
 in float32 (float64 for doubles) in an order that depends on the shape alone, and rounded once.
 `input` and `target` broadcast; like torch, a loss warns where their shapes differ. The result has their
-promoted dtype. Dtypes: float16, bfloat16 (computed in float32), float32, float64; one of the two may be
-of integers. Every floating tensor has first and second derivatives, each one kernel.
+promoted dtype, under autocast at least float32. Dtypes: float16, bfloat16 (computed in float32), float32,
+float64; one of the two may be of integers. Every floating tensor has first and second derivatives, each one
+kernel.
 All raise ValueError for another `reduction` or shapes that do not broadcast, TypeError for what is no array.
 """
 
@@ -16,42 +17,66 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from fusionrt import layout
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.expr import Expr, abs_, exp, log, minimum, softplus, where
+from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
 from fusionrt.op import SCALAR
 
 
-class Loss(NamedTuple):
-    """A formula's two kernels."""
+class Kernels(NamedTuple):
+    """Of a formula."""
 
     each: Fused              # of the formula's arguments
     total: Fused             # of those and a factor, by which every element is scaled before it is added
 
 
+class Loss(NamedTuple):
+    """Whose result has the operands' dtype, and that of float32 whatever they are."""
+
+    own: Kernels
+    wide: Kernels
+
+
 def _loss(formula: Callable[..., Expr]) -> Loss:
     name = formula.__name__.removeprefix("_")
     parameters = list(inspect.signature(formula).parameters.values())
-
-    def scaled(*args: Any) -> Expr:
-        return formula(*args[:-1]) * args[-1]
-
     factor = inspect.Parameter("factor", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=float)
-    scaled.__signature__ = inspect.Signature([*parameters, factor])  # type: ignore[attr-defined]
-    return Loss(fuse_named(formula, name), fuse_named(scaled, name, SCALAR))
+
+    def kernels(wide: bool) -> Kernels:
+        def each(*args: Any) -> Expr:
+            return cast(formula(*args), "float32") if wide else formula(*args)
+
+        def scaled(*args: Any) -> Expr:
+            found = formula(*args[:-1]) * args[-1]
+            return cast(found, "float32") if wide else found
+
+        each.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        scaled.__signature__ = inspect.Signature([*parameters, factor])  # type: ignore[attr-defined]
+        return Kernels(fuse_named(each, name), fuse_named(scaled, name, SCALAR))
+
+    return Loss(kernels(False), kernels(True))
 
 
 def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
     shape = _shape(op, *args[:2])
+    each, total = loss.wide if _by_autocast(args[0]) else loss.own
     if reduction == "mean":
         count = math.prod(shape)
-        return loss.total(*args, 1 / count) if count else loss.total(*args, 1.0) * math.nan
+        return total(*args, 1 / count) if count else total(*args, 1.0) * math.nan
     if reduction == "sum":
-        return loss.total(*args, 1.0)
+        return total(*args, 1.0)
     if reduction == "none":
-        return loss.each(*args)
+        return each(*args)
     raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _by_autocast(input: Any) -> bool:
+    """Whether autocast, which wants losses in float32, makes it so."""
+    return (isinstance(input, torch.Tensor) and input.dtype in (torch.float16, torch.bfloat16)
+            and input.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(input.device.type))
 
 
 def _shape(op: str, input: Any, target: Any) -> tuple[int, ...]:
@@ -86,9 +111,9 @@ def _l1_loss(input: Expr, target: Expr) -> Expr:
 
 def _huber(input: Expr, target: Expr, delta: float) -> tuple[Expr, Expr]:
     """Two factors. A choice between two formulas would have infinity times 0 in its gradient."""
-    error = abs_(input - target)
-    near = minimum(error, delta)
-    return near, error - 0.5 * near
+    difference = input - target
+    near = clamp(difference, -delta, delta)  # its NaN are the derivative's too, where |NaN| has none
+    return near, difference - 0.5 * near
 
 
 @_loss
@@ -219,5 +244,5 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     if reduction != "batchmean":
         return _reduced("kl_div", loss, reduction, input, target)
     size = input.shape[0] if len(input.shape) else 1
-    shape = _shape("kl_div", input, target)
-    return loss.total(input, target, 1 / size) if math.prod(shape) else loss.total(input, target, 1.0) / size
+    shape, total = _shape("kl_div", input, target), (loss.wide if _by_autocast(input) else loss.own).total
+    return total(input, target, 1 / size) if math.prod(shape) else total(input, target, 1.0) / size

@@ -197,12 +197,16 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
         prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
     """
     shape: tuple[int, ...] = getattr(alpha, "shape", ())
-    if len(shape) == 1 and len(x.shape) != 2:
-        channels = x.shape[1] if len(x.shape) > 1 else 1
+    # Of the sum, which bias may give dimensions that x has not; what is no array is refused by name below.
+    whole: tuple[int, ...] = getattr(x, "shape", ())
+    more: tuple[int, ...] = getattr(bias, "shape", ())
+    whole = more if bias_first and len(more) > len(whole) else whole
+    if len(shape) == 1 and len(whole) != 2:
+        channels = whole[1] if len(whole) > 1 else 1
         if shape[0] not in (1, channels):
             raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "
                              f"channels (dimension 1 of x), got {tuple(shape)}")
-        alpha = alpha.reshape((-1,) + (1,) * max(0, len(x.shape) - 2))
+        alpha = alpha.reshape((-1,) + (1,) * max(0, len(whole) - 2))
     return (_prelu_bias if bias_first else _prelu_then_bias)(x, alpha, bias)
 
 

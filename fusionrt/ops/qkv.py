@@ -154,8 +154,9 @@ def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: A
         check_angles(op, base, scaling)
         position_ids = checked_positions(op, position_ids, offset, batch, length, qkv.device)
         if cos is not None or sin is not None:
-            rows = 0 if position_ids is not None else offset + length
-            cos, sin = checked_tables(op, cos, sin, qkv.device, rotary_dim, interleaved, batch, rows)
+            first = None if position_ids is not None else offset
+            cos, sin = checked_tables(op, cos, sin, qkv.device, rotary_dim, interleaved, batch, first,
+                                      length)
     qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
     rotary = offset, bool(interleaved), rotary_dim or 0, float(base or 10000.0), float(scaling)
     found: tuple[Tensor, ...] = _forth(qkv, bias, cos, sin, position_ids, num_heads, kv_heads, *rotary)

@@ -42,8 +42,10 @@ _DEQUANTIZE = {dtype: _dequantize_to(dtype) for dtype in ("float16", "bfloat16",
 
 def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any:
     """A vector of one value a channel, shaped to broadcast along `dim`."""
-    if dim is None or not hasattr(value, "shape") or len(value.shape) != 1:
-        return value
+    if dim is None or not hasattr(value, "shape") or len(value.shape) != 1 or not hasattr(x, "shape"):
+        return value  # what x must be is said where it is read
+    if not isinstance(dim, int):
+        raise TypeError(f"{op}: dim must be an integer, got {type(dim).__name__}")
     rank = len(x.shape)
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")

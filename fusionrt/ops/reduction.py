@@ -365,7 +365,7 @@ def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     """The variance over `dim`: the sum of (x - mean)^2 by (n - correction).
 
     Found in one pass, without the cancellation of a difference of sums; 0 for equal elements.
-    Source: torch.var. NaN where n <= correction.
+    Source: torch.var. As there, NaN or infinite where n <= correction.
 
         var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]
     """

@@ -165,8 +165,8 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
     batch = q.shape[0] if q.dim() == 4 else 1
     position_ids = checked_positions(op, position_ids, offset, batch, length, q.device)
     if cos is not None or sin is not None:
-        rows = 0 if position_ids is not None else offset + length
-        cos, sin = checked_tables(op, cos, sin, q.device, rotary_dim, interleaved, batch, rows)
+        first = None if position_ids is not None else offset
+        cos, sin = checked_tables(op, cos, sin, q.device, rotary_dim, interleaved, batch, first, length)
     more = cos, sin, position_ids, *Options(offset, bool(interleaved), rotary_dim, layout == "bhsd",
                                             float(base), float(scaling), False)
     tensors = [t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k) if t is not None]
@@ -239,8 +239,11 @@ def checked_positions(op: str, positions: Any, offset: int, batch: int, length: 
 
 
 def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim: int, interleaved: bool,
-                   batch: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Of shape (B or 1, positions, rotary_dim / 2). `rows`: that are needed; 0 with position ids."""
+                   batch: int, first: int | None, length: int) -> tuple[Tensor, Tensor]:
+    """Of shape (B or 1, positions, rotary_dim / 2). `first`: of `length` positions, None with their ids."""
+    if first is not None and first < 0:
+        raise ValueError(f"{op}: offset must not be negative where cos and sin are tables, got {first}")
+    rows = 0 if first is None else first + length
     for name, t in {"cos": cos, "sin": sin}.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: cos and sin must both be tensors or arrays, or both None, got {name} "

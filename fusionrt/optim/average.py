@@ -29,6 +29,10 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"ema_update_: decay must be in [0, 1], got {decay}")
     chosen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    averages, values = list(averages), list(values)
+    if len(averages) != len(values):
+        raise ValueError(f"ema_update_: averages and values must be as many, got {len(averages)} and "
+                         f"{len(values)}")
     for index, (average, value) in enumerate(zip(averages, values, strict=True)):
         if average.shape != value.shape or average.device != value.device:
             raise ValueError(f"ema_update_: pair {index} must agree, got an average of shape "
@@ -42,6 +46,7 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
         kind = Kind("AVERAGE", str(of_average).removeprefix("torch."), str(of_value).removeprefix("torch."))
         for start in range(0, len(pairs), CAPACITY):
             _launch(kind, pairs[start:start + CAPACITY], decay)
+        torch.autograd.graph.increment_version([average for average, _ in pairs])
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:

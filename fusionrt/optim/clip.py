@@ -47,6 +47,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         common = Common(squares=squares, max_norm=float(max_norm), norm=norms[kind.acc])
         scalars = kernels.prepare(table, kind, addresses, Coefficients(), common)
         kernels.step(table, kind, addresses, Coefficients(), scalars)
+    torch.autograd.graph.increment_version(grads)
     return norms["float64" if wide else "float32"]
 
 

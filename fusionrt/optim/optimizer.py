@@ -100,6 +100,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             coefficients = self._coefficients(bucket.group)
             scalars = kernels.prepare(bucket.table, bucket.kind, addresses, coefficients, common)
             kernels.step(bucket.table, bucket.kind, addresses, coefficients, scalars, SEED)
+            torch.autograd.graph.increment_version(bucket.with_gradients(addresses))
         return loss
 
     def _common(self, bucket: Bucket, squares: torch.Tensor | None) -> Common:

@@ -36,7 +36,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value` in that dtype, on the parameter's device, in its layout; itself if it is that already."""
+    """`value` in that dtype, on the parameter's device, in its layout; itself if it is that already.
+
+    Raises RuntimeError where it has another shape: kernels would write beyond its end."""
+    if value.shape != param.shape:
+        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a gradient or a state of shape "
+                           f"{tuple(value.shape)}")
     if value.dtype == dtype and value.device == param.device and value.stride() == param.stride():
         return value
     return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
@@ -68,6 +73,9 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
 def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
                 ) -> None:
     value, scale = state.get(name), state.get(name + SCALE)
+    if value is not None and value.shape != param.shape:
+        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a state {name} of shape "
+                           f"{tuple(value.shape)}")
     quantise = dtype == torch.uint8
     if value is None:
         state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
