@@ -220,6 +220,9 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "log1p": ("log1p({})", lambda g, out, a: (g / (1 + a),)),
     "log2": ("log2({})", lambda g, out, a: (g / (a * math.log(2)),)),
     "sqrt": ("sqrt({})", lambda g, out, a: (g / (2 * out),)),
+    # Of norms and deviations: its derivative follows from the result, where the square may leave the range,
+    # and is 0 at 0, as torch's.
+    "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g / (2 * out)),)),
     "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
     "pow": ("pow_({}, {})",
             lambda g, out, a, b: (where(b == 0, 0, g * (b * pow_(a, b - 1))),

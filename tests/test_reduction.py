@@ -516,3 +516,10 @@ def test_the_gradient_of_a_maximum_that_is_nan(device):
         found, expected = (torch.autograd.grad(f(x, 1).sum(), x)[0]
                            for f in (getattr(frt, name), getattr(torch, name)))
         torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e-30, 1e37, 1e-22, 1.0, 0.0])
+def test_the_gradient_of_a_deviation_whose_square_is_out_of_range(scale, device):
+    x = (torch.tensor([[1.0, 0.0, 2.0]] * 5, device=device) * scale).requires_grad_()
+    found, expected = (torch.autograd.grad(f(x, 1).sum(), x)[0] for f in (frt.std, torch.std))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)

@@ -21,7 +21,7 @@ import torch
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
-from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, sqrt, where
+from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import Run, per_call, row_operator
@@ -42,11 +42,6 @@ def _same(x: Expr) -> Expr:
     return x
 
 
-def _root(squares: Expr) -> Expr:
-    """The square root; its derivative at 0 is 0, as torch takes it for norms and deviations."""
-    return where(squares == 0, 0, sqrt(where(squares == 0, 1, squares)))
-
-
 def _moments(x: Expr, correction: Any) -> tuple[Expr, Expr]:
     mean = node("moment_mean", x)
     size = node("row_size", "row_size")
@@ -55,7 +50,13 @@ def _moments(x: Expr, correction: Any) -> tuple[Expr, Expr]:
 
 def _deviation(x: Expr, correction: Any) -> tuple[Expr, ...]:
     var, mean = _moments(x, correction)
-    return _root(var), var, mean
+    deviation = node("root", var)
+    return deviation, deviation, mean
+
+
+def _norm(x: Expr) -> tuple[Expr, ...]:
+    norm = node("root", row_sum(x * x))
+    return norm, norm
 
 
 def _logsumexp(x: Expr) -> tuple[Expr, ...]:
@@ -82,7 +83,7 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "min": lambda x: (-row_max(-x), row_max(-x)),
     "var": _moments,
     "std": _deviation,
-    "norm": lambda x: (_root(row_sum(x * x)), row_sum(x * x)),
+    "norm": _norm,
     "logsumexp": _logsumexp,
     "argmax": _first,
     "argmin": lambda x: _first(-x),
