@@ -437,3 +437,17 @@ def test_too_many_operands_are_several_kernels():
     args = [leaf(8) for _ in range(40)]
     counts = check(lambda *args: sum(torch.relu(a) * k for k, a in enumerate(args, 1)), *args)
     assert counts["pointwise_cluster"] >= 3
+
+
+def test_what_only_dead_code_reads_has_no_gradient():
+    """An optimizer with momentum would take zeros for one."""
+    def function(a, b):
+        a, b = a * 1, b * 1
+        v = b.exp()
+        F.layer_norm(a + b, (6,)).add(a)
+        return v, v * 2
+
+    a, b = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
+    sum(out.sum() for out in torch.compile(function, backend="fusionrt")(a, b)).backward()
+    assert a.grad is None
+    assert_close(b.grad, 3 * b.detach().exp())

@@ -83,6 +83,9 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
     """
     if mode not in _MODES:
         raise ValueError(f"fusionrt: mode must be one of {', '.join(m for m in _MODES if m)}, got {mode!r}")
+    unknown = [] if isinstance(options, Options) else sorted(options.keys() - set(Options._fields))
+    if unknown:
+        raise TypeError(f"fusionrt: no option {unknown[0]!r}; there are {', '.join(Options._fields)}")
     chosen = options if isinstance(options, Options) else Options(**options)
     chosen = chosen._replace(cuda_graphs=chosen.cuda_graphs and _MODES[mode])
     if not _is_plain(gm, example_inputs):

@@ -35,11 +35,13 @@ from fusionrt.convert.passes.rotary import rotary
 from fusionrt.convert.passes.spelled_out import addmm, gelu, rms_norm
 from fusionrt.convert.passes.squeeze import squeeze
 from fusionrt.convert.passes.stacked import stacked
+from fusionrt.convert.passes.unused import unused
 from fusionrt.convert.passes.window_masks import window_masks
 
 PASSES: dict[str, Callable[[Edits], None]] = {
     # what is not there for the result
-    "checkpoints": checkpoints, "identities": identities, "in_place": in_place, "constants": constants,
+    "unused": unused, "checkpoints": checkpoints, "identities": identities, "in_place": in_place,
+    "constants": constants,
     # torch's names for what is spelled out, and the reverse, another layout
     "encoder_layers": encoder_layers, "rms_norm": rms_norm, "gelu": gelu, "addmm": addmm, "patches": patches,
     "layout": layout, "stacked": stacked,
