@@ -487,3 +487,13 @@ def test_safetensors_is_named_when_it_is_absent(measured, tmp_path, monkeypatch)
         convert.save_converted(measured[2], tmp_path / "x")
     with pytest.raises(ImportError, match=r"load_converted: safetensors is not installed: pip install"):
         convert.load_converted(nn.Linear(2, 2), tmp_path / "x")
+
+
+@pytest.mark.parametrize("trace", [
+    lambda fast, x: torch.export.export(fast, (x,), strict=False).module(),
+    lambda fast, x: torch.export.export(fast, (x,), strict=True).module(),
+    lambda fast, x: torch.jit.trace(fast, x)], ids=["export", "strict export", "jit"])
+def test_others_trace_the_uncompiled_forward(trace):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(2, 8)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    torch.testing.assert_close(trace(fast, x)(2 * x), model(2 * x))

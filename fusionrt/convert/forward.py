@@ -69,8 +69,14 @@ class Forward:
         """The uncompiled forward."""
         return self.own or types.MethodType(type(self.module).forward, self.module)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """That of the uncompiled forward, at which torch.export looks."""
+        code: types.CodeType = getattr(self.inner, "__func__", self.inner).__code__
+        return code
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # by someone else
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked:
             return self._run(*args, **kwargs)
