@@ -497,3 +497,9 @@ def test_errors(call, error, text):
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_a_dimension_is_needed(op):
+    with pytest.raises(TypeError, match=f"{op}: dim must be an integer, got None"):
+        getattr(frt, op)(torch.ones(3), None)
