@@ -217,7 +217,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma_backwa
 
     Sums sums = {};
     int read = 0, fill = (STAGES - 1) * stage, grad_fill = (STAGES - 1) * NEW * GRAD_ROW;
-    int counted = (NEW - 1 - group() + 8 * GRADS) % GRADS * GRAD_ROW;  // the row of the gradient of this lane
+    // The row of the gradient of this lane; what comes of rows that do not count is left out at the end.
+    int counted = (NEW - 1 - min(group(), COUNTED - 1) + 8 * GRADS) % GRADS * GRAD_ROW;
 #pragma unroll 1
     for (int turn = 0; turn < end; ++turn) {
         wait_for_copies<STAGES - 2>();
