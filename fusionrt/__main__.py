@@ -2,4 +2,5 @@
 
 from fusionrt.cli import main
 
-main(prog_name="fusionrt")
+if __name__ == "__main__":
+    main(prog_name="fusionrt")

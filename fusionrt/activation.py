@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+import itertools
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def resolve(op: str, activation: Any) -> Epilogue:
 
     `activation`: None, the name of one of the catalogue's activations ("relu", "gelu_tanh", ...), one of
     torch's modules (`nn.GELU("tanh")`) or functions (`F.silu`) that the catalogue has, or a function of one
-    traced value: an op, one made by `fuse`, a plain one of scalars. Raises ValueError for an unknown name,
-    TypeError for anything else (a module may have parameters, or work on more than an element), with the
-    name of the `op` that was called.
+    traced value: an op, one made by `fuse`, a plain one of scalars, a module of your own without parameters.
+    Raises ValueError for an unknown name, TypeError for anything else (others of torch's modules may work on
+    more than an element), with the name of the `op` that was called.
 
         resolve("linear_activation", "silu")(x)
     """
@@ -59,22 +59,28 @@ def translated(op: str, activation: Any) -> Any:
     anything else as it is."""
     if isinstance(activation, nn.Module):
         return _of_module(op, activation)
-    known = isinstance(activation, Hashable) and activation in _FUNCTIONS
-    return _FUNCTIONS[activation] if known else activation
+    try:
+        return _FUNCTIONS.get(activation, activation)
+    except TypeError:  # not hashable
+        return activation
 
 
 def _of_module(op: str, activation: nn.Module) -> Any:
     kind = type(activation)
     if kind in _MODULES:
         return _MODULES[kind]
-    if isinstance(activation, nn.GELU):
+    if kind is nn.GELU:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
         return functools.partial(OPS[name], **{number: getattr(activation, number) for number in numbers})
-    taken = [k.__name__ for k in (*_MODULES, nn.GELU, *_NUMBERS)]
-    raise TypeError(f"{op}: activation must be None, a name, a function of one traced value, or one of "
-                    f"torch.nn's modules {', '.join(taken)}, got a {kind.__name__}")
+    state = itertools.chain(activation.parameters(), activation.buffers())
+    if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
+        return activation
+    taken = ", ".join(k.__name__ for k in (*_MODULES, nn.GELU, *_NUMBERS))
+    raise TypeError(f"{op}: activation must be None, a name, a function of one traced value, a module of "
+                    "your own without parameters, or one of torch.nn's modules "
+                    f"{taken}, got a {kind.__name__}")
 
 
 def activated(op: str, x: Expr, activation: Any) -> Expr:

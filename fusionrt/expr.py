@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 Leaf = str
 Function = Callable[..., "Expr"]
@@ -79,6 +82,7 @@ class Expr:
     def __xor__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["^"])
     def __len__(self) -> NoReturn: raise TraceError(_WRITE["len"])
     __rfloordiv__, __rmod__, __rxor__ = __floordiv__, __mod__, __xor__
+    __divmod__ = __rdivmod__ = __floordiv__
 
     def __round__(self, ndigits: int | None = None) -> Expr:
         if ndigits is not None:
@@ -120,13 +124,24 @@ class Expr:
         if name not in FUNCTIONS:
             raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
                              + ", ".join(sorted(FUNCTIONS)))
-        options = {k: v for k, v in (kwargs or {}).items() if v is not None and v is not False}
+        options = {k: v for k, v in (kwargs or {}).items() if v is not None and v is not False
+                   and (k not in _TORCH_DEFAULTS or v != _TORCH_DEFAULTS[k])}
         return FUNCTIONS[name](*args, **options)
 
-    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
-        raise TraceError(f"numpy.{ufunc.__name__} cannot be traced: write the function of fusionrt")
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
+        """Numpy's scalars ask here for their operators: `np.float32(2) * x`."""
+        name = ufunc.__name__
+        if name not in _OF_NUMPY or method != "__call__" or options:
+            raise TraceError(f"numpy.{name} cannot be traced: write the function of fusionrt")
+        return _OF_NUMPY[name](*(a if isinstance(a, Expr) else _number(name, a) for a in operands))
 
 
+_OF_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
+    "greater_equal": operator.ge, "equal": operator.eq, "not_equal": operator.ne,
+    "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "divmod": divmod}
 _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
           "%": "x % y cannot be fused: write x - y * floor(x / y)",
           "^": "x ^ y cannot be fused: of conditions write a != b",
@@ -148,16 +163,22 @@ def node(op: str, *operands: Any) -> Expr:
 
 def _operand(op: str, value: Any, truth: bool) -> Expr:
     if not isinstance(value, Expr):
-        if not isinstance(value, numbers.Real):
-            raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
-                             "number: a tensor must be an argument of the fused function, not "
-                             "captured by closure")
-        value = node("const", repr(float(value)))
+        value = node("const", repr(float(_number(op, value))))
     if truth and not value.is_truth:
         return node("ne", value, 0)
     if value.is_truth and not truth:
         return node("number", value)
     return value
+
+
+def _number(op: str, value: Any) -> numbers.Real:
+    """Python's own, also of numpy's scalars, of which numpy makes arrays to compare them."""
+    number = value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    if not isinstance(number, numbers.Real):
+        raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
+                         "number: a tensor must be an argument of the fused function, not "
+                         "captured by closure")
+    return number
 
 
 def _condition(sign: str, value: Any) -> Any:
@@ -307,6 +328,10 @@ def _function(op: str) -> Callable[..., Expr]:
 
     def apply(*operands: Any, **options: Any) -> Expr:
         if options or len(operands) != takes:
+            named = [k for k, v in options.items() if isinstance(v, Expr)]
+            if named:
+                raise TraceError(f"{op} takes operands by position in a fused function, got "
+                                 f"{' and '.join(named)} by name")
             got = [str(len(operands)), *(f"{k}={v!r}" for k, v in options.items())]
             raise TraceError(f"{op} takes {takes} operand{'s' * (takes > 1)} in a fused function, got "
                              f"{' and '.join(got)}")
@@ -397,6 +422,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
 }
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
                 "divide": "div", "negative": "neg", "clip": "clamp"}
+_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0}
 
 
 def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:

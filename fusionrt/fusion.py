@@ -60,7 +60,7 @@ def dropped(x: Expr, p: Any, scale: Any) -> Expr:
 
 
 @overload
-def fuse(function: Callable[..., Any], /) -> Fused: ...
+def fuse(function: Callable[..., Any], /, *, name: str | None = None) -> Fused: ...
 @overload
 def fuse(*, name: str) -> Callable[[Callable[..., Any]], Fused]: ...
 
@@ -71,7 +71,7 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     The function is called once, with traced values instead of numbers. It may use arithmetic,
     comparisons, `&`, `|`, `~`, the functions of this package (`where`, `exp`, `erf`, `sigmoid`, `cast`,
     ...), torch's functions of the same names, other fused functions, and helpers that do the same.
-    It returns one value or a tuple.
+    It returns one value or a tuple. `name`: what errors and profilers call it, the function's unless given.
 
     Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that
     broadcast, of dtype float16, bfloat16, float32, float64, an integer or bool; or Python numbers,
@@ -87,8 +87,8 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
             return fusionrt.sigmoid(x) * y + 0.5 * x
     """
     if function is None:
-        return lambda f: fuse_named(f, name or _name_of(f))
-    return fuse_named(function, _name_of(function))
+        return lambda f: fuse(f, name=name)
+    return fuse_named(function, name or _name_of(function))
 
 
 def _name_of(function: Any) -> str:

@@ -131,8 +131,8 @@ def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any)
     """torch.vmap's rule: one call on tensors that have the batch in front, where that means the same."""
     n = len(op.params)
     args = tuple(a if dim is None else a.movedim(dim, 0) for a, dim in zip(args, in_dims, strict=True))
-    of_one = [a if dim is None else a.new_empty(a.shape[1:], device="meta")
-              for a, dim in zip(args, in_dims, strict=True)][:n]
+    of_one = [a.new_empty(a.shape if dim is None else a.shape[1:], device="meta")
+              if isinstance(a, torch.Tensor) else a for a, dim in zip(args, in_dims, strict=True)][:n]
     try:
         shape = torch.broadcast_shapes(*(a.shape for a in of_one if isinstance(a, torch.Tensor)))
     except RuntimeError:

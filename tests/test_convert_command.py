@@ -212,3 +212,9 @@ def test_examples_run(packages, name: str, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert "as fast" in capsys.readouterr().out
+
+
+def test_the_command_line_can_be_imported() -> None:
+    """As pydoc and multiprocessing do."""
+    import importlib
+    importlib.reload(importlib.import_module("fusionrt.__main__"))

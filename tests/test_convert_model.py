@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 from convert_net import Net, X, assert_same, installed_passes, one_thread, replaced_by, small_net  # noqa: F401  (fixtures)
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fusionrt as frt
@@ -492,8 +494,17 @@ def test_safetensors_is_named_when_it_is_absent(measured, tmp_path, monkeypatch)
 @pytest.mark.parametrize("trace", [
     lambda fast, x: torch.export.export(fast, (x,), strict=False).module(),
     lambda fast, x: torch.export.export(fast, (x,), strict=True).module(),
-    lambda fast, x: torch.jit.trace(fast, x)], ids=["export", "strict export", "jit"])
+    lambda fast, x: torch.jit.trace(fast, x), lambda fast, x: make_fx(lambda x: fast(x))(x),
+    lambda fast, x: torch.fx.symbolic_trace(nn.Sequential(fast))],
+    ids=["export", "strict export", "jit", "make_fx", "fx"])
 def test_others_trace_the_uncompiled_forward(trace):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(2, 8)
     fast = frt.auto_convert_model(model, example_inputs=x)
     torch.testing.assert_close(trace(fast, x)(2 * x), model(2 * x))
+
+
+def test_export_of_a_partial_forward():
+    model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
+    model.forward = functools.partial(nn.Linear.forward, model)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    torch.testing.assert_close(torch.export.export(fast, (x,)).module()(x), model(x))

@@ -240,6 +240,51 @@ def test_validation_leaves_no_trace_in_what_attributes_hold():
     assert not model.seen and not fresh.seen
 
 
+class Graph(nn.Module):
+    """A layer on a graph, whose edges are a sparse buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+        self.seen = [self.edges]
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, torch.relu(self.layer(x))) + 1
+
+
+def of_inference():
+    with torch.inference_mode():
+        return torch.full((3,), float("nan"))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.eye(3).to_sparse(), lambda: torch.full((1,), float("nan")).expand(3),
+    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), of_inference],
+    ids=["sparse", "expanded", "nested", "inference"])
+def test_tensors_that_torch_does_not_compare(make):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    model.state = State()
+    model.state.tensor = make()
+    with undisturbed(model):
+        pass
+    assert record_of(frt.auto_convert_model(model, (4, 8))).verdict.accepted
+
+
+def test_sparse_buffers():
+    model, x = Graph().eval(), torch.randn(4, 8)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    assert record_of(fast).verdict.accepted
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_expanded_tensors_are_put_back(net):
+    net.register_buffer("wide", torch.zeros(1).expand(3))
+    with undisturbed(net):
+        net.wide[:1].fill_(1)
+    assert net.wide.tolist() == [0, 0, 0]
+
+
 def test_converted_models_follow_our_optimizers():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()).eval()
     x = torch.randn(2, 3, 6, 6)

@@ -45,6 +45,11 @@ CASES = [
         "prelu_bias: alpha must have 1 element or one for each of the 3 channels "
         "(dimension 1 of x), got (4,)",
     ),
+    (
+        lambda: frt.prelu_bias(None, torch.zeros(3), torch.zeros(3)),
+        TypeError,
+        "prelu_bias: x must be a tensor, an array or a number, got NoneType",
+    ),
     # dtypes and layouts
     (
         lambda: frt.relu(INT),

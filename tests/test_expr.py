@@ -5,6 +5,7 @@ import math
 import operator
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -262,7 +263,7 @@ def operators():
             else [
                 f
                 for f in vars(__import__(op.__module__, fromlist=["_"])).values()
-                if not isinstance(f, Expr) and hasattr(f, "operator")
+                if not isinstance(f, Expr) and isinstance(getattr(f, "operator", None), Operator)
             ]
         )
         found |= {f"{name}.{f.operator.name}": f.operator for f in functions}
@@ -475,6 +476,9 @@ def test_truth_values_are_numbers_and_numbers_are_conditions(device):
         ((X > 0) & (Y > 0), (x > 0) & (y > 0)),
         ((X > 0) | Y, (x > 0) | (y != 0)),
         (X & True, x != 0),
+        (np.True_ & (X > 0), x > 0),
+        (np.float64(2) > X, x < 2),
+        (np.float32(1) == X, x == 1),
         (~X, x == 0),
         ((X > 0) == (Y > 0), (x > 0) == (y > 0)),
         (expr.cast(X, "bool"), x.bool()),
@@ -496,6 +500,11 @@ def test_operators_and_functions_of_numbers(device):
         (round(X), x.round()),
         (math.floor(X), x.floor()),
         (True + X, 1 + x),
+        (np.float32(1) + X, 1 + x),
+        (np.int64(1) - X, 1 - x),
+        (np.sqrt(4.0) * X, 2 * x),
+        (np.float16(1) / X, 1 / x),
+        (X - np.array(2.0), x - 2),
         (X - 1 / 3, x - 1 / 3),
     ]
     found = call(tuple(root for root, _ in cases), x)

@@ -49,6 +49,11 @@ def test_values_and_gradients(device):
     assert (gate.__name__, gate.__doc__, gate.__module__) == ("gate", "A gate.", __name__)
 
 
+def test_a_name_is_heard_beside_the_function_and_alone():
+    for named in (frt.fuse(lambda x: -x, name="negated"), frt.fuse(name="negated")(lambda x: -x)):
+        assert named.__name__ == named.operator.name == "negated"
+
+
 def test_several_outputs(device):
     @frt.fuse
     def parts(x, y):
@@ -481,16 +486,23 @@ def test_a_trace_error_is_a_type_error_with_a_public_name():
         (lambda x: frt.where(x > 0, x), "where takes 3 operands in a fused function, got 2"),
         (lambda x: torch.add(x, x, alpha=2),
          "add takes 2 operands in a fused function, got 2 and alpha=2"),
+        (lambda x: torch.minimum(x, other=x),
+         "minimum takes operands by position in a fused function, got other by name"),
         (lambda x: torch.round(x, decimals=2),
          "round takes 1 operand in a fused function, got 1 and decimals=2"),
         (lambda x: frt.clamp(x), "clamp needs min or max"),
         (lambda x: (), "must return a traced value, got none"),
         (lambda x: x // 2, "x // y cannot be fused: write floor(x / y)"),
+        (lambda x: divmod(x, 2), "x // y cannot be fused: write floor(x / y)"),
         (lambda x: 2 % x, "x % y cannot be fused: write x - y * floor(x / y)"),
         (lambda x: (x > 0) ^ (x < 1), "x ^ y cannot be fused: of conditions write a != b"),
         (lambda x: len(x), "a traced value is one scalar and has no length: pass the size as an argument of "
                            "its own"),
         (lambda x: np.exp(x), "numpy.exp cannot be traced: write the function of fusionrt"),
+        (lambda x: np.ones(3) * x,
+         "multiply: operand ndarray is neither a traced value nor a number: a tensor must be an argument of "
+         "the fused function, not captured by closure"),
+        (lambda x: np.int64(2) & x, "& joins conditions, got the number 2: bits cannot be fused"),
         (lambda x: x & 2, "& joins conditions, got the number 2: bits cannot be fused"),
     ],
 )
@@ -507,6 +519,8 @@ def test_what_to_write_instead(function, text):
         (lambda x: torch.clamp(x, None, 0.5), lambda x: x.clamp(max=0.5)),
         (lambda x: frt.clamp(x, min=0.25), lambda x: x.clamp(min=0.25)),
         (lambda x: F.relu(x), F.relu),
+        (lambda x: torch.round(torch.add(x, x, alpha=1), decimals=0), lambda x: torch.round(x + x)),
+        (lambda x: np.float64(2) ** x, lambda x: 2**x),
         (lambda x: math.ceil(x) + math.trunc(x), lambda x: x.ceil() + x.trunc()),
         (lambda x: frt.where(True & (x > 0), x, 0), lambda x: torch.where(x > 0, x, 0)),
         (functools.partial(lambda x, k: x * k, k=2), lambda x: x * 2),

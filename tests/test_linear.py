@@ -556,6 +556,7 @@ def test_arrays():
      "activation must be None, a name, or a function of one traced value, got int"),
     ({"activation": ["relu"]}, TypeError,
      "activation must be None, a name, or a function of one traced value, got list"),
+    ({"activation": ([],)}, TypeError, "activation must be None, a name, .* got tuple"),
     ({"activation": lambda y: (y, y)}, TypeError, "activation must give one traced value, got tuple"),
 ])
 def test_errors(change, kind, message):
@@ -572,6 +573,17 @@ def test_activations_of_torch(activation):
     x, weight = torch.randn(3, 6), torch.randn(8, 6)
     found = frt.linear_activation(x, weight, None, activation)
     torch.testing.assert_close(found, activation(x @ weight.T))
+
+
+class Doubled(torch.nn.GELU):
+    def forward(self, x):
+        return 2 * x * torch.sigmoid(x)
+
+
+def test_a_module_of_the_users_is_traced():
+    x, weight = torch.randn(3, 6), torch.randn(8, 6)
+    found = frt.linear_activation(x, weight, None, Doubled())
+    torch.testing.assert_close(found, 2 * F.silu(x @ weight.T))
 
 
 def test_a_module_with_parameters_is_no_activation():

@@ -333,3 +333,12 @@ def test_autocast_wants_float32(name, reduction, device):
     torch.testing.assert_close(*(torch.autograd.grad(r, x, grad)[0] for r in (found, expected)), rtol=1e-2,
                                atol=1e-5)
     assert getattr(frt, name)(x, y, reduction=reduction).dtype == BF16
+
+
+@pytest.mark.parametrize("kinds", [(BF16, F64), (F64, BF16), (torch.int64, BF16)], ids=str)
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss"])
+def test_autocast_of_two_dtypes(name, kinds, device):
+    args = [torch.randint(0, 2, (8, 33), device=device).to(dtype) for dtype in kinds]
+    with torch.autocast(device, dtype=BF16):
+        found, expected = (getattr(module, name)(*args) for module in (frt, torch.nn.functional))
+    torch.testing.assert_close(found, expected)

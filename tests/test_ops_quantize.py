@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from checking import BF16, F16, F32, F64, assert_as_accurate, dtypes, make
@@ -48,6 +49,7 @@ def test_quantize_per_channel(dim, dtype, device):
         (scale[0], zero_point),
     ):
         assert torch.equal(frt.quantize_int8(x, *args, dim=dim), reference(x, *args, dim=dim))
+    assert torch.equal(frt.quantize_int8(x, scale, dim=np.int64(dim)), reference(x, scale, dim=dim))
     assert torch.equal(frt.quantize_int8(x, scale[0]), reference(x, scale[0]))
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import reference
+from fusionrt import reference, rehearsal
 from fusionrt.runtime import compiler, launch
 from fusionrt.runtime import device as cuda
 
@@ -244,16 +245,31 @@ def test_a_cold_kernel_in_a_capture_is_refused():
 
 
 @gpu
-def test_a_new_shape_of_a_loaded_kernel_can_be_captured():
+@pytest.mark.parametrize("rows", [16, 8192])  # many elements have a kernel of their own
+def test_a_new_shape_of_a_loaded_kernel_can_be_captured(rows):
     """The shape is a parameter, not a specialisation: nothing has to be loaded."""
-    op, args = scaled(13), [t.detach() for t in inputs(16, 64)]
+    op, args = scaled(13 + rows), [t.detach() for t in inputs(rows, 64)]
     op(*args)
     more = [t.detach() for t in inputs(32, 64)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = op(*more)
     graph.replay()
-    assert_close(y, torch.sigmoid(more[0] + more[1]) * 13)
+    assert_close(y, torch.sigmoid(more[0] + more[1]) * (13 + rows))
+
+
+def test_a_translation_unit_is_loaded_with_all_its_kernels(monkeypatch):
+    with rehearsal.collecting() as needed:
+        frt.relu(torch.empty(1 << 20, device="meta"))
+    unit, = launch.sources(needed[0])
+    driver = SimpleNamespace(moduleLoadData=lambda code: "my", moduleGetFunction="{} {}".format)
+    monkeypatch.setattr(cuda, "driver", lambda: driver)
+    monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90")
+    monkeypatch.setattr(cuda, "_functions", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert cuda.function(unit.text, unit.entry, 0, "relu") == "my pointwise"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cuda.function(unit.text, unit.entry, 0, "relu", "pointwise_of_few") == "my pointwise_of_few"
 
 
 # --- devices

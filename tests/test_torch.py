@@ -619,3 +619,5 @@ def test_errors_of_shapes_are_the_same_under_fake_tensors_and_vmap():
         frt.bias_gelu(torch.ones(2, 3), torch.ones(4))
     with pytest.raises(ValueError, match=r"bias_gelu: x and bias must broadcast, got \(3,\) and \(4,\)"):
         torch.vmap(frt.bias_gelu)(torch.ones(2, 3), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"bias_gelu: x and bias must broadcast, got \(3,\) and \(4,\)"):
+        torch.vmap(frt.bias_gelu, (0, None))(torch.ones(2, 3), torch.ones(4))

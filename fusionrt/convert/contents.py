@@ -1,28 +1,36 @@
 """What the attributes of modules hold, however deep, so that it can be put back: caches in lists, counters in
-dictionaries, a state in an object of the model's own."""
+dictionaries, a state in an object of the model's own, also one that is a container or has slots.
+
+What other libraries' objects hold is not found, nor what closures, generators and globals do.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import copyreg
+import functools
+import gc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-# Of what is not looked into: it is no state of a model's, or a module that is listed itself.
-_CLOSED = (Module, type, ModuleType, FunctionType, MethodType)
-_FOREIGN = ("torch", "fusionrt", "numpy", "triton", "builtins", "functools", "weakref", "threading",
-            "logging")
-_CONTAINERS = (dict, list, deque, set)
+# Of what is not looked into: it is no state of a model's.
+_CLOSED = (type, ModuleType, FunctionType, MethodType)
+_FOREIGN = ("torch", "fusionrt", "numpy", "triton", "builtins", "collections", "functools", "weakref",
+            "threading", "logging")
+# Each before its base. What they hold is read and put back by their own methods: a subclass's may evict.
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 
-def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
-    """The containers that can be reached, each with a shallow copy, and the tensors in them."""
-    held: list[tuple[Any, Any]] = []
+def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, list[Any]]], list[Tensor]]:
+    """The containers that can be reached, each with what it holds, and the tensors in them."""
+    held: list[tuple[Any, list[Any]]] = []
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}
+    is_open: Callable[[Any], bool] = functools.cache(_is_open)
     waiting: list[Any] = list(roots)
     while waiting:
         value = waiting.pop()
@@ -31,23 +39,59 @@ def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, Any]], li
         seen[id(value)] = value
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, _CONTAINERS):
-            held.append((value, value.copy()))
-            waiting += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple | frozenset):
-            waiting += value
-        elif not isinstance(value, _CLOSED) and hasattr(value, "__dict__") and (
-                type(value).__module__.partition(".")[0] not in _FOREIGN):
+            continue
+        if isinstance(value, tuple | frozenset):
+            waiting += _that_hold(value)
+        elif isinstance(value, _CONTAINERS) or is_open(type(value)):
+            holds = _holds(value)
+            held.append((value, holds))
+            waiting += _that_hold(holds)
+        if is_open(type(value)) and hasattr(value, "__dict__"):
             waiting.append(vars(value))
     return held, tensors
 
 
-def restore(container: Any, before: Any) -> None:
-    """What the container held, if it holds anything else."""
-    if isinstance(container, dict):
-        same = container.keys() == before.keys() and all(container[k] is before[k] for k in before)
+def restore(container: Any, before: list[Any]) -> None:
+    """What it held, if it holds anything else, or in another order."""
+    now, kind = _holds(container), _kind(container)
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        return
+    keys, values = before[:len(before) // 2], before[len(before) // 2:]
+    if kind is object:
+        for name in now[:len(now) // 2]:
+            object.__delattr__(container, name)
+        for name, value in zip(keys, values, strict=True):
+            object.__setattr__(container, name, value)
+        return
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in zip(keys, values, strict=True):
+            kind.__setitem__(container, key, value)
     else:
-        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
-    if not same:
-        container.clear()
-        (container.extend if isinstance(container, list | deque) else container.update)(before)
+        (kind.update if kind is set else kind.extend)(container, before)
+
+
+def _that_hold(values: Iterable[Any]) -> list[Any]:
+    """Without numbers and strings, and tuples of them, of which there may be a million: the garbage collector
+    does not track what leads nowhere, among that dictionaries of atoms."""
+    return [v for v in values if gc.is_tracked(v) or type(v) is dict]
+
+
+def _is_open(kind: type) -> bool:
+    return issubclass(kind, Module) or not (
+        issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _FOREIGN)
+
+
+def _kind(container: Any) -> Any:
+    return next((kind for kind in _CONTAINERS if isinstance(container, kind)), object)
+
+
+def _holds(container: Any) -> list[Any]:
+    """Its items; of a mapping, and of the slots of any other object, the keys, then the values."""
+    kind = _kind(container)
+    if kind is object:
+        names = [s for s in copyreg._slotnames(type(container)) if hasattr(container, s)]  # type: ignore[attr-defined]
+        return [*names, *(getattr(container, name) for name in names)]
+    if issubclass(kind, dict):
+        return [*kind.keys(container), *kind.values(container)]
+    return list(kind.__iter__(container))

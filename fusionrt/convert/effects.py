@@ -94,7 +94,7 @@ def _of_function(node: Node) -> Effect:
     if isinstance(target, torch._ops.OpOverload):
         schema = target._schema
         if not schema.is_mutable:
-            return NONE
+            return NONE if schema.returns else BARRIER  # a check, a log
         named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
         return _writes([named.get(a.name) for a in schema.arguments
                         if a.alias_info is not None and a.alias_info.is_write])

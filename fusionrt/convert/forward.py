@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -72,11 +73,13 @@ class Forward:
     @property
     def __code__(self) -> types.CodeType:
         """That of the uncompiled forward, at which torch.export looks."""
-        code: types.CodeType = getattr(self.inner, "__func__", self.inner).__code__
+        inner = self.inner.func if isinstance(self.inner, functools.partial) else self.inner
+        code: types.CodeType = getattr(inner, "__func__", inner).__code__
         return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # by someone else
+        if (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+                or _symbolic_trace._is_fx_tracing_flag):  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked:
             return self._run(*args, **kwargs)

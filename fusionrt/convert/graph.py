@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusionrt.convert.effects import NONE, Effect, Facts, as_recorded, effect, value
+from fusionrt.convert.effects import NONE, Effect, Facts, as_recorded, value
+from fusionrt.convert.purity import is_pure
 
 VALUE, KEY, EFFECT = "example_value", "fusionrt_key", "fusionrt_effect"
 # Inputs of a call from which it computes something that it keeps for later calls.
@@ -142,13 +143,13 @@ class Edits:
         return made
 
     def erase(self, nodes: Sequence[Node]) -> None:
-        """Calls that nobody uses, users last; and what only they have used, unless it has effects."""
+        """Calls that nobody uses, users last; and what only they have used, unless it would be missed."""
         left = list(nodes)
         while left:
             n = left.pop()
             if n in self._erased or n.users:
                 continue
-            operands = [a for a in n.all_input_nodes if a.op != "placeholder" and effect(a) == NONE]
+            operands = [a for a in n.all_input_nodes if a.op != "placeholder" and is_pure(a)]
             self.graph.erase_node(n)
             self._erased.add(n)
             left += reversed(operands)

@@ -265,8 +265,8 @@ def run(module: Module, inputs: Inputs, seed: int = 0) -> Leaves:
         torch.manual_seed(seed)
         found = dict(leaves(module(*args, **kwargs)))
         own = {t.untyped_storage().data_ptr() for t in state}
-        return {name: v.clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in own else v
-                for name, v in found.items()}
+        return {name: v.clone() if isinstance(v, Tensor) and _is_plain(v)
+                and v.untyped_storage().data_ptr() in own else v for name, v in found.items()}
 
 
 def _what(error: Exception) -> str:
@@ -280,10 +280,11 @@ def _what(error: Exception) -> str:
 @contextlib.contextmanager
 def undisturbed(*modules: Module) -> Iterator[list[Tensor]]:
     """Run modules in evaluation mode without gradients, and leave no trace: buffers (which are yielded),
-    attributes, training flags and random numbers are as before afterwards."""
+    attributes, training flags and random numbers are as before afterwards. What is written to sparse and
+    nested tensors, and to those of types that run operators themselves, stays."""
     parts = list({id(m): m for module in modules for m in module.modules()}.values())
     held, tensors = contents(vars(m) for m in parts)
-    state = [t for t in tensors if not isinstance(t, Parameter) and not t.is_meta]
+    state = [t for t in tensors if _is_plain(t) and not isinstance(t, Parameter)]
     kept = [(t, t.detach().clone()) for t in state]
     devices = {t.device.index for m in modules for t in m.parameters() if t.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
@@ -294,9 +295,26 @@ def undisturbed(*modules: Module) -> Iterator[list[Tensor]]:
         finally:
             for container, before in held:
                 restore(container, before)
-            for t, before in kept:
-                if not torch.equal(t, before):
-                    t.copy_(before)
+            for t, numbers in kept:
+                if not _equal(t, numbers):
+                    _put_back(t, numbers)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether it lies in memory that can be compared and copied."""
+    return (t.layout == torch.strided and not t.is_nested and not t.is_meta
+            and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """As torch.equal, for which one NaN is not another."""
+    return bool(((a == b) | (a != a) & (b != b)).all())
+
+
+def _put_back(t: Tensor, before: Tensor) -> None:
+    once = tuple(slice(1 if step == 0 else None) for step in t.stride())  # copy_ takes no expanded tensors
+    with torch.inference_mode(t.is_inference()), torch.no_grad():
+        t[once].copy_(before[once])
 
 
 # -- the optimised against the original ------------------------------------------------------------

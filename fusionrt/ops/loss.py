@@ -62,7 +62,7 @@ def _loss(formula: Callable[..., Expr]) -> Loss:
 
 def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
     shape = _shape(op, *args[:2])
-    each, total = loss.wide if _by_autocast(args[0]) else loss.own
+    each, total = _kernels(loss, *args)
     if reduction == "mean":
         count = math.prod(shape)
         return total(*args, 1 / count) if count else total(*args, 1.0) * math.nan
@@ -73,10 +73,13 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
     raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
-def _by_autocast(input: Any) -> bool:
-    """Whether autocast, which wants losses in float32, makes it so."""
-    return (isinstance(input, torch.Tensor) and input.dtype in (torch.float16, torch.bfloat16)
-            and input.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(input.device.type))
+def _kernels(loss: Loss, *args: Any) -> Kernels:
+    """Wide where autocast, which wants losses in float32, finds one of 16 bits."""
+    kind = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "")
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return loss.own
+    short = loss.own.each.operator.compute_dtype(args) in (torch.float16, torch.bfloat16)
+    return loss.wide if short else loss.own
 
 
 def _shape(op: str, input: Any, target: Any) -> tuple[int, ...]:
@@ -244,5 +247,5 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     if reduction != "batchmean":
         return _reduced("kl_div", loss, reduction, input, target)
     size = input.shape[0] if len(input.shape) else 1
-    shape, total = _shape("kl_div", input, target), (loss.wide if _by_autocast(input) else loss.own).total
+    shape, total = _shape("kl_div", input, target), _kernels(loss, input, target).total
     return total(input, target, 1 / size) if math.prod(shape) else total(input, target, 1.0) / size

@@ -197,11 +197,13 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
         prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
     """
     shape: tuple[int, ...] = getattr(alpha, "shape", ())
-    # Of the sum, which bias may give dimensions that x has not; what is no array is refused by name below.
+    # Of the sum, which bias may give dimensions that x has not.
     whole: tuple[int, ...] = getattr(x, "shape", ())
     more: tuple[int, ...] = getattr(bias, "shape", ())
     whole = more if bias_first and len(more) > len(whole) else whole
-    if len(shape) == 1 and len(whole) != 2:
+    # What is no array is refused by name below, before alpha is measured by it.
+    arrays = all(isinstance(a, int | float) or hasattr(a, "shape") for a in (x, bias))
+    if arrays and len(shape) == 1 and len(whole) != 2:
         channels = whole[1] if len(whole) > 1 else 1
         if shape[0] not in (1, channels):
             raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "

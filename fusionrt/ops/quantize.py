@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,10 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
     """A vector of one value a channel, shaped to broadcast along `dim`."""
     if dim is None or not hasattr(value, "shape") or len(value.shape) != 1 or not hasattr(x, "shape"):
         return value  # what x must be is said where it is read
-    if not isinstance(dim, int):
-        raise TypeError(f"{op}: dim must be an integer, got {type(dim).__name__}")
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"{op}: dim must be an integer, got {type(dim).__name__}") from None
     rank = len(x.shape)
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")

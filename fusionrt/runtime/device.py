@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import threading
 from typing import Any
 
@@ -21,7 +22,7 @@ _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _DEPENDENT_LAUNCHES_IN_GRAPHS = 12030  # since this version of the driver
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
-_modules: dict[tuple[str, int], int] = {}
+_KERNELS = re.compile(rb"\.nv\.constant0\.(\w+)\0")  # of a cubin: sections of their parameters
 _functions: dict[tuple[tuple[str, int], str], int] = {}
 _shared: dict[int, int] = {}  # bytes that a function may have
 _lock = threading.Lock()
@@ -82,10 +83,11 @@ def function(text: str, entry: str, device: int, name: str, kernel: str = "") ->
         raise CaptureError(name)
     cached, _ = compiler.cubin(text, entry, arch, name)
     with _lock:
-        if unit not in _modules:
-            _modules[unit] = driver().moduleLoadData(cached.payload)
         if key not in _functions:
-            _functions[key] = driver().moduleGetFunction(_modules[unit], key[1])
+            module = driver().moduleLoadData(cached.payload)
+            # All, as the next call may want another in a capture: the driver loads a kernel when it is got.
+            for each in {key[1], *(found.decode() for found in _KERNELS.findall(cached.payload))}:
+                _functions[unit, each] = driver().moduleGetFunction(module, each)
         return _functions[key]
 
 

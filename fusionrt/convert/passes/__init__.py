@@ -40,7 +40,7 @@ from fusionrt.convert.passes.window_masks import window_masks
 
 PASSES: dict[str, Callable[[Edits], None]] = {
     # what is not there for the result
-    "unused": unused, "checkpoints": checkpoints, "identities": identities, "in_place": in_place,
+    "checkpoints": checkpoints, "identities": identities, "in_place": in_place, "unused": unused,
     "constants": constants,
     # torch's names for what is spelled out, and the reverse, another layout
     "encoder_layers": encoder_layers, "rms_norm": rms_norm, "gelu": gelu, "addmm": addmm, "patches": patches,

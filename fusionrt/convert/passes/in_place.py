@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, value
+from fusionrt.convert.effects import IN_PLACE, INPLACE_AT, Facts, effect, value
 from fusionrt.convert.fused import lies
 from fusionrt.convert.graph import KEY, Edits, same
 from fusionrt.convert.match import named
@@ -27,7 +27,7 @@ def in_place(edits: Edits) -> None:
             entered.append(n)
         elif named(n, "_exit_autocast"):
             entered.remove(n.args[0])
-        target = _functional(n, facts)
+        target = _functional(n)
         if (target is None or not _is_private(n, facts) or not _gives_alike(n, target, entered)
                 or not edits.allows(n)):
             continue
@@ -56,10 +56,10 @@ def restored(edits: Edits) -> None:
             n.args = (operand, *now)
 
 
-def _functional(n: Node, facts: Facts) -> Any:
+def _functional(n: Node) -> Any:
     """The target that computes the same out of place."""
     target: Any = n.target
-    if not n.args or facts.effects[n].writes != (n.args[0],):
+    if not n.args or effect(n).writes != (n.args[0],):
         return None
     if n.op == "call_method":
         return target[:-1] if target[:-1] in METHODS else None

@@ -1,0 +1,35 @@
+"""Which calls nobody misses whose results nobody uses: they have no effect, and draw no random numbers, as
+without them those that are drawn later would be others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusionrt.convert.effects import NONE, effect
+
+_DRAWS = frozenset({
+    "rrelu", "rrelu_with_noise", "bernoulli", "multinomial", "binomial", "normal", "log_normal", "poisson",
+    "uniform", "exponential", "geometric", "cauchy", "gumbel_softmax", "fractional_max_pool2d",
+    "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
+    "lstm", "gru", "rnn_tanh", "rnn_relu"})
+# Those that may: the place of the argument `dropout_p`.
+_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 11}
+
+
+def is_pure(node: Node) -> bool:
+    return effect(node) == NONE and not _draws(node)
+
+
+def _draws(node: Node) -> bool:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    name = str(getattr(target, "__name__", target)).partition(".")[0].rstrip("_")  # of an overload as well
+    if name in _DROPOUT_AT:
+        at = _DROPOUT_AT[name]
+        given: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+        return bool(given != 0.0)
+    return name.startswith("rand") or "dropout" in name or name in _DRAWS
