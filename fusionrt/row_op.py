@@ -46,6 +46,15 @@ class RowOperator(Operator):
     def derived(self, *definition: Any) -> Operator:
         return RowOperator(*definition, row_dims=self.row_dims, like=self.like, of_channels=self.of_channels)
 
+    def check(self, args: Args) -> tuple[Ints, torch.device]:
+        shape, device = super().check(args)
+        for k, (name, a) in enumerate(zip(self.params, args, strict=False)):
+            if k in self.uniform and isinstance(a, torch.Tensor) and any(
+                    n != 1 for n in a.shape[-self.row_dims:]):
+                raise ValueError(f"{self.name}: {name} must be a number, or a tensor with one value a row, "
+                                 f"got one of shape {tuple(a.shape)}")
+        return shape, device
+
     def output_shapes(self, args: Args, shape: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(args[target].shape) if isinstance(target, int) else () if target == SCALAR else
                 self.one_a_row(shape) if root.uniform else tuple(shape)

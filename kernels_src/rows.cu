@@ -17,13 +17,16 @@
 //   STAGES, STAGE_BYTES           rows of a team in shared memory, or parts of them (IN_PARTS); bytes of one
 //   WEIGHTS_STAGED                whether the block's part of what is alike in all rows stays there as well
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
+//   CARRIED                       values of an element that a pass leaves to a later one
+//   FINDS_MOMENTS, WEIGHTED       whether a pass finds moments; whether there are weights
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
 //   Tile<W>, load_tile<W>(...)    the row's operands at W columns; staged_tile<W>(...) from shared memory
 //   fetch(p, row, first, end, ...)         have the copy engine bring columns of a row
 //   fetch_ahead(p, row, first, end)        have the L2 ask for those of a later one
 //   fetch_weights(...), find_weights(...)  the same of the weights; where they are then read
 //   Known<PASS>, know(...)        uniform expressions of a pass
-//   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums
+//   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums; what
+//                                 it leaves, or finds, in carried[k], if it CARRIES
 //   Values<PASS>::FIRST, COUNT    which of the values this pass finds
 //   identity<PASS>, join_lanes<PASS, N>                      its reductions: start, join lanes, and take in
 //   collect<PASS, W>(values, found, column)                  `found`, packs of VEC that are STEP apart
@@ -119,11 +122,23 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
 // Over a row
 
 constexpr column_t STEP = THREADS * VEC;
-constexpr int MOST_SUMS = SUMS ? SUMS : 1, HELD = KIND == REGISTERS ? PACKS : 1, SUMMED = SUMS ? PACKS : 1;
-using SumsOfColumns = acc_t[SUMMED][MOST_SUMS][VEC];
-using Held = Tile<VEC>[HELD][1];
+constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1;
+constexpr int OWN = KIND == STREAMED ? 1 : PACKS;  // packs that are a thread's from the first pass to the last
+using Sums = acc_t[MOST_SUMS][VEC];
+using Carried = acc_t[MOST_CARRIED][VEC];
+using SumsOfColumns = Sums[OWN];
 
-constexpr int TOGETHER = KIND == STAGED && PERSISTENT && !SUMS && PACKS >= 4 ? 4 : 1;
+// What a thread has of a row.
+struct Held {
+    Tile<VEC> tiles[KIND == REGISTERS ? PACKS : 1];
+    Carried carried[OWN];
+};
+
+// Packs of which a thread finds the values together. Of moments, whose joining is a fifth of a norm's instructions, also
+// where blocks come and go, if there are the registers: of 64, for 16 values.
+constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : 768);
+constexpr bool MANY = (KIND == STAGED && PERSISTENT) || (KIND != STREAMED && FINDS_MOMENTS && ROOM);
+constexpr int TOGETHER = MANY && !SUMS && !CARRIES && PACKS >= 4 ? 4 : 1;
 constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES;
 
 extern __shared__ __align__(128) char memory[];
@@ -141,12 +156,12 @@ struct Work {
 template <int PASS, int N>
 __device__ __forceinline__ void take(const Params& p, const Work& work, const Known<PASS>& known,
                                      acc_t (&values)[MOST_VALUES], column_t column, const Tile<VEC> (&tiles)[N],
-                                     acc_t (&sums)[MOST_SUMS][VEC]) {
+                                     Carried* carried, Sums* sums) {
     acc_t found[MOST_VALUES][N * VEC];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         acc_t of_pack[MOST_VALUES][VEC];
-        element<PASS, VEC>(p, work.row, known, column + n * STEP, tiles[n], of_pack, sums);
+        element<PASS, VEC>(p, work.row, known, column + n * STEP, tiles[n], of_pack, carried[n], sums[n]);
 #pragma unroll
         for (int k = 0; k < MOST_VALUES; ++k)
 #pragma unroll
@@ -158,72 +173,79 @@ __device__ __forceinline__ void take(const Params& p, const Work& work, const Kn
 // Every pass reads the row anew: N packs at a time, then half as many, and so on.
 template <int PASS, int N = PACKS>
 __device__ __forceinline__ void stream(const Params& p, const Work& work, const Known<PASS>& known,
-                                       acc_t (&values)[MOST_VALUES], acc_t (&sums)[MOST_SUMS][VEC], column_t column) {
+                                       acc_t (&values)[MOST_VALUES], column_t column) {
 #pragma unroll 1
     for (; column + (N - 1) * STEP < work.end; column += N * STEP) {
         Tile<VEC> tiles[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) tiles[n] = load_tile<VEC>(p, work.row, column + n * STEP);
-        take<PASS>(p, work, known, values, column, tiles, sums);
+        Carried carried[N];
+        Sums sums[N];
+        take<PASS>(p, work, known, values, column, tiles, carried, sums);
     }
-    if constexpr (N > 1) stream<PASS, N / 2>(p, work, known, values, sums, column);
+    if constexpr (N > 1) stream<PASS, N / 2>(p, work, known, values, column);
+}
+
+// N packs from the k-th on, all of which the thread has.
+template <int PASS, int N>
+__device__ __forceinline__ void take_held(const Params& p, const Work& work, const Known<PASS>& known, Held& held,
+                                          acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, int k) {
+    Tile<VEC> tiles[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        if constexpr (KIND == STAGED)
+            tiles[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
+        else
+            tiles[n] = held.tiles[k + n];
+    take<PASS>(p, work, known, values, work.first + k * STEP, tiles, held.carried + k, sums + k);
 }
 
 template <int PASS>
-__device__ __forceinline__ void look(const Params& p, const Work& work, Held& tiles,
+__device__ __forceinline__ void look(const Params& p, const Work& work, Held& held,
                                      acc_t (&values)[MOST_VALUES], SumsOfColumns& sums) {
     Known<PASS> known;
     know(p, work.row, values, known);
     if constexpr (KIND == STREAMED) {
-        stream<PASS>(p, work, known, values, sums[0], work.first);
+        stream<PASS>(p, work, known, values, work.first);
     } else {
-        constexpr int UNROLL = KIND == STAGED && !SUMS && PACKS > 4 ? 4 : PACKS;  // all eight at a time spill
-        int k = 0;
-        if constexpr (TOGETHER > 1) {
-#pragma unroll 1
-            for (; k + TOGETHER <= PACKS && work.first + (k + TOGETHER - 1) * STEP < work.end; k += TOGETHER) {
-                Tile<VEC> staged[TOGETHER];
-#pragma unroll
-                for (int n = 0; n < TOGETHER; ++n)
-                    staged[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
-                take<PASS>(p, work, known, values, work.first + k * STEP, staged, sums[0]);
-            }
-        }
+        // In registers all packs have places of their own in the text; of a stage, as many as do not spill.
+        constexpr int SOME = KIND == REGISTERS && Values<PASS>::COUNT == 0 ? 1 : TOGETHER;
+        constexpr int FEW = sizeof(Tile<VEC>) > 16 && !WEIGHTED && MIN_BLOCKS * BLOCK > 1024 ? 2 : 4;
+        constexpr int UNROLL = KIND == STAGED && !(SUMS || CARRIES) && PACKS > FEW ? (FEW + SOME - 1) / SOME : PACKS;
 #pragma unroll UNROLL
-        for (; k < PACKS; ++k) {
-            const column_t column = work.first + k * STEP;
-            if (column >= work.end) continue;
-            if constexpr (KIND == STAGED) {
-                const column_t within = (k * THREADS + work.lane) * VEC;
-                const Tile<VEC> staged[1] = {staged_tile<VEC>(work.stage, within)};
-                take<PASS>(p, work, known, values, column, staged, sums[SUMS ? k : 0]);
-            } else {
-                take<PASS>(p, work, known, values, column, tiles[k], sums[SUMS ? k : 0]);
+        for (int k = 0; k < PACKS; k += SOME) {
+            if (SOME > 1 && k + SOME <= PACKS && work.first + (k + SOME - 1) * STEP < work.end) {
+                take_held<PASS, SOME>(p, work, known, held, values, sums, k);
+                continue;
             }
+#pragma unroll
+            for (int n = 0; n < SOME && k + n < PACKS; ++n)
+                if (work.first + (k + n) * STEP < work.end)
+                    take_held<PASS, 1>(p, work, known, held, values, sums, k + n);
         }
     }
 }
 
 template <int PASS>
-__device__ __forceinline__ void passes(const Params& p, const Work& work, Held& tiles,
+__device__ __forceinline__ void passes(const Params& p, const Work& work, Held& held,
                                        acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange, int& turn) {
     identity<PASS>(values);
-    if (work.valid) look<PASS>(p, work, tiles, values, sums);
+    if (work.valid) look<PASS>(p, work, held, values, sums);
     if constexpr (Values<PASS>::COUNT > 0) reduce<PASS>(values, exchange, turn, work.team, work.lane);
     if constexpr (PASS + 1 < PASSES) {
         // What the compiler computed of a pack it would otherwise keep for the next pass, in full width.
         if constexpr (KIND == REGISTERS)
 #pragma unroll
-            for (int k = 0; k < PACKS; ++k) hide(tiles[k][0]);
-        passes<PASS + 1>(p, work, tiles, values, sums, exchange, turn);
+            for (int k = 0; k < PACKS; ++k) hide(held.tiles[k]);
+        passes<PASS + 1>(p, work, held, values, sums, exchange, turn);
     }
 }
 
-__device__ __forceinline__ void load_tiles(const Params& p, const Work& work, Held& tiles) {
+__device__ __forceinline__ void load_tiles(const Params& p, const Work& work, Held& held) {
     if constexpr (KIND == REGISTERS)
 #pragma unroll
         for (int k = 0; k < PACKS; ++k)
-            if (work.first + k * STEP < work.end) tiles[k][0] = load_tile<VEC>(p, work.row, work.first + k * STEP);
+            if (work.first + k * STEP < work.end) held.tiles[k] = load_tile<VEC>(p, work.row, work.first + k * STEP);
 }
 
 // A pack of every thread: where rows were, or of its own.
@@ -238,7 +260,7 @@ __device__ __forceinline__ void store_sums(const P& p, const Work& work, SumsOfC
 #pragma unroll
     for (int s = 0; s < SUMS; ++s)
 #pragma unroll
-        for (int k = 0; k < SUMMED; ++k) {
+        for (int k = 0; k < OWN; ++k) {
             const column_t column = work.first + k * STEP;
             if constexpr (ROWS > 1) {
                 acc_t* packs = room_for_packs() + work.lane * VEC;
@@ -269,10 +291,10 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
     return work;
 }
 
-__device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Held& tiles,
+__device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Held& held,
                                        SumsOfColumns& sums, Exchange& exchange, int& turn) {
     acc_t values[MOST_VALUES];
-    passes<0>(p, work, tiles, values, sums, exchange, turn);
+    passes<0>(p, work, held, values, sums, exchange, turn);
     if (work.valid && work.lane == 0 && rank == 0) store_row(p, work.row, values);
 }
 
@@ -280,9 +302,9 @@ __device__ __forceinline__ void finish(const Params& p, const Work& work, unsign
 __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned step, unsigned rank,
                                      SumsOfColumns& sums, Exchange& exchange) {
     int turn = 0;
-    Held tiles;
+    Held held;
     Work work = begin(p, base + team_of_thread(), rank);
-    load_tiles(p, work, tiles);
+    load_tiles(p, work, held);
     opened();
     for (;;) {
         base += step;
@@ -293,11 +315,10 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
             next = begin(p, base + work.team, rank);
             if (next.valid) load_tiles(p, next, ahead);
         }
-        finish(p, work, rank, tiles, sums, exchange, turn);
+        finish(p, work, rank, held, sums, exchange, turn);
         if (!more) break;
         work = next;
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) tiles[k][0] = ahead[k][0];
+        held = ahead;
     }
 }
 
@@ -354,13 +375,13 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
                                             SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, base, step, rank);
     int turn = 0;
-    Held tiles;
+    Held held;
     Work work = begin(p, base + team_of_thread(), rank);
     for (; base < p.rows; base += step) {
         const Work next = begin(p, base + step + work.team, rank);  // its uniform operands are on their way
         work.stage = ring.stage();
         if (work.valid) ring.wait();
-        finish(p, work, rank, tiles, sums, exchange, turn);
+        finish(p, work, rank, held, sums, exchange, turn);
         if (!PERSISTENT) break;
         meet();  // who is here has read the row for the last time
         ring.fetch_row(p, base + STAGES * step + work.team, rank);
@@ -373,14 +394,14 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
 // and values travel among blocks while they work.
 constexpr bool OVERLAPPED = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
 
-__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Held& tiles,
+__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Held& held,
                                            acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange,
                                            int turn) {
     work.stage = ring.stage();
     identity<0>(values);
     if (work.valid) {
         ring.wait();
-        look<0>(p, work, tiles, values, sums);
+        look<0>(p, work, held, values, sums);
     }
     publish<0>(values, exchange, turn, work.team, work.lane);
 }
@@ -389,10 +410,10 @@ __device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, 
                                                 SumsOfColumns& sums, Exchange& exchange) {
     Ring ring = fill(p, base, step, rank), left = ring;  // where the next row is, and the last one was
     int turn = 0;
-    Held tiles;
+    Held held, held_ahead;
     acc_t values[MOST_VALUES], ahead[MOST_VALUES];
     Work work = begin(p, base + team_of_thread(), rank);
-    first_look(p, work, ring, tiles, values, sums, exchange, turn);
+    first_look(p, work, ring, held, values, sums, exchange, turn);
     meet();
     gather<0>(values, exchange, turn, work.team, work.lane);
     receive<0>(values, exchange, turn, work.team, work.lane);
@@ -403,19 +424,20 @@ __device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, 
         Work next = begin(p, later + work.team, rank);
         if (more) {
             ring.advance();
-            first_look(p, next, ring, tiles, ahead, sums, exchange, turn);
+            first_look(p, next, ring, held_ahead, ahead, sums, exchange, turn);
         }
         meet();  // who is here has read the row before this one for the last time
         if (!first) left.fetch_row(p, base + (STAGES - 1) * step + work.team, rank);
         if (more) gather<0>(ahead, exchange, turn, work.team, work.lane);
         if (work.valid) {
-            look<PASSES - 1>(p, work, tiles, values, sums);
+            look<PASSES - 1>(p, work, held, values, sums);
             if (work.lane == 0 && rank == 0) store_row(p, work.row, values);
         }
         if (!more) break;
         receive<0>(ahead, exchange, turn, work.team, work.lane);
 #pragma unroll
         for (int k = 0; k < MOST_VALUES; ++k) values[k] = ahead[k];
+        held = held_ahead;
         left = here, work = next, base = later;
     }
 }
@@ -423,7 +445,7 @@ __device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, 
 // Rows of two passes of which there is room for little more than one: the places are of parts, each free for the
 // next row as soon as the second pass has read it.
 template <int PASS>
-__device__ __forceinline__ void look_at_parts(const Params& p, const Work& work, acc_t (&values)[MOST_VALUES],
+__device__ __forceinline__ void look_at_parts(const Params& p, const Work& work, Held& held, acc_t (&values)[MOST_VALUES],
                                               SumsOfColumns& sums, Ring& ring, unsigned r, unsigned step, unsigned rank) {
     Known<PASS> known;
     know(p, work.row, values, known);
@@ -433,7 +455,7 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
         if (PASS == 0) ring.wait();
         if (column < work.end) {
             const Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
-            take<PASS>(p, work, known, values, column, tile, sums[SUMS ? k : 0]);
+            take<PASS>(p, work, known, values, column, tile, held.carried + k, sums + k);
         }
         if (PASS > 0) {
             meet();
@@ -449,10 +471,11 @@ __device__ __forceinline__ void walk_in_parts(const P& p, unsigned r, unsigned s
     for (; r < p.rows; r += step) {
         const Work work = begin(p, r, rank);
         acc_t values[MOST_VALUES];
+        Held held;
         identity<0>(values);
-        look_at_parts<0>(p, work, values, sums, first, r, step, rank);
+        look_at_parts<0>(p, work, held, values, sums, first, r, step, rank);
         reduce<0>(values, exchange, turn, work.team, work.lane);
-        look_at_parts<PASSES - 1>(p, work, values, sums, ring, r, step, rank);
+        look_at_parts<PASSES - 1>(p, work, held, values, sums, ring, r, step, rank);
         if (work.lane == 0 && rank == 0) store_row(p, work.row, values);
     }
 }

@@ -137,7 +137,8 @@ def test_long_rows(name, columns, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm", "layer_norm_gelu"])
 @pytest.mark.parametrize("shape, dtype", [
-    ((16_400, 1_032), BF16), ((700, 8_200), BF16), ((300, 16_384), F32), ((500, 20_000), BF16),
+    ((20_000, 520), BF16), ((17_000, 776), F32), ((16_400, 1_032), BF16), ((2_000, 1_032), F32),
+    ((2_000, 4_104), BF16), ((700, 8_200), BF16), ((300, 16_384), F32), ((500, 20_000), BF16),
     ((600, 16_384), F32), ((600, 32_768), BF16), ((600, 65_528), BF16), ((150, 131_072), BF16),
     ((300, 65_536), F32), ((40, 262_144), F32)], ids=str)
 def test_many_long_rows(name, shape, dtype):
@@ -582,6 +583,8 @@ X, W = torch.randn(4, 16), torch.randn(16)
      "layer_norm: must return traced values, got str"),
     (lambda: frt.layer_norm_gelu(X, 16, approximate="erf"), ValueError,
      "layer_norm_gelu: approximate must be 'none' or 'tanh', got 'erf'"),
+    (lambda: frt.rms_norm_gelu(X, torch.ones(16), torch.ones(16)), ValueError,
+     "rms_norm_gelu: eps must be a number, or a tensor with one value a row, got one of shape (16,)"),
     (lambda: frt.layer_norm(X, 16, eps=None), TypeError,
      "layer_norm: eps must be a tensor, an array or a number, got NoneType"),
     (lambda: frt.layer_norm.cuda(X, 16), TypeError, "layer_norm: x must be a CUDA tensor, got one on cpu"),

@@ -20,12 +20,14 @@ from fusionrt.expr import Expr, toposort
 from fusionrt.layout import dense
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
+from fusionrt.runtime.carried import how_many
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.source import ITEMSIZE
 
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
+WORKING = 36               # registers of a thread beside those that it keeps
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
@@ -34,6 +36,7 @@ LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor ad
 FEW_ROWS = 8               # long rows that take a cluster each
 MANY_ROWS = 16384          # from which on, if they are narrow, they wait for blocks to begin
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
+MOST_IN_FLIGHT = 32
 
 
 class Choice(NamedTuple):
@@ -61,6 +64,8 @@ SEVERAL = (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **P
            Choice(16384, 512, 4, 3, 1, **PASSING), Choice(math.inf, 512, 4, 1, 2))
 LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
+LEAST_CARRYING = 512       # and of those that carry
+MANY_ELEMENTS = 1 << 24    # from which on threads that work at length on much are enough
 WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
 TURNS = 256                # and to leave a row to fewer and larger blocks
 LIGHT = 10                 # instructions an element; of more, many threads that come and go hide the latency
@@ -79,6 +84,7 @@ class Layout(NamedTuple):
     in_parts: bool = False   # stages are parts of rows, `packs` of them a row
     weights: bool = False    # beside its stages a block has its part of the weights in shared memory
     ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
+    carries: bool = False    # what passes leave to later ones waits in registers
 
     @property
     def block(self) -> int:
@@ -169,6 +175,11 @@ def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
 @functools.lru_cache(4096)
 def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     """`clusters`: of an architecture that has them, and the copy engine."""
+    made = _layout(problem, alignment, clusters)
+    return made._replace(carries=_has_room_to_carry(problem, made))
+
+
+def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     if not any(problem.reduced) and looks(problem) == 1:
         return _streamed(problem, width(problem, alignment), clusters)
     in_registers = _in_registers(problem, width(problem, alignment))
@@ -256,32 +267,56 @@ def _blocks(registers: int, block: int) -> int:
 
 
 def _a_pack(problem: Problem, pack: int) -> tuple[int, int]:
-    """Registers that a pack of the row takes, and those of its sums."""
+    """Registers that a pack of the row takes, and those that stay taken: of its sums, of what is carried."""
     words = sum(max(4, ITEMSIZE[o.dtype] * pack) for o in held(problem)) // 4
-    return max(1, words), sum(problem.reduced) * pack * _word(problem)
+    return max(1, words), (sum(problem.reduced) + how_many(problem.roots)) * pack * _word(problem)
 
 
 def _word(problem: Problem) -> int:
     return 2 if problem.acc == "float64" else 1
 
 
+def _has_room_to_carry(problem: Problem, made: Layout) -> bool:
+    if made.kind == "streamed" or not how_many(problem.roots):
+        return False
+    of_row, staying = _a_pack(problem, made.width)
+    staying += of_row if made.kind == "registers" else 0
+    return made.packs * staying <= _left(made.block * made.blocks)
+
+
+def _left(threads: int) -> int:
+    """Registers that each of a multiprocessor's threads can keep, beside those that it works with."""
+    return max(0, REGISTERS // threads - WORKING)
+
+
 def _in_registers(problem: Problem, pack: int) -> Layout | None:
     packs_a_row = -(-columns(problem) // pack)
-    of_row, of_sums = _a_pack(problem, pack)
-    summed = any(problem.reduced)
-    most = max(1, 64 // (2 * of_row + of_sums) if summed else 4 * MOST_IN_REGISTERS // of_row)
+    of_row, staying = _a_pack(problem, pack)
+    summed, heavy = any(problem.reduced), _is_heavy(problem)
+    most = max(1, 64 // (2 * of_row + staying) if summed else 4 * MOST_IN_REGISTERS // of_row)
     narrowest = min((ITEMSIZE[o.dtype] for o in held(problem)), default=4)
-    wanted = min(most, max(1, IN_FLIGHT[narrowest] // of_row)) if n_rows(problem) >= 1024 else 1
+    wanted = max(1, (MOST_IN_FLIGHT if heavy else IN_FLIGHT[narrowest]) // of_row)
+    wanted = min(most, wanted, MOST_IN_REGISTERS if problem.domain.numel >= MANY_ELEMENTS else MOST_PACKS)
+    wanted = wanted if n_rows(problem) >= 1024 else 1
     # Eight threads read a whole line of 128 bytes.
-    threads = min(256, max(_power(-(-packs_a_row // wanted)), min(8, _power(packs_a_row))))
+    threads = max(_power(-(-packs_a_row // wanted)), min(8, _power(packs_a_row)))
+    threads = min(512 if heavy else 256, threads)
     packs = -(-packs_a_row // threads)
     if packs > most:
         return None
     # Blocks begin a few hundred nanoseconds apart: with less than 8 KB each, rows would wait for them.
     small = n_rows(problem) >= MANY_ROWS and packs * of_row < 16
     rows = max(1, (256 if (threads > 32 if summed else small) else 128) // threads)
-    needed = (48 if summed else 44) * _word(problem) + packs * (of_row * (2 if summed else 1) + of_sums)
+    working = (48 if summed else 32 if threads > 256 else 36 + pack if heavy else 44) * _word(problem)
+    needed = working + packs * (of_row * (2 if summed else 1) + staying)
     return Layout("registers", pack, packs, threads, rows, 1, 0, _blocks(needed, threads * rows), summed)
+
+
+def _is_heavy(problem: Problem) -> bool:
+    """Whether instructions are the bound: then a thread has as many packs as it can, and a multiprocessor as
+    many threads."""
+    light = instructions(problem.roots) <= LIGHT or problem.domain.numel < MANY_ELEMENTS
+    return not (light or any(problem.reduced) or problem.streams or _word(problem) > 1)
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
@@ -300,14 +335,15 @@ def _with_weights(problem: Problem, pack: int) -> Layout | None:
     """Weights read from the L2 for every row are as many bytes as the row, of a layer norm twice as many, and
     the L2 has not much more than twice the memory's rate: blocks stay and have their part in shared memory.
     Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1."""
-    summed, (_, of_sums) = any(problem.reduced), _a_pack(problem, pack)
+    summed, (_, staying) = any(problem.reduced), _a_pack(problem, pack)
     if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
         return None
     packs_a_row = -(-columns(problem) // pack)
     for choice in _choices(problem, pack):
         cluster = _power(-(-packs_a_row // (choice.threads * choice.packs)))
         length = columns(problem) if summed else packs_a_row
-        if length > choice.most or cluster > CLUSTERS[-1] or choice.packs * of_sums > 64:
+        if length > choice.most or cluster > CLUSTERS[-1] or (
+                choice.packs * staying > _left(choice.threads * choice.rows)):
             continue
         made = _chosen(problem, pack, choice, cluster)
         if not summed and n_rows(problem) * cluster < (WALKS if made.persistent else TURNS) * choice.rows:
@@ -328,6 +364,8 @@ def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout
 def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
     light = instructions(problem.roots) <= LIGHT
     if any(problem.reduced):
+        if how_many(problem.roots):
+            return _carrying(problem, pack)
         if columns(problem) >= LONG_GRADIENTS:
             return GRADIENTS
         threads, many = _power(-(-columns(problem) // (2 * pack))), n_rows(problem) >= MANY_ROWS
@@ -343,6 +381,18 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
     return MOMENTS if "moments" in kinds else SUMS
 
 
+def _carrying(problem: Problem, pack: int) -> tuple[Choice, ...]:
+    """Gradients that carry: packs for few threads, as many as registers allow."""
+    if columns(problem) >= LONG_GRADIENTS:
+        return (Choice(1024 * pack, 128, 4, 3, 2), Choice(math.inf, 512, 4, 1, 2),
+                Choice(math.inf, 256, 8, 1, 2))
+    packs, together = (4, 384) if pack > 4 else (2, 768)
+    threads = max(32, _power(-(-columns(problem) // (packs * pack))))
+    if columns(problem) < LEAST_CARRYING or threads > 256 or n_rows(problem) < MANY_ROWS:
+        return ()
+    return (Choice(LONG_GRADIENTS, threads, packs, together // threads, 2),)
+
+
 def _can_keep(problem: Problem, operands: Sequence[Operand]) -> bool:
     """Whether a block needs no more than its part of them, and the copy engine can bring it."""
     names = {o.name for o in operands}
@@ -355,7 +405,7 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
     """The fewest blocks a row of which several, working on other rows, fit on a multiprocessor: while one
     waits for its row or for its neighbours' values, others compute. Weights want room in the L1. The L2 is
     asked ahead where as much is written as read."""
-    found = None
+    found, heavy = None, _is_heavy(problem)
     light = _word(problem) == 1 and not problem.streams and instructions(problem.roots) <= LIGHT
     large = light and n_rows(problem) >= 2 * TURNS
     most = PART if large and len(held(problem)) == 1 and not weights(problem) else PART // 2
@@ -364,9 +414,10 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
         packs_a_block = -(-columns(problem) // (pack * cluster))
         made = Layout("staged", pack, 1, 256, 1, cluster, 1, 1, False, ahead=ahead)
         part = stage_bytes(problem, made)
-        alone = light and part > PART // 2 and (cluster == 1 or 2 * part > SHARED)
-        threads = 1024 if alone else 512 if part > PART // 2 else 256
-        working = 32 if alone else (48 if problem.streams else 40) * _word(problem)
+        fits_once = 2 * part > SHARED and len(held(problem)) == 1
+        alone = light and part > PART // 2 and (cluster == 1 or fits_once)
+        threads = (1024 if alone else 512 if part > PART // 2 else 256) // (2 if heavy else 1)
+        working = 32 if alone else (80 if heavy else 48 if problem.streams else 40) * _word(problem)
         blocks = min(MOST_PASSING, SHARED // (part + (1 << 10)), _blocks(working, threads))
         packs = -(-packs_a_block // threads)
         if blocks and packs <= 2 * MOST_IN_REGISTERS:
@@ -398,9 +449,9 @@ def _as_teams(made: Layout) -> Layout:
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
     """Rows of which the largest clusters hold one and a part of the next, or two, beside the weights if they
     can."""
-    _, of_sums = _a_pack(problem, pack)
     packs = -(-columns(problem) // (512 * pack * CLUSTERS[-1]))
-    if len(schedule(with_sums(problem.roots))) != 2 or packs * of_sums > 64 or _word(problem) > 1:
+    of_sums = packs * sum(problem.reduced) * pack
+    if len(schedule(with_sums(problem.roots))) != 2 or of_sums > 64 or _word(problem) > 1:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
     wanted = [Layout("staged", pack, packs, 512, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)

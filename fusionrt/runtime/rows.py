@@ -9,6 +9,7 @@ from fusionrt.expr import Expr, emit, toposort
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, Pass, schedule, with_sums
 from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
 from fusionrt.runtime.pointwise import Source
 from fusionrt.runtime.row_layout import (
@@ -46,6 +47,7 @@ class Text:
         self.sums = {k: i for i, k in enumerate(k for k, r in enumerate(problem.reduced) if r)}
         self.roots = with_sums(problem.roots)
         self.passes = schedule(self.roots)
+        self.carried = carried(self.passes, self.roots)
         self.first: dict[Found, int] = {}  # the place of its first value
         self.values = 0
         for found in (f for p in self.passes for f in p.found):
@@ -76,11 +78,15 @@ class Text:
         fields = self._fields()
         params = Params([field for field, _ in fields])
         wide = self.problem.domain.numel >= INDEX_LIMIT
+        moments = any(f.kind == "moments" for f in self.first)
         text = assemble("rows", arithmetic(self.problem.acc, self.problem.significant_bits), [
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
-            f"SUMS = {len(self.sums)}, REGISTERS = 0, STAGED = 1, STREAMED = 2;", *self._layouts(),
+            f"SUMS = {len(self.sums)}, CARRIED = {len(self.carried)}, "
+            "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
+            f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
+            f"WEIGHTED = {str(bool(weights(self.problem))).lower()};", *self._layouts(),
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
             *self._reductions(), *self._store_row()])
         return Source("rows", text, params, tuple(values for _, values in fields))
@@ -115,7 +121,8 @@ class Text:
                  f"STAGES = {max(1, made.stages)}, MIN_BLOCKS = {made.blocks};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
                  f"IN_PARTS = {str(made.in_parts).lower()};",
-                 f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()};",
+                 f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
+                 f"CARRIES = {str(made.carries).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)};"]
         for together in (held(self.problem), weights(self.problem)):
             at = 0
@@ -252,14 +259,21 @@ class Text:
                  "#define up_to_column(at) (static_cast<int>(column) + v <= static_cast<int>(at))",
                  f"template <int PASS, int W> {INLINE} void element(const Params& p, const Row& row,",
                  "        const Known<PASS>& known, column_t column, const Tile<W>& tile,",
-                 "        acc_t (&found)[VALUES ? VALUES : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W]) {"]
+                 "        acc_t (&found)[VALUES ? VALUES : 1][W],",
+                 "        acc_t (&carried)[CARRIED ? CARRIED : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W]) {"]
         for k, one in enumerate(self.passes):
             written = [j for j in one.outputs
                        if self.modes[self.problem.outputs[j]] != "row" or j in self.sums]
             roots = [f.operand for f in one.found] + [self.roots[j] for j in written]
+            leaves = {n: i for i, (n, left) in enumerate(self.carried.items()) if left == k}
+            finds = {n: f"carried[{i}][v]" for i, (n, left) in enumerate(self.carried.items()) if left < k}
             names, uniform = self._known(roots, k)
             known += uniform
-            body = self._pass(one, written, roots, names) if roots else []
+            body = self._pass(one, written, roots, names, leaves) if roots else []
+            if body and finds:
+                shorter = self._pass(one, written, roots, names | finds, leaves)
+                body = ["if constexpr (CARRIES) {", *("    " + line for line in shorter), "} else {",
+                        *("    " + line for line in body), "}"]
             lines += [f"    {'if' if k == 0 else 'else if'} constexpr (PASS == {k}) {{",
                       *("        " + line for line in body), "    }"]
         return [*known, *lines, "}"]
@@ -289,9 +303,9 @@ class Text:
             f"Known<{k}>& known) {{", *("    " + line for line in statements),
             *(f"    known.u{i} = {result};" for i, result in enumerate(results)), "}"]
 
-    def _pass(self, one: Pass, written: Sequence[int], roots: Sequence[Expr], names: Mapping[Expr, str]
-              ) -> list[str]:
-        """What one pass does with W columns."""
+    def _pass(self, one: Pass, written: Sequence[int], roots: Sequence[Expr], names: Mapping[Expr, str],
+              leaves: Mapping[Expr, int]) -> list[str]:
+        """What one pass does with W columns; `leaves`: the values, and their places, for later passes."""
         needed = toposort(roots, names)
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
@@ -306,13 +320,15 @@ class Text:
         body = [f"const acc_t {o.name} = at({f'{o.name}_pack' if o in of_columns else f'tile.{o.name}'}, "
                 f"{'0' if self.modes[o] == 'splat' else 'v'});" for o in inputs]
         body += [f"const Lane {s} = drawn.{s}[v];" for s in streams]
-        statements, results = emit(roots, "const auto {} = {};", names)
+        statements, results = emit([*roots, *leaves], "const auto {} = {};", names)
         body += statements
         body += [f"found[{self.first[f]}][v] = {result};"
                  for f, result in zip(one.found, results, strict=False)]
         body += [f"sums[{self.sums[k]}][v] += {result};" if k in self.sums else
                  f"{self.problem.outputs[k].name}[v] = {result};"
-                 for k, result in zip(written, results[len(one.found):], strict=True)]
+                 for k, result in zip(written, results[len(one.found):], strict=False)]
+        body += [f"carried[{i}][v] = {result};"
+                 for i, result in zip(leaves.values(), results[len(roots):], strict=True)]
         return [*lines, "#pragma unroll", "for (int v = 0; v < W; ++v) {",
                 *("    " + line for line in body), "}", *self._writes(full)]
 
