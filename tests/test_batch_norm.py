@@ -275,6 +275,8 @@ def test_one_value_a_channel():
         r"input size \(1, 3\)",
     ):
         frt.batch_norm(torch.randn(1, 3), training=True)
+    with pytest.raises(ValueError, match="group_norm: Expected more than 1 value per channel when training"):
+        frt.group_norm(torch.ones(1, 4), 4)
     with pytest.raises(ValueError, match="instance_norm: Expected more than 1 spatial element when training"):
         frt.instance_norm(torch.randn(2, 3, 1))
     assert frt.batch_norm(torch.randn(1, 3), torch.zeros(3), torch.ones(3)).shape == (1, 3)

@@ -263,7 +263,8 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
 
     x: (N, C, ...), residual: x's shape, weight and bias: (C,). Source: torch.nn.functional.group_norm
-    (Wu & He 2018). Raises ValueError where num_groups does not divide C or a shape does not fit.
+    (Wu & He 2018). Raises ValueError where num_groups does not divide C or a shape does not fit, and for one
+    value a group as torch does.
 
         group_norm(x, 32, weight, bias, epilogue=fusionrt.silu)
     """
@@ -273,6 +274,9 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
         if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
             raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got "
                              f"{num_groups!r}")
+        if x.numel() == num_groups:
+            raise ValueError("group_norm: Expected more than 1 value per channel when training, got input "
+                             f"size {tuple(x.shape)}")
         grouped, ones = (num_groups, channels // num_groups), (1,) * (x.dim() - 2)
         tensors = {name: t.view(*grouped, *ones)
                    for name, t in (("weight", weight), ("bias", bias)) if t is not None}

@@ -449,12 +449,13 @@ def _as_teams(made: Layout) -> Layout:
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
     """Rows of which the largest clusters hold one and a part of the next, or two, beside the weights if they
     can."""
-    packs = -(-columns(problem) // (512 * pack * CLUSTERS[-1]))
-    of_sums = packs * sum(problem.reduced) * pack
-    if len(schedule(with_sums(problem.roots))) != 2 or of_sums > 64 or _word(problem) > 1:
+    carrying = how_many(problem.roots) > 0
+    threads, most = (256, 192) if carrying else (512, 64)  # registers that stay taken
+    packs, (_, staying) = -(-columns(problem) // (threads * pack * CLUSTERS[-1])), _a_pack(problem, pack)
+    if len(schedule(with_sums(problem.roots))) != 2 or packs * staying > most or _word(problem) > 1:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
-    wanted = [Layout("staged", pack, packs, 512, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)
+    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)
               for weights in beside for ahead in (2, 1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
@@ -498,7 +499,8 @@ def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     that they can use; a single long one (the losses of a batch) is shared by a cluster."""
     of_row, _ = _a_pack(problem, pack)
     packs_a_row = -(-columns(problem) // pack)
-    packs = 1 if any(problem.reduced) else 1 << (max(1, min(4, 16 // of_row)).bit_length() - 1)
+    most = 2 if instructions(problem.roots) > LIGHT and looks(problem) > 1 else 4
+    packs = 1 if any(problem.reduced) else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
     block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, min(8, _power(packs_a_row))
     one_turn = _power(-(-packs_a_row // packs))
     sums_alone = _word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
