@@ -135,8 +135,9 @@ struct Held {
 };
 
 // Packs of which a thread finds the values together. Of moments, whose joining is a fifth of a norm's instructions, also
-// where blocks come and go, if there are the registers: of 64, for 16 values.
-constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : 768);
+// where blocks come and go, if there are the registers: of 64, for 16 values; of 80, for 32, up to Hopper.
+constexpr bool FIT_80 = 4 * VEC * sizeof(acc_t) <= 64 || __CUDA_ARCH__ < 1000;
+constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : FIT_80 ? 768 : 512);
 constexpr bool MANY = (KIND == STAGED && PERSISTENT) || (KIND != STREAMED && FINDS_MOMENTS && ROOM);
 constexpr int TOGETHER = MANY && !SUMS && !CARRIES && PACKS >= 4 ? 4 : 1;
 constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES;

@@ -72,9 +72,11 @@ def vector_width(problem: Problem, alignment: int) -> int:
 
 def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
-    share the keys as well; two vectors where one operand alone would keep too few bytes in flight."""
+    share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
+    other one has an offset for each element."""
     operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
-    crowded = operands > 1 or len(problem.inputs) > 3 or _words(problem, width) > 12
+    gathers = any(access_mode(o, problem.sizes, width) == "gather" for o in problem.inputs)
+    crowded = operands > 1 or gathers or len(problem.inputs) > 3 or _words(problem, width) > 12
     if width < 4 or (crowded and not problem.streams):
         return 1
     return 4 if problem.streams and operands == 1 else 2
