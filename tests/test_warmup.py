@@ -442,7 +442,8 @@ def test_every_kernel_compiles_for_every_architecture(dtype: str) -> None:
     compile_everything(["all"], dtype)
     count = kernels("arch")
     assert set(count) == set(compiler.ARCHITECTURES)
-    assert len(set(count.values())) == 1
+    with_clusters = {count.pop("sm_90"), count.pop("sm_100")}  # others sum over wide rows in further kernels
+    assert len(with_clusters) == len(set(count.values())) == 1
 
 
 @needs_nvrtc
