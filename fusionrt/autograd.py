@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt import rehearsal, replay
+from fusionrt import layout, rehearsal, replay
 from fusionrt.replay import Pass
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Recorded(torch.autograd.Function):
             device = next((g.device for g in grads if g is not None), None)
             call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
             plain = False
-        made = backward_pass(op, restore(saved, ctx.others), grads, needed)
+        made = backward_pass(op, restore(saved, ctx.others), grads, needed, ctx.order)
         if plain and made is not None:
             replay.keep(op, ctx.plan, needed, made, saved, ctx.others, grads)
         return None, None, None, *(run_pass(made, rng, call) if made is not None else [None] * len(op.params))
@@ -76,7 +76,8 @@ def is_watched() -> bool:
 def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence[bool], *more: torch.Tensor
          ) -> None:
     """Keep the arguments that the backward expression reads, of other tensors a description; the
-    outputs that it reads; and `more`."""
+    outputs that it reads; `more`; and the order of the walk, if random numbers were drawn."""
+    ctx.order = op.drawn(args, out if isinstance(out, tuple) else (out,))
     reads, saved = op.read_by_backward(tuple(needed))
     more = (*(out[k] if isinstance(out, tuple) else out for k in saved), *more)
     ctx.save_for_backward(*[a for a, read in zip(args, reads, strict=True)
@@ -93,13 +94,14 @@ def restore(saved: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Any]:
 
 
 def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool], rng: Any,
-             call: Call) -> list[Any]:
-    """Gradients of the needed arguments, None for the others."""
-    made = backward_pass(op, args, grads, needed)
+             call: Call, order: layout.Ints | None) -> list[Any]:
+    """Gradients of the needed arguments, None for the others. `order`: what `Operator.drawn` gave."""
+    made = backward_pass(op, args, grads, needed, order)
     return [None] * len(op.params) if made is None else run_pass(made, rng, call)
 
 
-def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool]) -> Pass | None:
+def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool],
+                  order: layout.Ints | None) -> Pass | None:
     """What is to do; None: nothing."""
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
@@ -111,8 +113,8 @@ def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: S
               *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
     origin = _origins(whole, inputs, needed)
     own = tuple(i == o for i, o in enumerate(origin))
-    return Pass(op.gradient(tuple(needed), given, own) if any(own) else None, inputs, whole.saved,
-                origin)
+    gradient = op.gradient(tuple(needed), given, own).walking(order) if any(own) else None
+    return Pass(gradient, inputs, whole.saved, origin)
 
 
 def run_pass(made: Pass, rng: Any, call: Call) -> list[Any]:

@@ -95,6 +95,16 @@ def collapse(shape: Sequence[int], order: Sequence[int], operands: Sequence[Ints
     return Domain(tuple(sizes), tuple(map(tuple, strides)))
 
 
+def ordered(shape: Sequence[int], order: Sequence[int]) -> Ints:
+    """Strides of a dense tensor whose dimensions lie in this order, innermost first; those without an extent
+    are not in it."""
+    strides, step = [1] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
+
+
 def reduced_strides(target: Sequence[int], domain: Sequence[int], order: Sequence[int]) -> Ints:
     """Strides over the domain of a dense result that keeps the target's dimensions only.
 

@@ -63,7 +63,7 @@ class Transformed(torch.autograd.Function):
         args = restore(ctx.saved_tensors, ctx.others)
         rng = args.pop() if ctx.op.streams else None
         return (None, None, *backward(ctx.op, args, grads, ctx.needs_input_grad[2:], rng,
-                                      lambda op, args, rng: Transformed.apply(op, rng, *args)))
+                                      lambda op, args, rng: Transformed.apply(op, rng, *args), ctx.order))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -115,7 +115,7 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
     def backwards(ctx: Any, *grads: Any) -> Any:
         args = restore(ctx.saved_tensors, ctx.others)
         rng = args.pop() if op.streams else None
-        found = backward(op, args, grads, ctx.needs_input_grad[:n], rng, apply)
+        found = backward(op, args, grads, ctx.needs_input_grad[:n], rng, apply, ctx.order)
         return (*found, *([None] if op.streams else []))
 
     _library.impl(name, run, "CPU")

@@ -53,7 +53,8 @@ class Operator:
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
         self.into: Mapping[int, int] = {}  # output -> the argument whose memory it takes: see `over`
-        self._over: dict[tuple[tuple[int, int], ...], Operator] = {}
+        self.order: layout.Ints | None = None  # of dimensions: see `walking`
+        self._variants: dict[tuple[Any, ...], Operator] = {}
         self._gradients: dict[tuple[bool, ...], Operator] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
         self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
@@ -66,18 +67,28 @@ class Operator:
     @functools.cached_property
     def digest(self) -> str:
         """Of what is computed; two operators of one name may differ."""
-        text = repr((emit(self.outputs, "{} = {}"), self.targets, self.traits))
+        text = repr((emit(self.outputs, "{} = {}"), self.targets, self.traits, self.order))
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
     def over(self, into: Mapping[int, int]) -> Operator:
         """The same, but output k takes the memory of argument `into[k]`, where that has its shape and dtype
         and elements apart. For `launch`, by whoever owns that argument: autograd is not told."""
-        key = tuple(into.items())
-        if key not in self._over:
+        return self._variant(into=dict(into))
+
+    def walking(self, order: layout.Ints | None) -> Operator:
+        """The same, but walked in this order of dimensions, innermost first: that in which a forward pass
+        drew the random numbers that its gradient draws again. None: in an order of its own."""
+        return self if order is None or not self.streams else self._variant(order=order)
+
+    def _variant(self, **changes: Any) -> Operator:
+        key = tuple((name, *(value.items() if isinstance(value, dict) else value))
+                    for name, value in changes.items())
+        if key not in self._variants:
             made = copy.copy(self)
-            made.local, made.into = threading.local(), dict(into)
-            self._over[key] = made
-        return self._over[key]
+            vars(made).update(changes, local=threading.local(), _variants={})
+            vars(made).pop("digest", None)
+            self._variants[key] = made
+        return self._variants[key]
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -255,7 +266,8 @@ class Operator:
 
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
         """The outputs. A full one has the layout of the first argument of full shape (so channels_last
-        stays); a reduced one, or one that no argument has the shape of, is contiguous."""
+        stays), or that of a given order; a reduced one, or one that no argument has the shape of, is
+        contiguous."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         model = next((t for t in tensors if _leads(t, shape)), None)
         outputs = []
@@ -264,6 +276,9 @@ class Operator:
             taken = self.taken(k, args, dtype, size)
             if taken is not None:
                 outputs.append(args[taken])
+            elif self.order is not None and size == tuple(shape):
+                outputs.append(torch.empty_strided(size, layout.ordered(size, self.order), dtype=dtype,
+                                                   device=tensors[0].device))
             elif model is None or size != tuple(shape):
                 outputs.append(torch.empty(size, dtype=dtype, device=tensors[0].device))
             else:
@@ -288,7 +303,7 @@ class Operator:
 
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
-        order = memory_walk(args, shape, outputs)[1]
+        order = self.walk(args, shape, outputs)
         made = []
         for k, (root, o, target) in enumerate(zip(self.outputs, outputs, self.targets, strict=True)):
             reduced = target is not None and bool(layout.missing(o.shape, shape))
@@ -300,6 +315,18 @@ class Operator:
         double = any(o.dtype == torch.float64 for o in outputs) or promoted in (
             torch.float64, torch.int32, torch.int64)  # integers as exact as can be
         return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
+
+    def walk(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Dimensions in the order in which elements are walked, innermost first."""
+        return memory_order(args, shape, outputs) if self.order is None else self.order
+
+    def drawn(self, args: Args, outputs: Sequence[torch.Tensor]) -> layout.Ints | None:
+        """The walk of a call that drew random numbers, an element's by its place in that walk."""
+        if not self.streams:
+            return None
+        shape = layout.broadcast_shapes([a.shape for a in args if isinstance(a, torch.Tensor)])
+        assert shape is not None
+        return tuple(self.walk(args, shape, outputs))
 
     def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],
                 alignment: int, of_whole: Callable[[Any], Any] = lambda results: results
@@ -431,19 +458,18 @@ def _leads(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
         stride != 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def memory_walk(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]
-                ) -> tuple[layout.Ints, list[int]]:
-    """Strides of the domain in memory, which are those of the outputs of full shape, or else of what they
-    would be; and the dimensions in that order, innermost first."""
+def memory_order(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> list[int]:
+    """Dimensions in the order of memory, innermost first: of the outputs of full shape, or else of what they
+    would be."""
     full = next((o for o in outputs if tuple(o.shape) == shape), None)
     model = next((a for a in args if isinstance(a, torch.Tensor) and _leads(a, shape)), None)
     if full is not None:
-        walk = tuple(full.stride())
+        strides = tuple(full.stride())
     elif model is not None:
-        walk = tuple(torch.empty_like(model, device="meta").stride())
+        strides = tuple(torch.empty_like(model, device="meta").stride())
     else:
-        walk = layout.contiguous(shape)
-    return walk, layout.memory_order(shape, walk)
+        strides = layout.contiguous(shape)
+    return layout.memory_order(shape, strides)
 
 
 def _work(roots: Sequence[Expr]) -> tuple[int, int]:

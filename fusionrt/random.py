@@ -1,9 +1,10 @@
 """Where the fused dropouts' random numbers come from: torch's generators.
 
-A mask is a function of (seed, offset, element index), so it is recomputed in the backward pass and
-never stored. On a GPU seed and offset are those of torch's CUDA generator, advanced as torch's own
-kernels advance it. Torch's CPU generator (a Mersenne twister) has no offset: we count our draws
-since its seed, so that the same `torch.manual_seed` gives the same masks on a CPU and on a GPU.
+A mask is a function of (seed, offset, place in the walk of the forward pass), so it is recomputed in the
+backward pass, in that walk whatever lies otherwise there, and never stored. On a GPU seed and offset are
+those of torch's CUDA generator, advanced as torch's own kernels advance it. Torch's CPU generator (a
+Mersenne twister) has no offset: we count our draws since its seed, so that the same `torch.manual_seed`
+gives the same masks on a CPU and on a GPU.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def _write_saving(op: Operator, needed: tuple[bool, ...], args: Sequence[Any], o
                               if isinstance(a, torch.Tensor) and not reads[i]}
     others = [f"args[{i}]" if not isinstance(a, torch.Tensor) else "None" if reads[i] else f"unread{i}"
               for i, a in enumerate(args)] + ["None"] * len(saved)
-    lines = ["def run(ctx, args, out):", f"    ctx.save_for_backward({', '.join(kept)})",
+    order = op.drawn(args, out if isinstance(out, tuple) else (out,))
+    lines = ["def run(ctx, args, out):", f"    ctx.order = {order}",
+             f"    ctx.save_for_backward({', '.join(kept)})",
              f"    ctx.others = [{', '.join(others)}]",
              *([f"    ctx.mark_non_differentiable({', '.join(fixed)})"] if fixed else [])]
     exec("\n".join(lines), unread)

@@ -17,7 +17,7 @@ import torch
 from fusionrt import layout, stages
 from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
-from fusionrt.op import SCALAR, Args, Operator, memory_walk, pack, unpack
+from fusionrt.op import SCALAR, Args, Operator, pack, unpack
 from fusionrt.problem import Output, Problem, pose
 from fusionrt.rehearsal import device_type, stands_for
 
@@ -101,10 +101,10 @@ class RowOperator(Operator):
 
     def build(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
-        order = memory_walk(args, shape, outputs)[1]
+        order = self.walk(args, shape, outputs)
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
-        parts = self._parts(args, shape, outputs)
+        parts = self._parts(args, shape, outputs, order)
         runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment,
                               part.of_whole), part) for part in parts]
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
@@ -143,9 +143,17 @@ class RowOperator(Operator):
             return bool(of_row) and not of_row[0] and columns > 1
         return any(not a and b for a, b in itertools.pairwise(of_row))
 
-    def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> list[Part]:
+    def walk(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:
+        """As Operator's; where a kernel runs over rows, their dimensions before the others."""
+        order, first = super().walk(args, shape, outputs), len(shape) - self.row_dims
+        if self._lie_across(args, shape, outputs, order):
+            return order
+        return [d for d in order if d >= first] + [d for d in order if d < first]
+
+    def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int]
+               ) -> list[Part]:
         """The kernels of a call; the one over the rows with all the sums that it can take along."""
-        order, first = self._order(args, shape, outputs), next(a for a in args if isinstance(a, torch.Tensor))
+        first = next(a for a in args if isinstance(a, torch.Tensor))
         if device_type(first) == "cuda":
             from fusionrt.runtime import device, row_layout
             parts = self._divided(args, shape, order, outputs, sums_along=True)
@@ -155,7 +163,7 @@ class RowOperator(Operator):
                 return parts
         return self._divided(args, shape, order, outputs, sums_along=False)
 
-    def _divided(self, args: Args, shape: Ints, order: list[int], outputs: Sequence[torch.Tensor],
+    def _divided(self, args: Args, shape: Ints, order: Sequence[int], outputs: Sequence[torch.Tensor],
                  sums_along: bool) -> list[Part]:
         on_rows, sums = Part(self.row_dims, order), Part(0, order)
         first = len(shape) - self.row_dims
@@ -186,15 +194,10 @@ class RowOperator(Operator):
         return Output(made.root, self.acc_dtype(args), one_a_row, strides,
                       layout.expand_strides(one_a_row, strides, shape), False)
 
-    def _in_full(self, args: Args, shape: Ints, order: list[int], root: Expr) -> Output:
+    def _in_full(self, args: Args, shape: Ints, order: Sequence[int], root: Expr) -> Output:
         """Of what is to be summed after the kernel."""
         walk = layout.reduced_strides(shape, shape, order)
         return Output(root, self.acc_dtype(args), shape, walk, walk, False)
-
-    def _order(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Dimensions in the order of the walk, innermost first: those of the row before the others."""
-        order, first = memory_walk(args, shape, outputs)[1], len(shape) - self.row_dims
-        return [d for d in order if d >= first] + [d for d in order if d < first]
 
     def _posed(self, args: Args, shape: Ints, part: Part) -> Problem:
         return pose(self.name, args, shape, part.order, part.outputs, self.is_double(args),
@@ -204,7 +207,7 @@ class RowOperator(Operator):
 class Part:
     """One kernel of a call, over rows of `row_dims` dimensions or, without any, a pointwise one."""
 
-    def __init__(self, row_dims: int, order: list[int]) -> None:
+    def __init__(self, row_dims: int, order: Sequence[int]) -> None:
         self.row_dims, self.order = row_dims, order
         self.outputs: list[Output] = []
         self.positions: list[int] = []          # of the outputs among the operator's

@@ -273,7 +273,7 @@ def _backward_all(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any
     found: list[Any] = [None] * len(args)
     if torch.is_grad_enabled() and eps is not None:
         return _differentiable_backward(operands, tail, rng, args, grads[0], needed)
-    grad = grads[0].reshape(-1, grads[0].shape[-1])
+    grad = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()  # as the rows, whose random numbers it takes
     if eps is None:
         of_rows = _tail_gradient(grad, grad, tail, rng, ())[0]  # only of the first shape and dtype are read
     else:
@@ -293,7 +293,7 @@ def _tail_gradient(x: Tensor, grad: Tensor, tail: Sequence[Any], rng: Tensor | N
     tensors = 1 + sum(t is not None for t in tail[:2])
     wants = tuple(k < tensors for k in range(len(inputs)))
     inputs += [(None, *stats)[k] for k in operator.read_by_backward(wants)[1]]
-    found = iter(backward(operator, inputs, [grad, *(None for _ in stats)], wants, rng, _apply))
+    found = iter(backward(operator, inputs, [grad, *(None for _ in stats)], wants, rng, _apply, None))
     return [next(found), *(None if t is None else next(found) for t in tail[:2])]
 
 

@@ -118,6 +118,7 @@ class LinearActivation(torch.autograd.Function):
         ctx.rng = operator.draw(x.device) if operator.streams else None
         ctx.residual = None if residual is None else residual.dtype
         out, z = product(operator, x, weight, bias, residual, numbers, ctx.rng, reads_product(operator))
+        ctx.order = operator.drawn((out,), (out,))
         ctx.save_for_backward(x, weight, bias, z, out if reads_result(operator) else None)
         return out
 
@@ -136,7 +137,7 @@ class LinearActivation(torch.autograd.Function):
                 return applied(operator, [F.linear(x, weight, bias), *more], ctx.rng)
 
             return None, None, *differentiated(composed, (x, weight, bias), grad_output, needed), of_residual
-        kernel = backward_kernel(operator, 1, (0,) if needed[2] else ())
+        kernel = backward_kernel(operator, 1, (0,) if needed[2] else ()).walking(ctx.order)
         if z is not None and let_go(ctx) and ctx.owned:
             kernel = kernel.over({0: 0})
         args = [unread if z is None else z, *more, *([out] if kernel.saved else []), grad_output]
