@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +25,19 @@ _FUNCTIONS: dict[Any, str] = {
     F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", F.tanh: "tanh", torch.tanh: "tanh", F.mish: "mish",
     F.hardswish: "hardswish", F.hardsigmoid: "hardsigmoid", F.elu: "elu", F.leaky_relu: "leaky_relu",
     F.softplus: "softplus"}
+
+
+class Numbered(NamedTuple):
+    """An activation of the catalogue with other numbers; the same key as long as these are."""
+
+    name: str
+    numbers: tuple[tuple[str, float], ...]
+
+    def __call__(self, x: Any) -> Any:
+        return OPS[self.name](x, **dict(self.numbers))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.numbers)})"
 
 
 def resolve(op: str, activation: Any) -> Epilogue:
@@ -54,6 +66,11 @@ def resolve(op: str, activation: Any) -> Epilogue:
     return made
 
 
+def by_value(op: str, activation: Any) -> Any:
+    """To be part of a key: of a module of torch's what its numbers say now, which may change."""
+    return translated(op, activation) if isinstance(activation, nn.Module) else activation
+
+
 def translated(op: str, activation: Any) -> Any:
     """What the catalogue calls a module or a function of torch's: a name, an op with other numbers, or None;
     anything else as it is."""
@@ -73,7 +90,7 @@ def _of_module(op: str, activation: nn.Module) -> Any:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
-        return functools.partial(OPS[name], **{number: getattr(activation, number) for number in numbers})
+        return Numbered(name, tuple((number, float(getattr(activation, number))) for number in numbers))
     state = itertools.chain(activation.parameters(), activation.buffers())
     if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
         return activation
@@ -107,4 +124,4 @@ def finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: boo
     return row_operator(expression, params, name=op, row_dims=0)
 
 
-__all__ = ["Epilogue", "activated", "finishing", "resolve", "translated"]
+__all__ = ["Epilogue", "activated", "by_value", "finishing", "resolve", "translated"]

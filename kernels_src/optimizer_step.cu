@@ -34,18 +34,23 @@ __device__ __forceinline__ double near_quotient(double a, double b) { return a /
 // The rules: x is the parameter, g its gradient, s its state. What torch computes in a kernel of its own is rounded
 // here as well: a factor near 1 rounds the same way for hundreds of steps.
 
+// An infinite x without decay is no NaN.
+__device__ __forceinline__ acc_t decayed(acc_t g, acc_t x, const Scalars& k) {
+    return k.decay != acc_t(0) ? g + k.decay * x : g;
+}
+
 __device__ __forceinline__ void update(acc_t& x, acc_t g, acc_t (&s)[KEPT], const Scalars& k, const Params& p) {
     if constexpr (RULE != AVERAGE) g *= k.factor;
     if constexpr (RULE == ADAM) {
         if constexpr (DECOUPLED) x = mul_rn(x, k.decay);
-        else g += k.decay * x;
+        else g = decayed(g, x, k);
         s[0] += p.weight1 * (g - s[0]);
         s[1] = mul_rn(p.beta2, s[1]) + p.weight2 * g * g;
         acc_t second = s[1];
         if constexpr (STATES == 3) second = s[2] = maximum(s[2], s[1]);  // amsgrad
         x -= k.size * near_quotient(s[0], near_sqrt(second) * k.correction + p.eps);
     } else if constexpr (RULE == SGD) {
-        g += k.decay * x;
+        g = decayed(g, x, k);
         if constexpr (STATES == 1) {  // momentum
             s[0] = k.correction != acc_t(0) ? g : p.beta1 * s[0] + p.weight1 * g;
             g = NESTEROV ? g + p.beta1 * s[0] : s[0];

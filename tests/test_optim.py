@@ -326,3 +326,13 @@ def test_other_shapes_are_refused(device):
 def test_pairs_of_averages():
     with pytest.raises(ValueError, match="ema_update_: averages and values must be as many, got 1 and 0"):
         ema_update_([torch.ones(1)], [], 0.9)
+
+
+@pytest.mark.parametrize("make", [SGD, lambda p, lr: SGD(p, lr, momentum=0.5), Adam])
+def test_without_decay_an_infinite_parameter_stays(device, make):
+    p = torch.nn.Parameter(torch.tensor([-float("inf"), 1.0], device=device))
+    optimizer = make([p], lr=0.1)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert p[0] == -float("inf") and p[1] < 1

@@ -380,3 +380,21 @@ def test_windows_that_nobody_wants_have_no_gradient(op, device):
 def test_padding_is_two_numbers():
     with pytest.raises(ValueError, match="padding must be two ints from 0 to window - 1, 1, got 1"):
         sliding_window(X, 2, padding=1)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "std"])
+def test_gradients_outside_of_vmap(device, op):
+    """Within it nobody sees that one will be needed."""
+    x = torch.randn(4, 10, device=device)
+
+    def ours(x):
+        return torch.vmap(lambda row: sliding_window(row, 3, op))(x).square().sum()
+
+    def theirs(x):
+        windows = x.unfold(-1, 3, 1)
+        return {"max": windows.amax, "min": windows.amin, "std": windows.std}[op](-1).square().sum()
+
+    expected = torch.func.grad(theirs)(x)
+    torch.testing.assert_close(torch.func.grad(ours)(x), expected)
+    x.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(ours(x), x)[0], expected)

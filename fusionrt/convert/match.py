@@ -59,10 +59,13 @@ def plus_constant(n: Any) -> tuple[Node, float] | None:
     return (b, float(a)) if isinstance(a, int | float) and isinstance(b, Node) else None
 
 
-def without_conversions(n: Any) -> Any:
-    """What was converted between floating dtypes."""
+def without_conversions(n: Any, exactly: bool = False) -> Any:
+    """What was converted between floating dtypes; `exactly`: without losing anything."""
     while rule_of(n) in p.CONVERSIONS and all(
             isinstance(value(a), torch.Tensor) and value(a).is_floating_point() for a in (n, n.args[0])):
+        to, of = value(n).dtype, value(n.args[0]).dtype
+        if exactly and torch.promote_types(to, of) != to:
+            break
         n = n.args[0]
     return n
 

@@ -17,7 +17,7 @@ from fusionrt.convert.graph import same
 from fusionrt.expr import Expr, argument, leaves, node, substitute, toposort
 from fusionrt.op_names import OPS as NAMES
 
-_X, _RESIDUAL = argument("a0"), argument("a1")
+_X, _RESIDUAL, _SUM = argument("a0"), argument("a1"), argument("sum")
 
 
 class Tail(NamedTuple):
@@ -65,7 +65,12 @@ def _parts(root: Expr, has_residual: bool, residual_first: bool) -> tuple[Expr, 
     p = 0.0
     if has_residual and residual_first:
         total = next((n for n in toposort([root]) if n.op == "add" and set(n.args) == {_X, _RESIDUAL}), None)
-        root = root if total is None else substitute([root], {total: _X})[0]
+        if total is None:
+            return None
+        root = substitute([root], {total: _SUM})[0]
+        if leaves([root], "arg") != ["sum"]:  # x or the residual by itself as well
+            return None
+        root = substitute([root], {_SUM: _X})[0]
     elif has_residual:
         if root.op != "add" or not any(a is _RESIDUAL for a in root.args):  # `in` would compare them
             return None

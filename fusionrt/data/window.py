@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusionrt.array import is_foreign, to_torch
+from fusionrt.autograd import transforms_active
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
 from fusionrt.data.window_rows import Request, Tensor, like, walkable
@@ -61,7 +62,8 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
     if n and request.dense(n) < 1:
         raise ValueError(f"sliding_window: window must be at most {n + left + right}, dim {dim} with its "
                          f"padding, got {window}")
-    if op in ("min", "max") and torch.is_grad_enabled() and x.requires_grad:
+    # Whether a gradient will be needed is not to be seen from within a transform.
+    if op in ("min", "max") and torch.is_grad_enabled() and (x.requires_grad or transforms_active()):
         return _extreme(x, dim, *request)[0]
     return _values(x, dim, *request)
 
@@ -181,6 +183,7 @@ def _save(args: Sequence[Any], out: Any) -> Sequence[Tensor | None]:
 def _backward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
               ) -> Sequence[Any]:
     (x, out, row), dim, request, grad = saved, args[1], Request(*args[2:]), grads[0]
+    assert request.op not in ("min", "max"), "theirs is that of `_extreme`"
     n = row.shape[0]
     counts = request.counts(n, grad.device)
     if request.min_periods > 1:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fusionrt.activation import activated, finishing, resolve
+from fusionrt.activation import activated, by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
@@ -278,6 +278,7 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
     """
     tensors, key = (x, weight2, bias2, weight1, bias1), None
     if not torch.compiler.is_dynamo_compiling():
+        activation = by_value("ffn", activation)
         key = ("ffn", activation, dropout_p, training, recompute, bias1 is None, bias2 is None,
                *linear.shapes(x, weight1, weight2))
         run = sites.find(key, tensors)

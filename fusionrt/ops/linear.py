@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt.activation import finishing, resolve
+from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
@@ -219,6 +219,7 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
             residual: Any = None, training: bool = True) -> Any:
     tensors, key = (x, weight, bias, residual), None
     if not torch.compiler.is_dynamo_compiling():
+        activation = by_value(op, activation)
         key = (op, activation, dropout_p, training, bias is None, residual is None, *shapes(x, weight))
         run = sites.find(key, tensors)
         if run is not None:

@@ -144,10 +144,13 @@ def encoded(x, scale, n, bits):
 
 # -- the update ------------------------------------------------------------------------------------
 
+_COUPLED_DECAY = "g = where(decay != 0, g + decay * x, g)"  # an infinite x without decay is no NaN
+
+
 def _rule(kind: Kind) -> str:
     """Statements over x, g and the states s0, s1, s2."""
     if kind.rule == "ADAM":
-        decay = "x = x * decay" if kind.decoupled else "g = g + decay * x"
+        decay = "x = x * decay" if kind.decoupled else _COUPLED_DECAY
         second = "s2 = maximum(s2, s1)" if kind.states == 3 else ""
         return f"""
 g = g * factor
@@ -162,7 +165,7 @@ x = x - size * (s0 / (sqrt({"s2" if second else "s1"}) * correction + eps))
 s0 = where(correction != 0, g, beta1 * s0 + weight1 * g)
 g = {"g + beta1 * s0" if kind.nesterov else "s0"}
 """
-        return f"g = g * factor\ng = g + decay * x\n{momentum if kind.states else ''}\nx = x - size * g"
+        return f"g = g * factor\n{_COUPLED_DECAY}\n{momentum if kind.states else ''}\nx = x - size * g"
     if kind.rule == "LION":
         return """
 g = g * factor

@@ -27,8 +27,8 @@ def convolution(edits: Edits) -> None:
     clusters = Clustering(edits.facts).of
     for n in edits.nodes():
         given = _arguments(n) if n.target in _CONVOLUTIONS else None
-        if given is None or not is_plain(n):
-            continue
+        if given is None or not is_plain(n) or value(given["input"]).dim() != value(given["weight"]).dim():
+            continue  # of one image without a batch
         norm = next(iter(n.users)) if len(n.users) == 1 else None
         if norm is not None and norm.target is F.batch_norm:
             _with_norm(edits, n, given, norm, clusters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
@@ -34,6 +35,9 @@ def _returns(n: Node, operand: Node, facts: Facts) -> bool:
         given = arguments(n, input=None, p=0.5, training=True, inplace=False)
         return given is not None and (given["training"] is False or given["p"] == 0)
     if rule_of(n) in CONVERSIONS:
+        wishes = (n.kwargs.get("copy"), n.kwargs.get("memory_format"))
+        if True in n.args or not all(w in (None, False, torch.preserve_format) for w in wishes):
+            return False  # a copy, or another layout
         own, its = value(n), value(operand)
         return own.dtype == its.dtype and not facts.classes[n].isdisjoint(facts.classes[operand])
     pads: Any = n.args[1] if named(n, "pad") and len(n.args) > 1 else (1,)

@@ -88,7 +88,7 @@ def _rotation(cat: Node) -> Rotation | None:
     x = _half_turned(cat)
     of_sin = next(iter(cat.users)) if x is not None and len(cat.users) == 1 else None
     total = next(iter(of_sin.users)) if of_sin is not None and len(of_sin.users) == 1 else None
-    if x is None or of_sin is None or total is None or rule_of(total) is not p.add or len(total.args) != 2:
+    if x is None or of_sin is None or total is None or not _is_sum(total):
         return None
     of_cos: Any = next((a for a in total.args if a is not of_sin), None)
     sin: Any = _other_factor(of_sin, cat)
@@ -102,6 +102,10 @@ def _rotation(cat: Node) -> Rotation | None:
     if layout is None or _layout(sin, x) != layout or not only_users(nodes[:-1], nodes):
         return None
     return Rotation(total, x, cos.args[0], sin.args[0], layout, nodes)
+
+
+def _is_sum(n: Node) -> bool:
+    return rule_of(n) is p.add and len(n.args) == 2 and not n.kwargs  # no alpha
 
 
 def _half_turned(n: Node) -> Node | None:

@@ -34,8 +34,8 @@ def rms_norm(edits: Edits) -> None:
         x, eps, inner = found
         other = product.args[0] if product.args[1] is n else product.args[1]
         old = [*inner, n, product]
-        if (without_conversions(other) is without_conversions(x) and value(product).dtype == value(x).dtype
-                and edits.allows(product, old)):
+        alike = without_conversions(other, exactly=True) is without_conversions(x, exactly=True)
+        if alike and value(product).dtype == value(x).dtype and edits.allows(product, old):
             edits.replace(old, product, F.rms_norm, (x, (value(x).shape[-1],), None, eps), None)
 
 
@@ -80,7 +80,7 @@ def _approximate(factor: Any, x: Node) -> str | None:
         return "none" if us == [x] and _near(scale, math.sqrt(0.5)) else None
     if not _near(scale, math.sqrt(2 / math.pi)):
         return None
-    if len(us) == 1 and rule_of(us[0]) is p.add and len(us[0].args) == 2:
+    if len(us) == 1 and rule_of(us[0]) is p.add and len(us[0].args) == 2 and not us[0].kwargs:
         cubes = [a for a in us[0].args if a is not x]
         return "tanh" if len(cubes) == 1 and _is_power(cubes[0], x, 3) else None
     rest = [plus_constant(u) for u in us if u is not x]

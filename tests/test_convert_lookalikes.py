@@ -1,0 +1,104 @@
+"""What almost is a pattern that a pass knows, and is none: the same results and gradients as without it."""
+
+import math
+
+import pytest
+import torch
+from convert_checks import compiled
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import fusionrt
+
+
+class Gated(nn.Module):
+    """A norm's result joins a residual, and is used by itself as well."""
+
+    def __init__(self, norm, gate):
+        super().__init__()
+        self.conv, self.skip = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+        self.norm, self.gate = norm, gate
+
+    def forward(self, x):
+        return self.gate(self.norm(self.conv(x)), self.skip(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(8), lambda: nn.GroupNorm(2, 8)])
+@pytest.mark.parametrize("gate", [
+    lambda y, r: torch.sigmoid(y + r) * y, lambda y, r: torch.relu(y + r) + r,
+    lambda y, r: torch.where(y > 0, y + r, y), lambda y, r: torch.sigmoid(y + r) * (y + r)])
+def test_norms_whose_result_is_used_beside_the_sum(gate, norm, training):
+    model = Gated(norm(), gate).train(training)
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    run, _ = compiled(model)
+    g = torch.randn(2, 8, 8, 8)
+    for found, expected in zip(*(torch.autograd.grad(f(x), [x, model.conv.weight], g) for f in (run, model)),
+                               strict=True):
+        assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_conversions_that_copy_or_lie_otherwise():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), x.to(x.dtype, copy=True), x.to(torch.float32, False, True)
+
+    x = torch.ones(2, 4)
+    for kept in fusionrt.auto_convert_model(Kept(), (2, 4))(x)[1:]:
+        kept.zero_()
+    assert x.sum() == 8
+    run, _ = compiled(lambda x: x.to(memory_format=torch.channels_last) * 2)
+    x = torch.randn(2, 3, 4, 4)
+    assert run(x).stride() == (48, 1, 12, 3)
+    of_last = {"dtype": torch.float32, "memory_format": torch.channels_last}
+    run, _ = compiled(lambda x: x.to(**of_last).permute(0, 2, 3, 1).view(-1))
+    assert_close(run(x), x.permute(0, 2, 3, 1).reshape(-1))
+
+
+def turned_back(q, c, s):
+    halves = torch.cat((-q[..., 4:], q[..., :4]), -1)
+    c, s = (torch.cat((t, t), -1).unsqueeze(1) for t in (c, s))
+    return torch.add(q * c, halves * s, alpha=-1)
+
+
+def steeper_gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * torch.add(x, 0.044715 * x**3, alpha=3)))
+
+
+def norm_of_the_rounded(x):
+    rounded = x.to(torch.bfloat16).float()
+    return x * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize(("function", "shapes"), [
+    (turned_back, [(2, 3, 5, 8), (1, 5, 4), (1, 5, 4)]), (steeper_gelu, [(5, 4)]),
+    (norm_of_the_rounded, [(5, 64)])])
+def test_other_numbers(function, shapes):
+    args = [torch.randn(shape) for shape in shapes]
+    run, _ = compiled(function)
+    assert_close(run(*args), function(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_that_only_widen_are_known():
+    def norm(x):
+        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    run, found = compiled(norm)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    assert_close(run(x), F.rms_norm(x.float(), (64,), None, 1e-6), rtol=1e-2, atol=1e-2)
+    assert found[0].graph_after == 1
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Conv2d(3, 4, 3), (3, 8, 8)), (nn.Conv1d(3, 4, 3), (3, 9))])
+def test_an_image_without_a_batch(layer, shape):
+    net = nn.Sequential(layer, nn.ReLU())
+    x = torch.randn(shape)
+    run, _ = compiled(net)
+    assert_close(run(x), net(x))
+    assert_close(run(x[None]), net(x[None]))
