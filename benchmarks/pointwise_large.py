@@ -5,8 +5,8 @@ Device time from CUDA graphs of calls on input sets in rotation, so that nothing
 The fraction is of the copy bandwidth at the same number of bytes, measured in the same run.
 Eager torch runs in every row, torch.compile, which is slow to start, for bias_gelu, gelu_dropout,
 swish_multiply, add_relu, mish and geglu in bfloat16 and float32. The backward pass of our ops is
-that of a recorded result, with the gradients of all arguments. In a graph a dropout draws its seed
-with a small kernel of torch's, which is part of its time.
+that of a recorded result, with the gradients of all arguments. In a graph dropouts draw their seed
+with one small kernel of torch's, which is part of their time.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Recorded(torch.autograd.Function):
         ctx.op, ctx.plan, ctx.rng = op, plan, rng
         ctx.set_materialize_grads(False)
         out = plan(*args, rng) if op.streams else plan(*args)
-        replay.saving(op, plan, ctx.needs_input_grad[3:], args, out)(ctx, args, out)
+        out, mask = out if op.masking else (out, None)
+        replay.saving(op, plan, ctx.needs_input_grad[3:], args, out)(ctx, args, out, mask)
         return out
 
     @staticmethod
@@ -52,6 +53,9 @@ class Recorded(torch.autograd.Function):
         watched = is_watched()
         plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
         saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
+        if op.masking:
+            *saved, mask = saved
+            rng = 0, 0, mask
         if plain and (known := replay.find(op, ctx.plan, needed)) is not None:
             found = known(saved, ctx.others, grads, rng)
             if found is not None:

@@ -82,6 +82,7 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     numbers = [p.name for p in params if p.default is not p.empty or p.annotation in (
         float, int, "float", "int")]
     tensors = [p.name for p in params if p.name not in numbers]
+    operator.entry_tensors = [p.name in tensors for p in params]
     arguments = ", ".join(p.name for p in params)
     kinds = "".join(f" and _type({n}) in _numbers" for n in numbers)
     # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.

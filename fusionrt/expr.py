@@ -299,13 +299,13 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
                      (lambda *_: (None,)) if t in _INTEGER_CASTS else (lambda g, out, a: (g,)))
        for t in CASTS},
 }
-_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_column", "up_to_column"})
+_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_column", "up_to_column", "mask"})
 _TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,),
                    "relu_dropped": (1,)}
-_LEAVES = frozenset({"arg", "random", "const", "row_size"})
+_LEAVES = frozenset({"arg", "random", "mask", "const", "row_size"})
 REDUCTIONS = ("row_sum", "row_max", "row_first", "row_top", "moment_mean", "moment_squares")
 _UNIFORM = frozenset({*REDUCTIONS, "taken", "const", "row_size"})
-_VARYING = frozenset({"random", "is_column", "up_to_column"})
+_VARYING = frozenset({"random", "mask", "is_column", "up_to_column"})
 # Neither language has names for these.
 _NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
                "nan": "div(acc_t(0.0), acc_t(0.0))"}
@@ -442,7 +442,8 @@ def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:
 
 
 def leaves(roots: Iterable[Expr], op: str) -> list[str]:
-    """Names of the arguments (`arg`) or random streams (`random`) that the roots really need."""
+    """Names of the arguments (`arg`), random streams (`random`) or masks (`mask`) that the roots really
+    need."""
     return [str(n.args[0]) for n in toposort(roots) if n.op == op]
 
 
@@ -486,7 +487,7 @@ def emit(roots: Sequence[Expr], declare: str, given: Mapping[Expr, str] | None =
     names: dict[Expr, str] = dict(given or {})
     lines: list[str] = []
     for n in toposort(roots, names):
-        if n.op in ("arg", "random", "row_size"):
+        if n.op in ("arg", "random", "mask", "row_size"):
             names[n] = str(n.args[0])
         elif n.op == "const":
             names[n] = _NOT_FINITE.get(str(n.args[0]), f"acc_t({n.args[0]})")

@@ -156,14 +156,22 @@ def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any)
     each = [overload(op, of_one)(*(a if dim is None else a[i] for a, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)]
     if isinstance(each[0], tuple):
-        return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * len(each[0])
-    return torch.stack(each), 0
+        return tuple(map(_stacked, zip(*each, strict=True))), (0,) * len(each[0])
+    return _stacked(each), 0
+
+
+def _stacked(each: Sequence[torch.Tensor]) -> torch.Tensor:
+    """With the order of dimensions that each one has: its random numbers lie in that."""
+    order = sorted(range(each[0].dim()), key=each[0].stride, reverse=True)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.stack([t.permute(order) for t in each]).permute(0, *(d + 1 for d in back))
 
 
 def packed(rng: random.Rng, device: torch.device | None) -> torch.Tensor:
     seed, offset, state = rng
-    return torch.tensor([seed, offset], dtype=torch.uint64, device=device).view(
-        torch.int64) if state is None else state
+    if state is None:
+        return torch.tensor([seed, offset], dtype=torch.uint64, device=device).view(torch.int64)
+    return torch.stack((state[0], state[1] + offset)) if offset else state
 
 
 def _unpacked(rng: torch.Tensor) -> random.Rng:

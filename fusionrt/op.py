@@ -48,7 +48,8 @@ class Operator:
         self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
         self.uniform = frozenset(uniform)
         self.used = frozenset(leaves(self.outputs, "arg"))
-        self.streams = tuple(dict.fromkeys(leaves(self.outputs, "random")))
+        # What an element takes from beside its arguments, by its place in the walk.
+        self.streams = tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
@@ -58,11 +59,14 @@ class Operator:
         self._gradients: dict[tuple[bool, ...], Operator] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
         self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
+        self.masked: dict[tuple[bool, ...], Any] = {}  # see mask.py
 
     def __repr__(self) -> str:
         return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
 
     traits: tuple[Any, ...] = ()  # what else decides what is computed
+    entry_tensors: list[bool] | None = None  # which arguments the entry function takes for tensors
+    masking = False               # whether a call gives a mask as well, which its gradients read
 
     @functools.cached_property
     def digest(self) -> str:
@@ -108,8 +112,7 @@ class Operator:
             if torch.compiler.is_dynamo_compiling():
                 Dispatched.allow()
             return Dispatched.call(self.handle, *args)
-        plan = self.plan(args)
-        run = self._run(plan, args)
+        run = self._run(args)
         if tensors[0].device.type != "meta":
             if len(self.local.sites) >= _PLANS_KEPT:
                 self.local.sites.clear()
@@ -122,21 +125,28 @@ class Operator:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
             site = self.local.sites[key] = dispatch.guard(*tensors), run
-        self.local.site = site
+        if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
+            self.local.site = site
         return run(*args)
 
-    def _run(self, plan: Callable[..., Any], args: Args) -> Callable[..., Any]:
+    def _run(self, args: Args) -> Callable[..., Any]:
         """The plan, with what a call of these arguments needs beside it: random numbers, a gradient."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         streams = bool(self.streams)
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors):
+            plan = self.plan(args)
             return (lambda *args: plan(*args, draw())) if draw else plan
+        from fusionrt.mask import masking
+        operator = masking(self, args) or self
+        plan = operator.plan(args)
 
         def recorded(*args: Any) -> Any:
             rng = draw() if draw else None
             if torch.is_grad_enabled():
-                return record(self, plan, rng, *args)
+                return record(operator, plan, rng, *args)
+            if operator is not self:
+                return self.launch(args, rng)
             return plan(*args, rng) if streams else plan(*args)
 
         return recorded
@@ -304,17 +314,19 @@ class Operator:
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
         order = self.walk(args, shape, outputs)
-        made = []
-        for k, (root, o, target) in enumerate(zip(self.outputs, outputs, self.targets, strict=True)):
-            reduced = target is not None and bool(layout.missing(o.shape, shape))
-            over = (layout.reduced_strides(o.shape, shape, order) if reduced else
-                    layout.expand_strides(o.shape, o.stride(), shape))
-            made.append(Output(root, o.dtype, tuple(o.shape), o.stride(), over, reduced,
-                               self.taken(k, args, o.dtype, o.shape)))
+        made = [self.output(k, o, args, shape, order) for k, o in enumerate(outputs)]
         promoted = self.compute_dtype(args)
         double = any(o.dtype == torch.float64 for o in outputs) or promoted in (
             torch.float64, torch.int32, torch.int64)  # integers as exact as can be
         return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
+
+    def output(self, k: int, o: torch.Tensor, args: Args, shape: layout.Ints, order: Sequence[int]) -> Output:
+        """Output k, to be allocated as `o` is."""
+        reduced = self.targets[k] is not None and bool(layout.missing(o.shape, shape))
+        over = (layout.reduced_strides(o.shape, shape, order) if reduced else
+                layout.expand_strides(o.shape, o.stride(), shape))
+        return Output(self.outputs[k], o.dtype, tuple(o.shape), o.stride(), over, reduced,
+                      self.taken(k, args, o.dtype, o.shape))
 
     def walk(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:
         """Dimensions in the order in which elements are walked, innermost first."""

@@ -24,7 +24,7 @@ from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.collector import paused
 from fusionrt.op import Operator
 from fusionrt.op_names import ALIASES
-from fusionrt.problem import Problem
+from fusionrt.problem import MASK, Problem
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import cache, compiler, device, launch
 
@@ -195,7 +195,7 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Seque
         try:
             with collecting(kind) as needed:
                 _rehearse(function, dtype, ROWS, columns, backward)
-                if any(isinstance(p, Problem) and p.row_dims for p in needed):
+                if any(isinstance(p, Problem) and (p.row_dims or _masks(p)) for p in needed):
                     _rehearse(function, dtype, FEW_ROWS, columns, backward)
             new = [p for p in dict.fromkeys(needed) if p not in seen]
             seen.update(new)
@@ -213,6 +213,11 @@ def _of_optimizers(dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str
     from fusionrt.optim import precompile
     for source, arch in itertools.product(precompile.sources(kind, map(_name, dtypes)), group):
         yield Job(arch, source.text, source.entry), source.name
+
+
+def _masks(problem: Problem) -> bool:
+    """Whether it has one, as of many elements."""
+    return any(o.dtype == MASK for o in (*problem.inputs, *problem.outputs))
 
 
 def _texts(problem: Problem | Source, kind: str) -> list[tuple[str, str]]:

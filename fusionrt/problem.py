@@ -17,7 +17,8 @@ from fusionrt.layout import Domain, Ints
 
 STORAGE = {getattr(torch, name): name for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+MASK = "mask"              # the dtype of an operand of truth values, four to a byte as the domain is walked
+_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, MASK: 0}
 
 
 class Operand(NamedTuple):
@@ -36,6 +37,7 @@ class Output(NamedTuple):
     over: Ints             # strides over the uncollapsed domain; of a sum, in the order of the walk
     reduced: bool          # the kernel sums it over the dimensions in which it has no stride
     into: int | None = None    # the argument whose memory it takes
+    is_mask: bool = False      # truth values, four to a byte
 
     @property
     def walk_strides(self) -> Ints:
@@ -92,6 +94,8 @@ def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outp
     used = set(leaves(roots, "arg"))
     tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and f"a{i}" in used]
     over = [layout.expand_strides(a.shape, a.stride(), shape) for _, a in tensors]
+    masks = leaves(roots, "mask")
+    over += [layout.reduced_strides(shape, shape, order)] * len(masks)
     over += [o.over for o in outputs]
     first = len(shape) - row
     domain = layout.collapse(shape, [d for d in order if not row or d >= first], over)
@@ -99,8 +103,9 @@ def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outp
     if row:
         rows = layout.collapse(shape, [d for d in order if d < first], over)
         sizes, strides = sizes + rows.sizes, [a + b for a, b in zip(strides, rows.strides, strict=True)]
-    inputs = tuple(Operand(f"a{i}", STORAGE[a.dtype], s) for (i, a), s in zip(tensors, strides, strict=False))
-    made = tuple(Operand(f"out{k}", STORAGE[o.dtype], s)
+    read = [*((f"a{i}", STORAGE[a.dtype]) for i, a in tensors), *((name, MASK) for name in masks)]
+    inputs = tuple(Operand(*operand, s) for operand, s in zip(read, strides, strict=False))
+    made = tuple(Operand(f"out{k}", MASK if o.is_mask else STORAGE[o.dtype], s)
                  for k, (o, s) in enumerate(zip(outputs, strides[len(inputs):], strict=True)))
     taken = tuple((f"out{k}", f"a{o.into}") for k, o in enumerate(outputs) if f"a{o.into}" in used)
     numbers = tuple(f"a{i}" for i, a in enumerate(args)

@@ -31,7 +31,8 @@ def _forget_lock() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lock)
 
-# seed, offset in Philox counters, and instead of both a tensor that holds them on the device
+# seed, offset in Philox counters, and, if those are known on the device alone, a tensor of them: the offset
+# here then counts from the one there
 Rng = tuple[int, int, Any]
 
 
@@ -55,15 +56,42 @@ def _drawing_cuda(device: torch.device, streams: int) -> Callable[[], Rng]:
 
     def draw() -> Rng:
         if is_capturing():
-            # The generator's state lives on the device while a graph is captured; a value drawn by a
-            # kernel of torch's is drawn again at every replay.
-            return 0, 0, draw_tensor(device)
+            return _captured.draw(device, streams)
+        _captured.forget()
         with _lock:
             offset = offset_of()
             move(offset + step)
         return seed(), offset // 4, None
 
     return draw
+
+
+class _Captured(threading.local):
+    """While a graph is captured the generator's state is on the device. What a kernel of torch's draws from
+    it is drawn again at every replay: one such kernel serves what follows it on its stream, each op from an
+    offset of its own. It is kept until the next draw, as the memory of the graph would be given to others."""
+
+    key: tuple[int, int] | None = None
+    state: torch.Tensor | None = None
+    offset = 0
+
+    def draw(self, device: torch.device, streams: int) -> Rng:
+        from fusionrt.runtime.device import captured_graph
+
+        stream = torch.cuda.current_stream(device).cuda_stream
+        key = captured_graph(stream), stream
+        if self.key != key or self.state is None:
+            self.state, self.offset = draw_tensor(device), 0
+            self.key = key
+        offset, self.offset = self.offset, self.offset + streams
+        return 0, offset, self.state
+
+    def forget(self) -> None:
+        if self.key is not None:
+            self.key = self.state = None
+
+
+_captured = _Captured()
 
 
 def draw_tensor(device: torch.device) -> torch.Tensor:

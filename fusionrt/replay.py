@@ -33,7 +33,7 @@ class Pass(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """`run(ctx, args, out)` does what `autograd.save` does, and marks outputs without a gradient."""
+    """`run(ctx, args, out, mask)` does what `autograd.save` does, and marks outputs without a gradient."""
 
     plan: Run
     needed: tuple[bool, ...]
@@ -58,7 +58,8 @@ def _write_saving(op: Operator, needed: tuple[bool, ...], args: Sequence[Any], o
     others = [f"args[{i}]" if not isinstance(a, torch.Tensor) else "None" if reads[i] else f"unread{i}"
               for i, a in enumerate(args)] + ["None"] * len(saved)
     order = op.drawn(args, out if isinstance(out, tuple) else (out,))
-    lines = ["def run(ctx, args, out):", f"    ctx.order = {order}",
+    kept += ["mask"] if op.masking else []
+    lines = ["def run(ctx, args, out, mask):", f"    ctx.order = {order}",
              f"    ctx.save_for_backward({', '.join(kept)})",
              f"    ctx.others = [{', '.join(others)}]",
              *([f"    ctx.mark_non_differentiable({', '.join(fixed)})"] if fixed else [])]

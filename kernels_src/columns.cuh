@@ -28,10 +28,6 @@ __device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&ot
     if constexpr (G + 1 < GROUPS) join_all<G + 1>(mine, other);
 }
 
-__device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, index_t chunks) {
-    return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
-}
-
 // The threads of a block that own the same columns leave what they found in shared memory, where every thread
 // joins its share of one column (or of some); the shares are joined as a tree.
 constexpr int WIDTH = LANES * VEC, OWN = WIDTH > BLOCK ? WIDTH / BLOCK : 1, SHARES = WIDTH < BLOCK ? BLOCK / WIDTH : 1;

@@ -211,7 +211,7 @@ struct Dropped {
 
 __device__ __forceinline__ RandomState state_of(const unsigned long long* known, unsigned long long seed,
                                                 unsigned long long offset) {
-    return known ? RandomState{known[0], known[1]} : RandomState{seed, offset};
+    return known ? RandomState{known[0], known[1] + offset} : RandomState{seed, offset};
 }
 
 struct Moments { acc_t mean, rstd; };

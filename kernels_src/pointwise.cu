@@ -8,8 +8,9 @@
 // The prologue defines
 //   BLOCK, UNROLL, VEC            threads, vectors a thread (1, or a number of pairs), elements a vector
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
-//   EACH_OF_FEW                   elements of a thread of the second kernel, if there is one: of a tensor that does
-//                                 not fill the GPU, where what a thread does one after the other is the time
+//   EACH_OF_FEW, BLOCK_OF_FEW     elements of a thread, and threads, of the second kernel, if there is one: of a
+//                                 tensor that does not fill the GPU, where what a thread does one after the other
+//                                 is the time
 //   DRAWS                         whether there are random bits
 //   index_t                       unsigned below 2^31 elements, else unsigned long long
 //   Params                        pointers, sizes, strides, scalars; `count` elements in all
@@ -19,20 +20,19 @@
 
 // Vectors of a pair that share random numbers are HALF_BLOCK elements apart: threads side by side fill the first
 // half, their second vectors the other one.
-template <int VEC, int UNROLL> struct Layout {
-    static constexpr int PAIRS = UNROLL / 2, SIDE = PAIRS && DRAWS ? HALF_BLOCK / VEC : BLOCK;
-    static constexpr index_t STEP = SIDE * VEC, PAIR_STEP = BLOCK * VEC * 2;
+template <int VEC, int UNROLL, int THREADS> struct Layout {
+    static constexpr int PAIRS = UNROLL / 2, SIDE = PAIRS && DRAWS ? HALF_BLOCK / VEC : THREADS;
+    static constexpr index_t STEP = SIDE * VEC, PAIR_STEP = THREADS * VEC * 2;
     static constexpr index_t LAST = PAIRS ? (PAIRS - 1) * PAIR_STEP + STEP : 0;
 
     __device__ __forceinline__ static index_t first_element() {
-        const index_t of_block = static_cast<index_t>(blockIdx.x) * (BLOCK * UNROLL * VEC);
-        if constexpr (SIDE == BLOCK) return of_block + threadIdx.x * VEC;
+        const index_t of_block = static_cast<index_t>(blockIdx.x) * (THREADS * UNROLL * VEC);
+        if constexpr (SIDE == THREADS) return of_block + threadIdx.x * VEC;
         return of_block + threadIdx.x / SIDE * (2 * STEP) + threadIdx.x % SIDE * VEC;
     }
 };
 
-template <int VEC, int UNROLL> __device__ __forceinline__ void whole_vectors(const Params& p, index_t i) {
-    using At = Layout<VEC, UNROLL>;
+template <int VEC, typename At> __device__ __forceinline__ void whole_vectors(const Params& p, index_t i) {
     if constexpr (At::PAIRS == 0) {
         finish<VEC>(p, i, load<VEC>(p, i), draws<VEC>(p, i));
     } else {
@@ -52,12 +52,12 @@ template <int VEC, int UNROLL> __device__ __forceinline__ void whole_vectors(con
     }
 }
 
-template <int VEC, int UNROLL> __device__ __forceinline__ void elements(const Params& p) {
-    using At = Layout<VEC, UNROLL>;
+template <int VEC, int UNROLL, int THREADS> __device__ __forceinline__ void elements(const Params& p) {
+    using At = Layout<VEC, UNROLL, THREADS>;
     const index_t i = At::first_element();
 
     if (i + At::LAST + VEC <= p.count) {
-        whole_vectors<VEC, UNROLL>(p, i);
+        whole_vectors<VEC, At>(p, i);
     } else if (VEC * UNROLL > 1) {  // the ragged end: single elements
 #pragma unroll 1
         for (int u = 0; u < UNROLL; ++u) {
@@ -70,11 +70,11 @@ template <int VEC, int UNROLL> __device__ __forceinline__ void elements(const Pa
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise(const __grid_constant__ Params p) {
-    elements<VEC, UNROLL>(p);
+    elements<VEC, UNROLL, BLOCK>(p);
 }
 
 #ifdef EACH_OF_FEW
-extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_of_few(const __grid_constant__ Params p) {
-    elements<EACH_OF_FEW, 1>(p);
+extern "C" __global__ void __launch_bounds__(BLOCK_OF_FEW) pointwise_of_few(const __grid_constant__ Params p) {
+    elements<EACH_OF_FEW, 1, BLOCK_OF_FEW>(p);
 }
 #endif

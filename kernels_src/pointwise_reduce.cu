@@ -12,6 +12,7 @@
 //                                 down the rows; else (channels, scalars) columns are reduced as well
 //   LANES                         threads side by side along the columns of a block (COLUMNS_KEPT),
 //                                 or threads that share a group (32, or BLOCK)
+//   ACROSS                        nothing is written but what is reduced
 //   ONE_ROW                       a group is one row: all of its elements are neighbours
 //   TWINS                         columns are kept, and lanes 16 apart draw from the same counters
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
@@ -85,6 +86,14 @@ __device__ __forceinline__ index_t column_of(index_t tile, int place) {
     return tile / TILES * (2 * HALF_BLOCK) + tile % TILES * SIDE + place / SIDE * HALF_BLOCK + place % SIDE;
 }
 
+// Blocks that share a column's sum take turns at the rows, so that what all read at a time lies together: up to 6 %
+// faster. Where a ring is ahead it is 1 % slower. (Sums alone were not measured.)
+constexpr bool TURNS = !ACROSS && AHEAD == 0;
+
+__device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, index_t chunks) {
+    return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
+}
+
 __device__ __forceinline__ void reduce_rows(const Params& p) {
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
     const index_t tiles = (p.columns + WIDTH - 1) / WIDTH;
@@ -96,8 +105,13 @@ __device__ __forceinline__ void reduce_rows(const Params& p) {
     if (column < p.columns) {
         const index_t base = group_base(p, group) + column;
         const Tile<VEC> fixed = load_fixed<VEC>(p, base);
-        go<1>(p, walk, fixed, chunk_begin(p.rows, chunk, p.chunks) + depth, DEPTH,
-              chunk_begin(p.rows, chunk + 1, p.chunks), [&](index_t row) { return base + row_base(p, row); });
+        const auto first_of = [&](index_t row) { return base + row_base(p, row); };
+        if constexpr (TURNS) {
+            go<1>(p, walk, fixed, chunk * DEPTH + depth, p.chunks * DEPTH, p.rows, first_of);
+        } else {
+            go<1>(p, walk, fixed, chunk_begin(p.rows, chunk, p.chunks) + depth, DEPTH,
+                  chunk_begin(p.rows, chunk + 1, p.chunks), first_of);
+        }
     }
 
     if constexpr (!FINAL) next_may_begin();

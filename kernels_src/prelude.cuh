@@ -182,6 +182,30 @@ template <typename T, int W> __device__ __forceinline__ void store_pack(T* to, c
     store_bytes<Pack<T, W>::BYTES>(to, &pack);
 }
 
+// Truth values, four to a byte, the first in its lowest bit; by the index of the first.
+using mask_t = unsigned char;
+template <int W, typename I> __device__ __forceinline__ Pack<bool_t, W> load_mask(const mask_t* mask, I i) {
+    const Pack<mask_t, (W + 3) / 4> bytes = load_pack<(W + 3) / 4>(mask + i / 4);
+    Pack<bool_t, W> values;
+#pragma unroll
+    for (int v = 0; v < W; ++v) values.data[v].bits = bytes.data[v / 4] >> (W < 4 ? i % 4 + v : v % 4) & 1;
+    return values;
+}
+
+// A byte has one thread: who asks for a mask sees to it that there are whole vectors only.
+template <int W, typename I> __device__ __forceinline__ void store_mask(mask_t* mask, I i, const acc_t (&values)[W]) {
+    if constexpr (W % 4 != 0) {
+        __trap();
+    } else {
+        Pack<mask_t, W / 4> bytes;
+#pragma unroll
+        for (int n = 0; n < W / 4; ++n) bytes.data[n] = 0;
+#pragma unroll
+        for (int v = 0; v < W; ++v) bytes.data[v / 4] |= static_cast<mask_t>((values[v] != acc_t(0)) << v % 4);
+        store_bytes<W / 4>(mask + i / 4, &bytes);
+    }
+}
+
 // One element. Of bfloat16 a shift or a mask of the word it lies in: by way of 16 bits the compiler takes
 // two instructions for every second one.
 template <typename T, int W> __device__ __forceinline__ acc_t at(const Pack<T, W>& pack, int v) {

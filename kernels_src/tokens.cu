@@ -67,7 +67,7 @@ __device__ __forceinline__ int earlier(bool yes, int (&totals)[BLOCK / 32], int&
 extern "C" __global__ void __launch_bounds__(BLOCK) tokens(const __grid_constant__ Params p) {
     __shared__ int totals[BLOCK / 32];
     const Row row(p);
-    const RandomState state = MASKED && p.state != nullptr ? RandomState{p.state[0], p.state[1]}
+    const RandomState state = MASKED && p.state != nullptr ? RandomState{p.state[0], p.state[1] + p.offset}
                                                            : RandomState{p.seed, p.offset};
     int64_t positions = 0;
     for (int64_t base = 0; base < p.width; base += BLOCK) {

@@ -201,9 +201,12 @@ def test_cupy_arrays():
     x = cupy.random.standard_normal((4096, 4096), dtype="float32")
     t = torch.from_dlpack(x)
     for cold in (True, False):
-        theirs, ours = (bench.benchmark_kernel(fusionrt.relu, (a,), cold=cold).median for a in (x, t))
+        # The least of three: other tests use the GPU at the same time.
+        theirs, ours = (min(bench.benchmark_kernel(fusionrt.relu, (a,), cold=cold).min for _ in range(3))
+                        for a in (x, t))
         assert theirs == pytest.approx(ours, rel=0.1)
-    graphs = [bench.benchmark_kernel(fusionrt.relu, (a,), graph=True).median for a in (x, t)]
+    graphs = [min(bench.benchmark_kernel(fusionrt.relu, (a,), graph=True).min for _ in range(3))
+              for a in (x, t)]
     assert graphs[0] == pytest.approx(graphs[1], rel=0.05)
 
 

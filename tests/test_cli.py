@@ -98,7 +98,7 @@ def numbers(result: Result) -> list[str]:
 
 @needs_nvrtc
 def test_warmup_prints_what_it_did(home: Path) -> None:
-    words = ("warmup", "--arch", "sm_90", "--ops", "relu,add_relu", "--dtypes", "bfloat16")
+    words = ("warmup", "--arch", "sm_90", "--ops", "tanh,add_sigmoid", "--dtypes", "bfloat16")
     first, second = call(*words), call(*words)
 
     sizes = sum(len(entry.payload) for _, entry in cache.contents())
@@ -161,7 +161,7 @@ def test_warmup_refuses_unknown_names(words: tuple[str, ...], message: str) -> N
 
 def test_warmup_fails_where_kernels_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSIONRT_DISABLE_JIT", "1")
-    result = call("warmup", "--arch", "sm_90", "--ops", "relu,silu,gelu")
+    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,gelu")
 
     assert result.exit_code == 1
     assert numbers(result)[:3] == ["0", "0", "18"]
@@ -176,7 +176,7 @@ def test_warmup_fails_where_kernels_are_missing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
 def test_progress_bar_on_a_terminal() -> None:
     import pty
-    words = ["warmup", "--arch", "sm_90", "--ops", "relu", "--dtypes", "float32"]
+    words = ["warmup", "--arch", "sm_90", "--ops", "tanh", "--dtypes", "float32"]
     code = f"from fusionrt.cli import main; main({words})"
     parent, child = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}

@@ -151,3 +151,22 @@ def test_embedding(device):
             found.append((torch.autograd.grad(y, table, g)[0], same))
         for a, b in found:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dropout_add", "gelu_dropout", "fused", "attention_dropout"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_samples_of_vmap_lie_otherwise(device, name, randomness):
+    def both(x):
+        y, pullback = torch.func.vjp(OPS[name], x)
+        return y, pullback(torch.ones_like(x))[0]
+
+    x = (torch.rand(3, WIDTH, 6, device=device) + 1).transpose(1, 2)  # positive: 0 is what was dropped
+    y, found = torch.vmap(both, randomness=randomness)(x)
+    if name == "attention_dropout":  # a softmax of what is kept of a row
+        return
+    dropped = y == (1 if name == "dropout_add" else 0)
+    assert torch.equal(found == 0, dropped) and dropped.any() and not dropped.all()
+    x = x.clone().requires_grad_()
+    y = torch.vmap(OPS[name], randomness="same")(x)
+    found, = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(found == 0, y == (1 if name == "dropout_add" else 0))

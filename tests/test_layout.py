@@ -292,12 +292,12 @@ def test_how_operands_are_read(dtype, shapes, width, modes):
 @pytest.mark.parametrize(
     ("op", "dtype", "rows", "grid"),
     [
-        (frt.gelu, torch.bfloat16, 1 << 12, ("pointwise", 2048)),
-        (frt.gelu, torch.bfloat16, 256, ("pointwise_of_few", 512)),
-        (frt.gelu, torch.float32, 255, ("pointwise_of_few", 510)),
-        (frt.add_relu, torch.bfloat16, 256, ("pointwise_of_few", 512)),
-        (frt.add_relu, torch.bfloat16, 257, ("pointwise", 257)),
-        (frt.add_relu, torch.float32, 256, ("pointwise", 512)),  # is of four elements a thread as it is
+        (frt.gelu, torch.bfloat16, 1 << 12, ("pointwise", 2048, 128)),
+        (frt.gelu, torch.bfloat16, 256, ("pointwise_of_few", 512, 256)),
+        (frt.gelu, torch.float32, 255, ("pointwise_of_few", 510, 256)),
+        (frt.add_relu, torch.bfloat16, 256, ("pointwise_of_few", 512, 256)),
+        (frt.add_relu, torch.bfloat16, 257, ("pointwise", 257, 128)),
+        (frt.add_relu, torch.float64, 256, ("pointwise", 1024, 128)),  # is of two elements a thread as it is
     ],
 )
 def test_few_elements_are_given_to_more_threads(op, dtype, rows, grid):
@@ -306,7 +306,7 @@ def test_few_elements_are_given_to_more_threads(op, dtype, rows, grid):
     (problem,) = problems
     assert pointwise.grid(problem, pointwise.vector_width(problem, 16)) == grid
     (source,) = launch.sources(problem)  # one translation unit for any size
-    assert ("#define EACH_OF_FEW 4" in source.text) == ((op, dtype) != (frt.add_relu, torch.float32))
+    assert ("#define EACH_OF_FEW 2" in source.text) == (dtype != torch.float64)
 
 
 def test_collapsed_dimensions():

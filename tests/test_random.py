@@ -267,6 +267,31 @@ def test_replayed_graphs_draw_anew():
 
 
 @pytest.mark.gpu
+def test_one_draw_serves_a_stream_of_a_captured_graph():
+    """Others follow by their offset; what is on another stream need not come after it."""
+    x = ones(64, 64, device="cuda")
+    mask(x)
+    kept = []
+    for _ in range(2):
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            here = [random.draw(x.device, 3) for _ in range(2)]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                there = random.draw(x.device, 1)
+                apart = mask(x)
+            masks = [mask(x) for _ in range(3)]
+            torch.cuda.current_stream().wait_stream(side)
+        assert here[0][2] is here[1][2] and here[0][2] is not there[2]
+        assert [rng[1] for rng in (*here, there)] == [0, 3, 0]
+        assert not kept or here[0][2] is not kept[0]
+        kept[:] = [here[0][2], graph, masks, apart]
+        for _ in range(3):
+            graph.replay()
+            assert not any(same(a, b) for a, b in itertools.combinations([*masks, apart], 2))
+
+
+@pytest.mark.gpu
 def test_a_call_advances_the_generator_as_one_counter_does():
     x = ones(64, device="cuda")
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -119,3 +119,11 @@ def test_threads_keep_their_own(device):
     for t in threads:
         t.join()
     assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_a_number_in_a_tensors_place_does_not_stay():
+    x = torch.randn(4)
+    for _ in range(3):
+        assert_close(frt.leaky_relu(-2.0, x), F.leaky_relu(torch.tensor(-2.0), 1.0) * x)
+    for _ in range(2):
+        assert_close(frt.leaky_relu(x, 0.1), F.leaky_relu(x, 0.1))

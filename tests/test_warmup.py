@@ -79,8 +79,9 @@ def test_writes_cubins_and_the_second_run_compiles_nothing(home: Path) -> None:
     assert {info.metadata["arch"] for info, _ in found} == {"sm_90"}
     assert {info.path.parent for info, _ in found} == {home}
     assert first.seconds > 0
-    # One of add_relu; exact and tanh form of bias_gelu; both share the kernel that adds sums.
-    assert kernels() == {"add_relu": 1, "add_relu_backward_101": 1, "bias_gelu": 1,
+    # add_relu with a mask and without; two forms of bias_gelu, which share the kernel that adds sums.
+    assert kernels() == {"add_relu": 2, "add_relu_backward_101": 1, "add_relu_backward_10_by_mask": 1,
+                         "bias_gelu": 1,
                          "bias_gelu_tanh": 1, "bias_gelu_backward_111": 2,
                          "bias_gelu_tanh_backward_111": 1}
 
@@ -91,8 +92,8 @@ def test_writes_cubins_and_the_second_run_compiles_nothing(home: Path) -> None:
 
 @needs_nvrtc
 def test_names_may_be_lists_or_text_and_repeat() -> None:
-    text = warmup("sm_90, sm_80,sm_90", "relu, relu,silu", "float32,bfloat16")
-    lists = warmup(["sm_80", "sm_90"], ["silu", "relu"], [torch.bfloat16, "float32"])
+    text = warmup("sm_90, sm_80,sm_90", "tanh, tanh,silu", "float32,bfloat16")
+    lists = warmup(["sm_80", "sm_90"], ["silu", "tanh"], [torch.bfloat16, "float32"])
 
     assert text.compiled == 2 * 2 * 2 * 2  # architectures, ops, dtypes, forward and backward
     assert (lists.compiled, lists.present) == (0, text.compiled)
@@ -120,7 +121,7 @@ def test_without_backward_there_are_no_gradients() -> None:
 
 @needs_nvrtc
 def test_all_architectures() -> None:
-    summary = warmup("all", "relu", "float32")
+    summary = warmup("all", "tanh", "float32")
 
     assert summary.compiled == 2 * len(compiler.ARCHITECTURES)
     assert {info.metadata["arch"] for info in cache.entries()} == set(compiler.ARCHITECTURES)
@@ -134,13 +135,13 @@ def test_an_architecture_that_only_nvrtc_knows() -> None:
 
 @needs_nvrtc
 def test_a_warm_run_does_not_load_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmup("sm_90", "relu", "float32")
+    warmup("sm_90", "tanh", "float32")
 
     def never() -> None:
         raise AssertionError("NVRTC was asked for")
 
     monkeypatch.setattr(compiler, "_nvrtc", never)
-    assert warmup("sm_90", "relu", "float32").present == 2
+    assert warmup("sm_90", "tanh", "float32").present == 2
 
 
 @needs_nvrtc
@@ -159,12 +160,12 @@ def test_plans_of_earlier_calls_hide_nothing(home: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_progress_counts_every_kernel(jobs: int) -> None:
     seen: list[tuple[int, int, str]] = []
-    summary = warmup("sm_90", "relu,silu", "float32", jobs=jobs,
+    summary = warmup("sm_90", "tanh,silu", "float32", jobs=jobs,
                      progress=lambda *step: seen.append(step))
 
     assert [(done, total) for done, total, _ in seen] == [(k, 4) for k in range(1, 5)]
     assert sorted(name for _, _, name in seen) == [
-        "relu (sm_90)", "relu_backward_11 (sm_90)", "silu (sm_90)", "silu_backward_11 (sm_90)"]
+        "silu (sm_90)", "silu_backward_11 (sm_90)", "tanh (sm_90)", "tanh_backward_11 (sm_90)"]
     assert summary.compiled == 4
 
 
@@ -331,11 +332,11 @@ def test_unknown_op_lists_the_users_own(package: str) -> None:
 
 def test_disable_jit_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSIONRT_DISABLE_JIT", "1")
-    summary = warmup("sm_90", "relu", "float32")
+    summary = warmup("sm_90", "tanh", "float32")
 
     assert (summary.compiled, summary.present, summary.bytes) == (0, 0, 0)
     assert sorted((name, arch) for name, arch, _ in summary.failed) == [
-        ("relu", "sm_90"), ("relu_backward_11", "sm_90")]
+        ("tanh", "sm_90"), ("tanh_backward_11", "sm_90")]
     assert all("FUSIONRT_DISABLE_JIT is set and the kernel is not in the cache" in why
                for _, _, why in summary.failed)
 
@@ -372,7 +373,7 @@ def test_a_long_list_of_failures_is_cut_in_text_only() -> None:
 
 @needs_nvrtc
 def test_what_the_whole_catalogue_needs_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompile, "OPS", {name: OPS[name] for name in ("relu", "silu")})
+    monkeypatch.setattr(precompile, "OPS", {name: OPS[name] for name in ("tanh", "silu")})
     monkeypatch.setattr(precompile, "_of_optimizers", lambda *_: {})
     searches = []
     search = precompile._jobs
@@ -389,7 +390,7 @@ def test_what_the_whole_catalogue_needs_is_found_out_once(monkeypatch: pytest.Mo
     assert warm() == (0, 2, 0)
     assert warm(dtypes="bfloat16") == (2, 0, 1)
     assert warm(backward=True) == (2, 2, 1)
-    assert warm(ops="relu") == (0, 1, 1)
+    assert warm(ops="tanh") == (0, 1, 1)
     for info in compiled():
         info.path.unlink()
     assert warm() == (2, 0, 1)

@@ -6,6 +6,7 @@ How an operand is read depends on how it lies in the domain:
   splat    one value for the whole vector (a per-row scale)
   scalar   one value for the whole tensor
   gather   an offset per element (anything else: permuted, strided, odd inner sizes)
+  mask     truth values, four to a byte, at the linear index
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Operand, Problem
+from fusionrt.problem import MASK, Operand, Problem
 from fusionrt.runtime.geometry import Geometry, is_flat
 from fusionrt.runtime.source import ITEMSIZE
 
@@ -24,6 +25,8 @@ AHEAD_BYTES, RING_BYTES = 16 << 10, 32 << 10   # of a block's shared memory: on 
 
 
 def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
+    if operand.dtype == MASK:
+        return "mask"
     if is_flat(operand, sizes):
         return "flat"
     if not any(operand.strides):
@@ -49,7 +52,8 @@ def load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | N
                again: Again | None) -> list[str]:
     """`Tile` and `load`; in a reduction `load_fixed` as well, for what a thread reads only once; in a second
     pass `load_rest`, of what was not kept."""
-    members = [f"    Pack<{o.dtype}_t, {_lanes(mode)}> {o.name};" for o, mode in modes.items()]
+    members = [f"    Pack<{'bool' if mode == 'mask' else o.dtype}_t, {_lanes(mode)}> {o.name};"
+               for o, mode in modes.items()]
     fixed = {o: mode for o, mode in modes.items() if rows is not None and is_fixed(o, rows)}
     varying = {o: mode for o, mode in modes.items() if o not in fixed}
     signature = "template <int W> __device__ __forceinline__ Tile<W> {}(const Params& p, index_t i{}) {{"
@@ -88,7 +92,9 @@ def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] 
     if set(modes.values()) & {"vector", "splat"}:
         body += geometry.coordinates("i")
     for o, mode in modes.items():
-        if mode != "gather":
+        if mode == "mask":
+            body.append(f"tile.{o.name} = load_mask<W>(p.{o.name}, i);")
+        elif mode != "gather":
             read = "fresh_pack" if o.name in fresh else "load_pack"
             body.append(f"tile.{o.name} = {read}<{_lanes(mode)}>({_address(geometry, o, mode)});")
     gathered = [o for o, mode in modes.items() if mode == "gather"]
@@ -133,7 +139,8 @@ def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geo
 def writes(geometry: Geometry, modes: dict[Operand, str], store: str) -> list[str]:
     """Statements that store what `finish` has computed, one output after the other."""
     body = geometry.coordinates("i") if "vector" in modes.values() else []
-    body += [f"{store}({_address(geometry, o, mode)}, {o.name});"
+    body += [f"store_mask(p.{o.name}, i, {o.name});" if mode == "mask" else
+             f"{store}({_address(geometry, o, mode)}, {o.name});"
              for o, mode in modes.items() if mode != "gather"]
     scattered = [o for o, mode in modes.items() if mode == "gather"]
     if scattered:

@@ -101,6 +101,16 @@ def allow(function: int, shared: int, cluster: int) -> None:
         driver().funcSetAttribute(function, _LARGE_CLUSTERS, 1)
 
 
+def captured_graph(stream: int) -> int:
+    """Which capture a stream takes part in: a number that no other capture of this process has."""
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    failed = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if failed:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: CUDA driver error {failed}")
+    return number.value
+
+
 @functools.cache
 def has_dependent_launches(device: int) -> bool:
     """Whether a kernel may begin before the one that it depends on has ended."""

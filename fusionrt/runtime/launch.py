@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Operand, Output, Problem
+from fusionrt.problem import MASK, Operand, Output, Problem
 from fusionrt.runtime import accumulators, pointwise, resident, row_layout
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
@@ -117,9 +117,11 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
 
 def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
-    names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams else [])
-    arguments = ", ".join(names)
     inputs = list(problem.inputs)
+    masks = [o.name for o in inputs if o.dtype == MASK]
+    names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams or masks else [])
+    arguments = ", ".join(names)
+    text.lines += [f"{name} = rng[2]" for name in masks]
     if problem.then is not None:
         here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
         inputs += [o for o in problem.then.inputs if o.name not in here]
@@ -157,8 +159,8 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     part, rows = launch.problem, launch.rows
     source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
     if rows is None:
-        kernel, blocks = pointwise.grid(part, width)
-        text.launch(source, blocks, pointwise.BLOCK, values, kernel=kernel)
+        kernel, blocks, block = pointwise.grid(part, width)
+        text.launch(source, blocks, block, values, kernel=kernel)
         return
     grid, chunks = pointwise.reduction_grid(part, rows, width)
     if part.across:

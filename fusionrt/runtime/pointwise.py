@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fusionrt.expr import Expr, emit, leaves
 from fusionrt.layout import Reduction, reduction
-from fusionrt.problem import Operand, Problem
+from fusionrt.problem import MASK, Operand, Problem
 from fusionrt.runtime import accumulators
 from fusionrt.runtime.access import (
     REDUCE_BLOCK,
@@ -37,7 +37,8 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
-FEW, EACH_OF_FEW = 1 << 18, 4     # elements that do not fill a GPU; those of a thread then
+FEW = 1 << 18                     # elements that do not fill a GPU; of a thread then, and threads of a block
+EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
 class Source(NamedTuple):
@@ -74,7 +75,7 @@ def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
     other one has an offset for each element."""
-    operands = sum(is_flat(o, problem.sizes) for o in problem.inputs)
+    operands = sum(is_flat(o, problem.sizes) for o in problem.inputs if o.dtype != MASK)
     gathers = any(access_mode(o, problem.sizes, width) == "gather" for o in problem.inputs)
     crowded = operands > 1 or gathers or len(problem.inputs) > 3 or _words(problem, width) > 12
     if width < 4 or (crowded and not problem.streams):
@@ -103,8 +104,8 @@ def min_blocks(problem: Problem, width: int) -> int:
 
 def each_of_few(problem: Problem, width: int) -> int:
     """Elements of a thread where there are few in all: what it does one after the other is their time. 0
-    where that would be the same kernel."""
-    each = min(width, EACH_OF_FEW)
+    where that would be the same kernel, or a byte of a mask would have several threads."""
+    each = 0 if any(o.dtype == MASK for o in problem.outputs) else min(width, EACH_OF_FEW)
     return each if each < width * unroll(problem, width) else 0
 
 
@@ -136,10 +137,11 @@ def walk_rows(problem: Problem, rows: Reduction, width: int) -> int:
 
 
 class Grid(NamedTuple):
-    """Which kernel of a translation unit, in how many blocks."""
+    """Which kernel of a translation unit, in how many blocks of how many threads."""
 
     kernel: str
     blocks: int
+    block: int
 
 
 def grid(problem: Problem, width: int) -> Grid:
@@ -147,10 +149,11 @@ def grid(problem: Problem, width: int) -> Grid:
     rows, elements = walked(problem, width), problem.domain.numel
     if rows is not None:
         teams = -(-rows.n_rows // walk_rows(problem, rows, width))
-        return Grid("pointwise_walk", -(-rows.columns // width * teams // BLOCK))
+        return Grid("pointwise_walk", -(-rows.columns // width * teams // BLOCK), BLOCK)
     few = each_of_few(problem, width) if elements <= FEW else 0
-    return Grid("pointwise_of_few" if few else "pointwise",
-                -(-elements // (BLOCK * (few or unroll(problem, width) * width))))
+    if few:
+        return Grid("pointwise_of_few", -(-elements // (BLOCK_OF_FEW * few)), BLOCK_OF_FEW)
+    return Grid("pointwise", -(-elements // (BLOCK * unroll(problem, width) * width)), BLOCK)
 
 
 class Body(NamedTuple):
@@ -179,7 +182,7 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
     geometry = Geometry(problem.sizes, wide)
     modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
     written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
-    geometry.declare([o for o, mode in (modes | written).items() if mode not in ("flat", "scalar")])
+    geometry.declare([o for o, mode in (modes | written).items() if mode not in ("flat", "scalar", "mask")])
     extra: list[str] = []
     if rows is not None:
         constants, extra = _reduction_text(problem, rows, geometry, width, staying)
@@ -191,7 +194,8 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
                      f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};",
                      f"constexpr bool DRAWS = {str(bool(problem.streams)).lower()};",
-                     *([f"#define EACH_OF_FEW {few}"] if few else [])]
+                     *([f"constexpr int BLOCK_OF_FEW = {BLOCK_OF_FEW};",
+                        f"#define EACH_OF_FEW {few}"] if few else [])]
     fields = _fields(problem, geometry, rows, width, staying > 0)
     params = Params([field for field, _ in fields])
     lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
@@ -277,7 +281,7 @@ def _finish_text(problem: Problem, writes: Sequence[str]) -> list[str]:
         root if reduced else _stored(root, o.dtype)
         for root, o, reduced in zip(problem.roots, problem.outputs, problem.reduced, strict=True)]
     lines, results = emit(roots, "const auto {} = {};")
-    used = set(leaves(roots, "arg"))
+    used = {*leaves(roots, "arg"), *leaves(roots, "mask")}
     full = {o.name: result for o, reduced, result in
             zip(problem.outputs, problem.reduced, results, strict=not problem.across) if not reduced}
     head = [f"acc_t {name}[W];" for name in full]
@@ -342,6 +346,7 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
                  f"constexpr int MIN_BLOCKS = {min_blocks};",
                  f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};",
+                 f"constexpr bool ACROSS = {str(problem.across).lower()};",
                  f"constexpr bool ONE_ROW = {str(not rows.rows).lower()};",
                  f"constexpr bool TWINS = {str(twins(problem, rows, width)).lower()};",
                  f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()};",
@@ -481,7 +486,7 @@ def split(problem: Problem) -> list[Launch]:
 
 def _part(problem: Problem, chosen: Sequence[int]) -> Problem:
     roots = tuple(problem.roots[k] for k in chosen)
-    used = {*leaves(roots, "arg"), *leaves(roots, "row_size")}
+    used = {*leaves(roots, "arg"), *leaves(roots, "mask"), *leaves(roots, "row_size")}
     random = set(leaves(roots, "random"))
     return problem._replace(
         inputs=tuple(o for o in problem.inputs if o.name in used),
