@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionrt.autograd import is_watched, transforms_active
+from fusionrt.autograd import is_batched, is_watched, transforms_active
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -96,7 +97,17 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
+            with _Seen():
+                return (None, *ctx.op._backward(ctx, *grads))
         return (None, *ctx.op._backward(ctx, *grads))
+
+
+class _Seen(TorchDispatchMode):
+    """As if someone watched: every op is one of torch's, which falls back to a loop over a batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class _Transformed(torch.autograd.Function):

@@ -319,12 +319,23 @@ _norm_gradient = StructuredOp(
 def _differentiable_backward(operands: Sequence[Any], tail: Sequence[Any], rng: Tensor | None,
                              args: Sequence[Any], grad: Tensor, needed: Sequence[bool]) -> Sequence[Any]:
     """By the ops that the kernel is made of, each with derivatives of any order."""
-    with torch.enable_grad():
-        rows = _sum(*operands, *args[6:11])
-        out = _run_tail(rows.view(-1, rows.shape[-1]), tail, rng)[0].view_as(rows)
     places = {**dict(enumerate(operands)), 11: tail[0], 12: tail[1]}
     wanted = [k for k in places if needed[k]]
-    grads = torch.autograd.grad(out, [places[k] for k in wanted], grad, create_graph=True)
+
+    def forward(*tensors: Tensor) -> Tensor:
+        given = places | dict(zip(wanted, tensors, strict=True))
+        rows = _sum(*(given[k] for k in range(len(operands))), *args[6:11])
+        affine = given[11], given[12], *tail[2:]
+        out: Tensor = _run_tail(rows.view(-1, rows.shape[-1]), affine, rng)[0].view_as(rows)
+        return out
+
+    tensors = [places[k] for k in wanted]
+    if transforms_active():
+        grads = torch.func.vjp(forward, *tensors)[1](grad)
+    else:
+        with torch.enable_grad():
+            out = forward(*tensors)
+        grads = torch.autograd.grad(out, tensors, grad, create_graph=True)
     found = dict(zip(wanted, grads, strict=True))
     return [found.get(k) for k in range(len(args))]
 
