@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,17 +28,10 @@ _FUNCTIONS: dict[Any, str] = {
     F.softplus: "softplus"}
 
 
-class Numbered(NamedTuple):
-    """An activation of the catalogue with other numbers; the same key as long as these are."""
-
-    name: str
-    numbers: tuple[tuple[str, float], ...]
-
-    def __call__(self, x: Any) -> Any:
-        return OPS[self.name](x, **dict(self.numbers))
-
-    def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.numbers)})"
+@functools.cache
+def _numbered(name: str, **numbers: float) -> Epilogue:
+    """An activation of the catalogue with other numbers: the same object, and key, as long as these are."""
+    return functools.partial(OPS[name], **numbers)
 
 
 def resolve(op: str, activation: Any) -> Epilogue:
@@ -45,7 +39,8 @@ def resolve(op: str, activation: Any) -> Epilogue:
 
     `activation`: None, the name of one of the catalogue's activations ("relu", "gelu_tanh", ...), one of
     torch's modules (`nn.GELU("tanh")`) or functions (`F.silu`) that the catalogue has, or a function of one
-    traced value: an op, one made by `fuse`, a plain one of scalars, a module of your own without parameters.
+    traced value: an op, one made by `fuse`, a plain one of scalars, a module of your own without parameters
+    (whose other attributes are constants: what is traced is kept).
     Raises ValueError for an unknown name, TypeError for anything else (others of torch's modules may work on
     more than an element), with the name of the `op` that was called.
 
@@ -90,7 +85,7 @@ def _of_module(op: str, activation: nn.Module) -> Any:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
-        return Numbered(name, tuple((number, float(getattr(activation, number))) for number in numbers))
+        return _numbered(name, **{number: getattr(activation, number) for number in numbers})
     state = itertools.chain(activation.parameters(), activation.buffers())
     if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
         return activation
@@ -109,10 +104,14 @@ def activated(op: str, x: Expr, activation: Any) -> Expr:
     return y
 
 
-@per_call
-def finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: bool) -> Run:
+def finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: bool) -> Any:
     """residual + dropout(activation(z + bias), p) in one kernel: a function of z, bias, residual, p and the
     scale of what is kept, of those that there are."""
+    return _finishing(op, by_value(op, activation), bias, residual, dropout)
+
+
+@per_call
+def _finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: bool) -> Run:
 
     def expression(z: Expr, bias: Any = None, residual: Any = None, p: float = 0, scale: float = 1) -> Expr:
         y = activated(op, z if bias is None else z + bias, activation)

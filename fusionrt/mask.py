@@ -16,7 +16,7 @@ import torch
 
 from fusionrt import layout
 from fusionrt.expr import Expr, argument, leaves, node, substitute
-from fusionrt.op import Args, Operator
+from fusionrt.op import Args, Operator, memory_order
 from fusionrt.problem import Output
 from fusionrt.rehearsal import device_type
 
@@ -64,9 +64,13 @@ class Masking(Operator):
                       layout.reduced_strides(shape, shape, order), False, is_mask=True)
 
     def misaligned(self, *args: Any) -> Any:
-        """Bits of a byte have one thread: what is read otherwise than in whole vectors is copied first."""
-        return self.launch([a.clone() if isinstance(a, torch.Tensor) else a for a in args[:len(self.params)]],
-                           *args[len(self.params):])
+        """Bits of a byte have one thread: what is read otherwise than in whole vectors is copied first. The
+        walk is that of aligned calls, as the backward pass knows one for both."""
+        own, rng = args[:len(self.params)], args[len(self.params):]
+        shape = layout.broadcast_shapes([a.shape for a in own if isinstance(a, torch.Tensor)])
+        assert shape is not None
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in own]
+        return self._variant(order=tuple(memory_order(own, shape, ()))).launch(copies, *rng)
 
 
 def masking(op: Operator, args: Args) -> Masking | None:

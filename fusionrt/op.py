@@ -338,7 +338,12 @@ class Operator:
             return None
         shape = layout.broadcast_shapes([a.shape for a in args if isinstance(a, torch.Tensor)])
         assert shape is not None
-        return tuple(self.walk(args, shape, outputs))
+        try:
+            return tuple(self.walk(args, shape, outputs))
+        except RuntimeError as error:  # of a traced program whose sizes follow from values
+            if type(error).__name__ != "GuardOnDataDependentSymNode":
+                raise
+            return None
 
     def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],
                 alignment: int, of_whole: Callable[[Any], Any] = lambda results: results

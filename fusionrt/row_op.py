@@ -131,6 +131,9 @@ class RowOperator(Operator):
         small = [k for k in range(len(outputs)) if self.is_one_a_row(k)]
         if self.into:
             return False
+        between = any(not a and b for a, b in itertools.pairwise(of_row))
+        if self.order is not None and between:  # a walk that is given stays as it is
+            return True
         if not any(map(_needs_rows, self.outputs)):
             return not small
         if any(n.op in _BY_COLUMN for n in toposort(self.outputs)):
@@ -141,7 +144,7 @@ class RowOperator(Operator):
             return True
         if _device(args) == "cpu":
             return bool(of_row) and not of_row[0] and columns > 1
-        return any(not a and b for a, b in itertools.pairwise(of_row))
+        return between
 
     def walk(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:
         """As Operator's; where a kernel runs over rows, their dimensions before the others."""

@@ -22,3 +22,18 @@ def test_numbers_of_modules_may_change(device, make, number, trained):
         setattr(module, number, value)
         for run in runs:
             torch.testing.assert_close(run(), module(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["linear", "ffn", "conv", "conv_bn"])
+def test_numbers_that_change_in_a_compiled_program(device, name):
+    one, zeros = torch.eye(8, device=device), torch.zeros(8, device=device)
+    x = torch.randn((4, 8) if name in ("linear", "ffn") else (2, 8, 5, 5), device=device)
+    run = {"linear": lambda x, m: ops.linear_activation(x, one, zeros, m),
+           "ffn": lambda x, m: ops.ffn(x, one, zeros, one, zeros, m),
+           "conv": lambda x, m: ops.conv_activation(x, one[..., None, None], zeros, m),
+           "conv_bn": lambda x, m: ops.conv_bn_act(
+               x, one[..., None, None], None, zeros, zeros + 1, None, None, activation=m, eps=0.0)}[name]
+    compiled, module = torch.compile(run, backend="aot_eager"), nn.LeakyReLU(0.1)
+    for slope in (0.1, 0.7):
+        module.negative_slope = slope
+        torch.testing.assert_close(compiled(x, module), module(x), rtol=1e-3, atol=1e-3)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import fusionrt
 from fusionrt import fuse, kept, where
@@ -170,3 +171,38 @@ def test_samples_of_vmap_lie_otherwise(device, name, randomness):
     y = torch.vmap(OPS[name], randomness="same")(x)
     found, = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(found == 0, y == (1 if name == "dropout_add" else 0))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_images_whose_rows_lie_between_channels(device, training):
+    """Forward element by element, backward by rows: one walk."""
+    def dropped(y):
+        return where(kept(0.5), y * 2, 0)
+
+    weight, shift = torch.rand(5, device=device) + 1, torch.rand(5, device=device)
+    mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
+    g = torch.randn(3, 5, 4, 6, device=device)
+    for lies in ("contiguous", "channels_last"):
+        x = lying(torch.randn(3, 5, 4, 6, device=device), lies)
+        args = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight, shift)]
+        torch.manual_seed(5)
+        y = fusionrt.ops.batch_norm(args[0], mean.clone(), var.clone(), *args[1:], training=training,
+                                    epilogue=dropped)
+        grads = torch.autograd.grad(y, args, g)
+        keeps = 2 * (y != 0)
+        expected = F.batch_norm(args[0], mean.clone(), var.clone(), *args[1:], training=training)
+        torch.testing.assert_close(y, expected * keeps, rtol=1e-4, atol=1e-4)
+        for a, b in zip(grads, torch.autograd.grad(expected * keeps, args, g), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_sizes_that_follow_from_values(device):
+    def op(x, chosen):
+        return fusionrt.gelu_dropout(x[torch.nonzero(chosen).squeeze(-1)], 0.5)
+
+    x = (torch.randn(8, WIDTH, device=device) + 9).requires_grad_()
+    chosen = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], device=device)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = torch.compile(op, backend="aot_eager", fullgraph=True)(x, chosen)
+    found, = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(found[chosen == 1] != 0, y != 0)

@@ -145,6 +145,20 @@ def test_misaligned(of_few):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 1])
+def test_misaligned_calls_walk_as_aligned_ones(of_few, first):
+    """An expanded argument, whose copy would lie otherwise, and a kind of call that is known already."""
+    rows = torch.randn(1, 16, 1, 1, device="cuda")
+    for offset in (first, 1 - first):
+        values = torch.randn(4 * 16 * 64 + offset, device="cuda")[offset:]
+        x = values.view(4, 8, 8, 16).permute(0, 3, 1, 2).requires_grad_()
+        y = fusionrt.add_relu(rows.expand(x.shape), x)
+        assert isinstance(y.grad_fn.op, Masking)
+        g = torch.randn(x.shape, device="cuda")
+        assert torch.equal(torch.autograd.grad(y, x, g)[0], g * (y > 0))
+
+
+@pytest.mark.gpu
 def test_elements_that_are_left_over_have_none(of_few):
     x = torch.randn(4096 + 8, device="cuda", requires_grad=True)
     y = fusionrt.ops.relu(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -55,4 +56,7 @@ class Activated(nn.Module):
 
 
 def _spelled(activation: Activation) -> str:
+    if isinstance(activation, functools.partial):
+        numbers = ", ".join(f"{name}={value}" for name, value in activation.keywords.items())
+        return f"{_spelled(activation.func)}({numbers})"
     return activation if isinstance(activation, str) else getattr(activation, "__name__", repr(activation))

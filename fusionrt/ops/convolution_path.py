@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fusionrt.activation import Epilogue, activated, by_value, finishing, resolve
+from fusionrt.activation import Epilogue, activated, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.expr import Expr, rsqrt
@@ -280,7 +280,6 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
     z = convolve(x, weight, None, kind)
     more = [*(() if bias is None else (_over_images(bias.to(z.dtype), z),)),
             *(() if residual is None else (residual,)), *(() if scale is None else (float(dropout_p), scale))]
-    activation = activation if torch.compiler.is_dynamo_compiling() else by_value(op, activation)
     run = finishing(op, activation, bias is not None, residual is not None, scale is not None)
     if alone:
         return run.operator.over({0: 0}).launch([z, *more], run.operator.draw(z.device))
