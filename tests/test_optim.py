@@ -336,3 +336,34 @@ def test_without_decay_an_infinite_parameter_stays(device, make):
         p.grad = torch.ones_like(p)
         optimizer.step()
     assert p[0] == -float("inf") and p[1] < 1
+
+
+@pytest.mark.parametrize("state", [None, "8bit"])
+def test_parameters_that_lie_otherwise_in_the_same_memory(device, state):
+    """`.data` turned in place, or in another layout: states and gradients follow."""
+    start = torch.randn(32, 32, device=device)
+    grads = torch.randn(4, 32, 32, device=device)
+    found = []
+    for make in (lambda p: torch.optim.SGD(p, 0.1, 0.5), lambda p: SGD(p, 0.1, 0.5, state_dtype=state)):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = make([p])
+        for k, g in enumerate(grads):
+            if k == 2:
+                p.data = p.data.t()
+            p.grad = g.clone()
+            optimizer.step()
+        found.append(p.detach().clone())
+    limit = 1e-6 if state is None else 2e-2
+    assert (found[0] - found[1]).abs().max() < limit * found[0].abs().max()
+
+
+def test_parameters_that_shrink_in_the_same_memory(device):
+    memory = torch.zeros(100, device=device)
+    p = torch.nn.Parameter(memory)
+    optimizer = SGD([p], lr=1.0)
+    p.grad = torch.ones(100, device=device)
+    optimizer.step()
+    p.data = p.data[:50]
+    p.grad = torch.full((50,), 2.0, device=device)
+    optimizer.step()
+    assert torch.equal(memory, torch.tensor([-3.0, -1.0], device=device).repeat_interleave(50))

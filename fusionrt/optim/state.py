@@ -83,7 +83,7 @@ def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: to
             state[name + SCALE] = torch.zeros(quantised.n_blocks(param.numel()), device=param.device)
         return
     if scale is not None:
-        if quantise:
+        if quantise and value.stride() == torch.empty_like(param, device="meta").stride():
             return
         value = quantised.decode(value, state.pop(name + SCALE), signed)
     if quantise:
