@@ -1,4 +1,4 @@
-"""In torch's company: autograd, autocast, hooks, checkpoints, DDP, subclasses, torch.func."""
+"""In torch's company: autograd, autocast, hooks, checkpoints, DDP, subclasses."""
 
 import copy
 import pickle
@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -23,7 +22,6 @@ import fusionrt as frt
 from fusionrt import library, reference
 from fusionrt.bench.case import Case
 from fusionrt.catalogue import OPS
-from fusionrt.op import Operator
 
 
 @frt.fuse
@@ -456,81 +454,6 @@ def test_wrapper_subclasses(device):
     assert_close(y.b, reference.bias_gelu(b, bias))
     (g,) = torch.autograd.grad(y.sum(), both)
     assert_close(g.b, torch.autograd.grad(reference.bias_gelu(b, bias).sum(), b)[0])
-
-
-# --- torch.func
-
-
-def test_func_transforms(device):
-    x, bias = (t.detach() for t in leaves(device, (5, 8), 8))
-
-    def loss(op):
-        return lambda bias, x: op(x, bias).square().sum()
-
-    def both(transform):
-        return transform(loss(frt.bias_gelu)), transform(loss(reference.bias_gelu))
-
-    func = torch.func
-    for transform in (func.grad, func.grad_and_value, func.jacrev,
-                      lambda f: func.jacrev(func.grad(f))):
-        ours, theirs = both(transform)
-        assert_close(ours(bias, x), theirs(bias, x))
-    for transform, data in (
-            (lambda f: func.vmap(f, (None, 0)), x),
-            (lambda f: func.vmap(func.grad(f), (None, 0)), x),  # per-sample gradients
-            (lambda f: func.vmap(func.grad(f, (0, 1)), (None, 1)), x.t()),
-            (lambda f: func.vmap(func.vmap(func.grad(f), (None, 0)), (None, 0)), x[None])):
-        ours, theirs = both(transform)
-        assert_close(ours(bias, data), theirs(bias, data))
-
-
-def test_vmap_is_one_call(device, monkeypatch):
-    x, bias = torch.randn(6, 5, 8, device=device), torch.randn(8, device=device)
-    calls, launch = [], Operator.launch
-    monkeypatch.setattr(Operator, "launch", lambda op, *args: calls.append(op.name) or launch(op, *args))
-
-    def a_row(op):
-        return torch.func.grad(lambda bias, x: op(x, bias).square().sum())
-
-    assert_close(torch.func.vmap(a_row(frt.bias_gelu), (None, 0))(bias, x),
-                 torch.stack([a_row(reference.bias_gelu)(bias, row) for row in x]))
-    assert len(calls) == 2
-    assert_close(torch.vmap(frt.add_relu, (2, None), 1)(x, bias[:5]),
-                 torch.vmap(reference.add_relu, (2, None), 1)(x, bias[:5]))
-    assert len(calls) == 3
-
-
-def test_vmap_promotes_as_each_call_does(device):
-    x, scale = torch.randn(6, 5, 8, device=device).half(), torch.randn(6, device=device)
-    for op in (frt.mish_scale, reference.mish_scale):  # a tensor without dimensions does not widen another
-        each = torch.vmap(op)(x, scale)
-        assert each.dtype == torch.float16
-        assert torch.equal(each, torch.stack([op(a, b) for a, b in zip(x, scale, strict=True)]))
-
-
-def test_vmap_of_dropout(device):
-    x = torch.randn(3, 64, device=device)
-    for randomness in ("same", "different"):
-        def act(row):
-            return frt.gelu_dropout(row, 0.5)
-        y = torch.vmap(act, randomness=randomness)(x)
-        masks = y != 0
-        assert torch.equal(masks[0], masks[1]) == (randomness == "same")
-        assert_close(y, torch.where(masks, 2 * F.gelu(x), 0))
-    with pytest.raises(RuntimeError, match="randomness"):
-        torch.vmap(lambda row: frt.gelu_dropout(row, 0.5))(x)
-
-
-def test_forward_mode_is_refused(device):
-    (x,) = (t.detach() for t in leaves(device, (4,)))
-    frt.gelu(x)
-    message = "gelu: forward-mode differentiation .* is not implemented; use reverse mode"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(frt.gelu, (x,), (x,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
-        frt.gelu(forward_ad.make_dual(x, torch.ones_like(x)))
-    with forward_ad.dual_level():
-        assert_close(frt.gelu(x), F.gelu(x))
 
 
 # --- what cannot be served

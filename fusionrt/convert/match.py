@@ -51,12 +51,17 @@ def factors(n: Any) -> tuple[float, list[Node]]:
 
 def plus_constant(n: Any) -> tuple[Node, float] | None:
     """x and c of x + c."""
-    if rule_of(n) is not p.add or len(n.args) != 2 or n.kwargs:
+    if not is_sum(n):
         return None
     a, b = n.args
     if isinstance(b, int | float) and isinstance(a, Node):
         return a, float(b)
     return (b, float(a)) if isinstance(a, int | float) and isinstance(b, Node) else None
+
+
+def is_sum(n: Any) -> bool:
+    """Whether it adds two things, without a factor (`alpha`)."""
+    return rule_of(n) is p.add and len(n.args) == 2 and not n.kwargs
 
 
 def without_conversions(n: Any, exactly: bool = False) -> Any:

@@ -15,7 +15,15 @@ from fusionrt.convert.calls import batch_first_attention, is_batch_first, self_a
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import DERIVED, VALUE, Edits, arguments, is_tensor, present, same
 from fusionrt.convert.kept_masks import attention_by_kept_mask
-from fusionrt.convert.match import between, factors, named, only_users, rule_of, without_conversions
+from fusionrt.convert.match import (
+    between,
+    factors,
+    is_sum,
+    named,
+    only_users,
+    rule_of,
+    without_conversions,
+)
 from fusionrt.convert.members import ROWS, softmax
 from fusionrt.convert.passes.constants import CONSTANT
 from fusionrt.convert.revalue import revalue
@@ -192,7 +200,7 @@ def _without_dropout(n: Any) -> tuple[Any, float]:
 def _scores(n: Any) -> Operands | None:
     """q, k, the mask and the scale of scores before a softmax; the place of v is k's."""
     n, mask = without_conversions(n), None
-    if rule_of(n) is p.add and len(n.args) == 2 and not n.kwargs:
+    if is_sum(n):
         products = [(a, b) for a, b in (n.args, n.args[::-1]) if _product(a) is not None and is_tensor(b)]
         if len(products) != 1:
             return None

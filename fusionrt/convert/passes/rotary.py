@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusionrt.convert import pointwise as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor, same
-from fusionrt.convert.match import factors, is_last_dim, named, only_users, rule_of
+from fusionrt.convert.match import factors, is_last_dim, is_sum, named, only_users, rule_of
 from fusionrt.ops.rotary import rotary_embedding
 
 _WHOLE = slice(None, None, None)
@@ -88,7 +88,7 @@ def _rotation(cat: Node) -> Rotation | None:
     x = _half_turned(cat)
     of_sin = next(iter(cat.users)) if x is not None and len(cat.users) == 1 else None
     total = next(iter(of_sin.users)) if of_sin is not None and len(of_sin.users) == 1 else None
-    if x is None or of_sin is None or total is None or not _is_sum(total):
+    if x is None or of_sin is None or total is None or not is_sum(total):
         return None
     of_cos: Any = next((a for a in total.args if a is not of_sin), None)
     sin: Any = _other_factor(of_sin, cat)
@@ -102,10 +102,6 @@ def _rotation(cat: Node) -> Rotation | None:
     if layout is None or _layout(sin, x) != layout or not only_users(nodes[:-1], nodes):
         return None
     return Rotation(total, x, cos.args[0], sin.args[0], layout, nodes)
-
-
-def _is_sum(n: Node) -> bool:
-    return rule_of(n) is p.add and len(n.args) == 2 and not n.kwargs  # no alpha
 
 
 def _half_turned(n: Node) -> Node | None:

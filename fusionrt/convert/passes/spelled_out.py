@@ -16,6 +16,7 @@ from fusionrt.convert.match import (
     between,
     factors,
     is_last_dim,
+    is_sum,
     named,
     only_users,
     plus_constant,
@@ -80,7 +81,7 @@ def _approximate(factor: Any, x: Node) -> str | None:
         return "none" if us == [x] and _near(scale, math.sqrt(0.5)) else None
     if not _near(scale, math.sqrt(2 / math.pi)):
         return None
-    if len(us) == 1 and rule_of(us[0]) is p.add and len(us[0].args) == 2 and not us[0].kwargs:
+    if len(us) == 1 and is_sum(us[0]):
         cubes = [a for a in us[0].args if a is not x]
         return "tanh" if len(cubes) == 1 and _is_power(cubes[0], x, 3) else None
     rest = [plus_constant(u) for u in us if u is not x]

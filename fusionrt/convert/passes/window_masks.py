@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusionrt.convert import pointwise as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor, same
-from fusionrt.convert.match import named, only_users, rule_of
+from fusionrt.convert.match import is_sum, named, only_users
 from fusionrt.convert.passes.constants import LARGEST
 from fusionrt.convert.passes.from_weights import known_from_weights
 from fusionrt.convert.revalue import computed
@@ -37,7 +36,7 @@ def window_masks(edits: Edits) -> None:
 
 def _sum(n: Any, known: Container[Node]) -> tuple[Node, Node] | None:
     """What is known of two summands, and the other one."""
-    if rule_of(n) is p.add and len(n.args) == 2 and not n.kwargs and all(map(is_tensor, n.args)):
+    if is_sum(n) and all(map(is_tensor, n.args)):
         for a, b in (n.args, n.args[::-1]):
             if a in known and b not in known and value(a).dtype == value(b).dtype:
                 return a, b
