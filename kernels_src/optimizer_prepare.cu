@@ -4,44 +4,52 @@
 // learning rate that is a tensor lie on the device, so the host never waits and a CUDA graph may hold the step.
 // RULE, BLOCK and N (gradients) come from the runtime.
 
-// Of all gradients, unscaled; for the whole block.
-__device__ __forceinline__ double gradient_norm(const Params& p, double unscale) {
+__device__ __forceinline__ bool is_finite(double x) { return ::fabs(x) <= 1.7976931348623157e308; }
+
+// Of the gradients that are clipped, unscaled, and whether all gradients are finite; for the whole block.
+__device__ __forceinline__ double gradient_norm(const Params& p, double unscale, bool& finite) {
     double sum = 0;
-    for (unsigned k = threadIdx.x; k < p.n_squares; k += BLOCK) sum += p.squares[k];
+    bool mine = true;
+    for (unsigned k = threadIdx.x; k < p.n_squares; k += BLOCK) {
+        mine = mine && is_finite(p.squares[k]);
+        if (k < p.n_clipped) sum += p.squares[k];
+    }
     sum = block_sum(sum);
     __shared__ double norm;
     if (threadIdx.x == 0) {
         norm = ::sqrt(sum) * ::fabs(unscale);
         if (p.norm && blockIdx.x == 0) *p.norm = static_cast<acc_t>(norm);
     }
-    __syncthreads();
+    finite = __syncthreads_and(mine) && is_finite(norm);
     return norm;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) optimizer_prepare(const __grid_constant__ Params p) {
     const double unscale = p.grad_scale ? 1.0 / *p.grad_scale : 1.0;
-    const double norm = p.squares ? gradient_norm(p, unscale) : 0.0;
+    bool finite = true;
+    const double norm = p.squares ? gradient_norm(p, unscale, finite) : 0.0;
     // As torch.nn.utils.clip_grad_norm_: at most 1; NaN if the norm is.
     const double ratio = p.max_norm / (norm + 1e-6), factor = (ratio > 1.0 ? 1.0 : ratio) * unscale;
     const unsigned t = blockIdx.x * BLOCK + threadIdx.x;
     if (t >= p.n_tensors || !p.grads[t]) return;
     const double lr = p.lr_tensor ? static_cast<double>(*p.lr_tensor) : p.lr;
-    Scalars s;
+    Scalars& s = p.scalars[t];  // written as it comes: kept, it would be spilled around the powers
+    const int skip = (p.found_inf && *p.found_inf != 0) || (p.skip_nonfinite && !finite);
+    s.skip = skip;
     s.factor = static_cast<acc_t>(MAXIMIZE ? -factor : factor);
-    s.skip = (p.found_inf && *p.found_inf != 0) || (p.skip_nonfinite && !(norm <= 1.7976931348623157e308));
     s.decay = static_cast<acc_t>(DECOUPLED ? 1.0 - lr * p.weight_decay : p.weight_decay);
-    s.size = static_cast<acc_t>(lr);
-    s.correction = 0;
+    acc_t size = static_cast<acc_t>(lr), correction = 0;
     float* counter = p.tensors[t].step;
-    if (counter && !s.skip) {
+    if (counter && !skip) {
         const double step = static_cast<double>(*counter) + 1.0;
         *counter = static_cast<float>(step);
         if (RULE == ADAM) {
-            s.size = static_cast<acc_t>(lr / (1.0 - ::pow(p.beta1, step)));
-            s.correction = static_cast<acc_t>(1.0 / ::sqrt(1.0 - ::pow(p.beta2, step)));
+            size = static_cast<acc_t>(lr / (1.0 - ::pow(p.beta1, step)));
+            correction = static_cast<acc_t>(1.0 / ::sqrt(1.0 - ::pow(p.beta2, step)));
         } else if (RULE == SGD) {
-            s.correction = step == 1.0;
+            correction = step == 1.0;
         }
     }
-    p.scalars[t] = s;
+    s.size = size;
+    s.correction = correction;
 }

@@ -1,9 +1,9 @@
 // Token ids to what a language model takes: padded inputs, attention mask, positions, labels; one block a row.
 //
-// A row of `width` results holds a sequence of `count` tokens, with BOS and EOS around them, at its beginning or
-// (LEFT) its end. Of a RAGGED batch the sequences lie one behind the other and all of their tokens are real; of a
-// padded one those are real that are not p.pad. Element i of the result has a Philox counter of its own: which
-// tokens a masked language model has to guess does not depend on how the work is cut.
+// A row of `width` results holds a sequence of `count` tokens, at most `limit`, with BOS and EOS around them, at its
+// beginning or (LEFT) its end. Of a RAGGED batch the sequences lie one behind the other and all of their tokens are
+// real; of a padded one those are real that are not p.pad. Element i of the result has a Philox counter of its own:
+// which tokens a masked language model has to guess does not depend on how the work is cut.
 //
 // Before this file: source_t (of ids; uint8_t: bytes, to which p.shift is added), index_t, RAGGED, LEFT, BOS, EOS,
 // SHIFTED (inputs are the labels one place later), MASKED (labels are of chosen tokens), CHECKED.
@@ -30,7 +30,7 @@ struct Row {
         }
         const int64_t tokens = end - begin + (BOS ? 1 : 0) + (EOS ? 1 : 0);
         ids = p.ids + begin;
-        count = min(tokens, p.width);
+        count = min(tokens, p.limit);
         first = LEFT ? p.width - count : 0;
     }
     __device__ __forceinline__ bool has(int64_t at) const { return at >= first && at < first + count; }

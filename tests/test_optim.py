@@ -266,6 +266,35 @@ def test_master_weights_keep_what_bfloat16_would_lose(device):
     assert torch.equal(ours[0], optimizer.state[ours[0]]["master_weight"].bfloat16())
 
 
+@pytest.mark.parametrize("rule", [AdamW, SGD])
+def test_master_weights_follow_what_is_written_into_a_parameter(rule, device):
+    module = torch.nn.Linear(64, 65, bias=False, device=device, dtype=torch.bfloat16)
+    weight = module.weight
+    optimizer = rule(module.parameters(), 1e-3, master_weights=True)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    master = optimizer.state[weight]["master_weight"]
+    before = master.clone()
+    module.load_state_dict({"weight": torch.ones_like(weight)})
+    weight.grad = None
+    optimizer.step()  # of no parameter: the next one has to know still
+    weight.grad = torch.zeros_like(weight)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones_like(weight))
+    master.copy_(before)
+    with torch.no_grad():
+        weight.copy_(before)
+        weight[0] = 2
+    optimizer.step()  # the other rows keep what bfloat16 has no bits for
+    assert torch.equal(master[1:], before[1:])
+    assert master[0].eq(2).all()
+    weight.data = torch.full_like(weight, 3)
+    optimizer.step()
+    assert optimizer.state[weight]["master_weight"].eq(3).all()
+
+
 def test_cpu_and_gpu_round_alike_by_chance():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -316,6 +316,45 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(bad, options, devi
     assert apart(ours, theirs) <= 1e-6
 
 
+def test_gradients_that_are_only_looked_at_do_not_count_for_clipping(device):
+    """One group clips, another skips steps that are not finite: each option is of its groups alone."""
+    ours = parameters(device, shapes=(*SHAPES, (500, 9)))
+    theirs = copies(ours)
+    clipped, watched, plain = ours
+    optimizer = SGD([{"params": [watched], "skip_nonfinite": True}, {"params": [plain]},
+                     {"params": [clipped], "clip_grad_norm": 0.5}], 1e-2)
+    reference = torch.optim.SGD(theirs, 1e-2)
+    for bad in (None, watched, clipped, plain):
+        give_gradients(1, ours, theirs)
+        if bad is not None:
+            bad.grad[3] = float("inf")
+        skipped = [p for p in ours if p is watched and (bad is watched or bad is clipped)]
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = None if any(p is s for s in skipped) else p.grad.clone()
+        torch.nn.utils.clip_grad_norm_(theirs[:1], 0.5)
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, equal_nan=True)
+
+
+def test_a_momentum_that_is_switched_on_later_begins_with_the_gradient(device):
+    """torch's buffer is at first the gradient, undamped, whenever it is made."""
+    ours = parameters(device, torch.bfloat16, SHAPES)
+    theirs = copies(ours, torch.float32)
+    pairs = [(SGD(ours, 1e-2, dampening=0.5, master_weights=True), ours),
+             (torch.optim.SGD(theirs, 1e-2, dampening=0.5), theirs)]
+    for momentum in (0.0, 0.9):
+        for _ in range(3):
+            give_gradients(1, ours)
+            for p, q in zip(ours, theirs, strict=True):
+                q.grad = p.grad.float()
+            for optimizer, _ in pairs:
+                optimizer.param_groups[0]["momentum"] = momentum
+                optimizer.step()
+    assert apart([pairs[0][0].state[p]["master_weight"] for p in ours], theirs) <= 1e-6
+
+
 @pytest.mark.gpu
 def test_steps_in_a_cuda_graph():
     ours = parameters("cuda", shapes=SHAPES)

@@ -53,6 +53,22 @@ def test_lists_offsets_and_tensors_are_the_same_batch(device, side):
         assert torch.equal(a, c)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_row_has_no_more_tokens_than_max_length_whatever_its_width(device, side):
+    options = {"pad_id": 1, "max_length": 5, "pad_to_multiple_of": 4, "padding_side": side}
+    out = token_preprocess(SEQUENCES, **options, device=device)
+    cut = [s[:5] for s in SEQUENCES]
+    left = side == "left"
+    assert torch.equal(out.input_ids, padded(cut, 8, 1, left).to(device))
+    assert torch.equal(out.attention_mask, padded([[1] * len(s) for s in cut], 8, 0, left).to(device))
+    assert out.labels.ne(-100).sum(-1).tolist() == [5, 1, 0, 3]
+    out = token_preprocess(SEQUENCES[:1], **options, eos_id=99, device=device)
+    assert [t for t in out.input_ids[0].tolist() if t != 1] == [5, 6, 7, 8, 99]
+    out = token_preprocess(torch.arange(2, 9, device=device)[None], **options)
+    assert out.input_ids.tolist() == [[2, 3, 4, 5, 6, 1, 1, 1]]
+    assert out.attention_mask.sum() == 5
+
+
 def test_bos_and_eos_go_around_sequences_and_eos_stays(device):
     out = token_preprocess(SEQUENCES, pad_id=0, bos_id=2, eos_id=3, max_length=6, device=device)
     assert out.input_ids.tolist() == [[2, 5, 6, 7, 8, 3], [2, 12, 3, 0, 0, 0], [2, 3, 0, 0, 0, 0],

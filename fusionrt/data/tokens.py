@@ -69,7 +69,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     if not batch.is_ragged and any(token is not None for token in around):
         raise ValueError(f"{OP}: bos_id and eos_id go around lists, bytes or sequences with offsets, not "
                          "around the rows of a padded tensor")
-    width = _width(batch, sum(token is not None for token in around), max_length, pad_to_multiple_of)
+    limit = _limit(batch, sum(token is not None for token in around), max_length)
+    width = -(-limit // pad_to_multiple_of) * pad_to_multiple_of
     special = {pad_id, *special_ids, *(t for t in (bos_id, eos_id) if t is not None)}
     masking = None
     if mask_probability and mask_id is not None and vocab_size is not None:
@@ -78,8 +79,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
                              f"{MOST_SPECIAL}, got {len(special)}")
         rng = random.draw(batch.ids.device, batch.rows * width)
         masking = Masking(mask_probability, mask_id, tuple(sorted(special)), rng)
-    settings = Settings(width, pad_id, padding_side == "left", *around, bos_id if shift_right else None,
-                        byte_offset, vocab_size, ignore_index)
+    settings = Settings(width, limit, pad_id, padding_side == "left", *around,
+                        bos_id if shift_right else None, byte_offset, vocab_size, ignore_index)
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
     out = Tokens(*(torch.empty(batch.rows, width, dtype=dtype, device=batch.ids.device)
                    for _ in Tokens._fields))
@@ -180,11 +181,11 @@ def _batch_of_tensor(ids: Tensor, offsets: Tensor | None) -> Batch:
     return Batch(ids, offsets.contiguous(), len(offsets) - 1, longest)
 
 
-def _width(batch: Batch, added: int, max_length: int | None, multiple: int) -> int:
+def _limit(batch: Batch, added: int, max_length: int | None) -> int:
+    """How many tokens a row may have."""
     if batch.longest is None and max_length is None:
         raise ValueError(f"{OP}: offsets on a GPU need max_length, the width of the results")
-    longest = max_length if batch.longest is None else batch.longest + added
-    width = longest if max_length is None else min(longest or 0, max_length)
-    return -(-(width or 0) // multiple) * multiple
+    lengths = (max_length, None if batch.longest is None else batch.longest + added)
+    return min(length for length in lengths if length is not None)
 
 

@@ -35,6 +35,7 @@ class Batch(NamedTuple):
 
 class Settings(NamedTuple):
     width: int
+    limit: int            # of tokens in a row; padding follows
     pad: int
     left: bool
     bos: int | None
@@ -59,8 +60,8 @@ class Masking(NamedTuple):
 
 _FLAGS = ("RAGGED", "LEFT", "BOS", "EOS", "SHIFTED", "MASKED", "CHECKED")
 _POINTERS = ("input_ids", "attention_mask", "position_ids", "labels")
-_NUMBERS = ("size", "total", "width", "pad", "bos", "eos", "start", "shift", "vocab_size", "ignore", "mask",
-            "n_special", "chosen_below", "masked_below", "random_below")
+_NUMBERS = ("size", "total", "width", "limit", "pad", "bos", "eos", "start", "shift", "vocab_size", "ignore",
+            "mask", "n_special", "chosen_below", "masked_below", "random_below")
 
 
 def _flags(batch: Batch, settings: Settings, masking: Masking | None) -> tuple[bool, ...]:
@@ -73,8 +74,9 @@ def _numbers(batch: Batch, settings: Settings, masking: Masking | None) -> list[
     size = 0 if batch.is_ragged else batch.ids.shape[1]
     optional = (settings.bos, settings.eos, settings.start)
     bounds = (0, 0, 0) if masking is None else masking.bounds
-    return [size, batch.ids.numel(), settings.width, settings.pad, *(0 if t is None else t for t in optional),
-            settings.shift, settings.vocab_size or 0, settings.ignore, 0 if masking is None else masking.mask,
+    return [size, batch.ids.numel(), settings.width, settings.limit, settings.pad,
+            *(0 if t is None else t for t in optional), settings.shift, settings.vocab_size or 0,
+            settings.ignore, 0 if masking is None else masking.mask,
             0 if masking is None else len(masking.special), *bounds]
 
 
@@ -102,11 +104,11 @@ def kernel(pointers, integers, scalars, start, stop):
     input_ids, attention_mask = {index}_at(pointers[2]), {index}_at(pointers[3])
     position_ids, labels = {index}_at(pointers[4]), {index}_at(pointers[5])
     special = int64_at(pointers[6])
-    size, width, pad, bos = integers[0], integers[2], integers[3], integers[4]
-    eos, first_input, shift, vocab_size = integers[5], integers[6], integers[7], integers[8]
-    ignore, mask, n_special = integers[9], integers[10], integers[11]
-    chosen_below, masked_below, random_below = integers[12], integers[13], integers[14]
-    seed, offset = uint64_of(integers[15]), uint64_of(integers[16])
+    size, width, limit, pad = integers[0], integers[2], integers[3], integers[4]
+    bos, eos, first_input, shift = integers[5], integers[6], integers[7], integers[8]
+    vocab_size, ignore, mask, n_special = integers[9], integers[10], integers[11], integers[12]
+    chosen_below, masked_below, random_below = integers[13], integers[14], integers[15]
+    seed, offset = uint64_of(integers[16]), uint64_of(integers[17])
     half, low = uint64_of(32), uint64_of(0xFFFFFFFF)
     k0, k1 = np.uint32(seed & low), np.uint32(seed >> half)
     c0, c1 = np.uint32(offset & low), np.uint32(offset >> half)
@@ -115,7 +117,7 @@ def kernel(pointers, integers, scalars, start, stop):
         begin, end = row * size, row * size + size
         if RAGGED:
             begin, end = offsets[row], offsets[row + 1]
-        count = min(end - begin + around, width)
+        count = min(end - begin + around, limit)
         first = width - count if LEFT else 0
         position, previous = 0, first_input
         for at in range(width):

@@ -67,16 +67,14 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
         raise _misfit(op, x, shape, weight, bias, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None
     tensors = [a for a in (x, weight, bias, residual) if a is not None]
-    recorded = False
-    if torch.is_grad_enabled():
+    recorded = False  # and the statistics are to be kept: of a sum that is, they are computed anew
+    if torch.is_grad_enabled() and not return_sum:
         for a in tensors:
             recorded = recorded or getattr(a, "requires_grad", False)
     present = weight is not None, bias is not None, residual is not None, scale is not None
     run = _operator(op, present, len(shape), norm, epilogue, return_sum, return_stats or recorded)
     out = run(*tensors, eps) if scale is None else run(*tensors, eps, dropout_p, scale)
-    if return_stats or not recorded:
-        return out
-    return out[:2] if return_sum else out[0]
+    return out if return_stats or not recorded else out[0]
 
 
 def _fit(x: Any, shape: tuple[int, ...], weight: Any, bias: Any, residual: Any) -> bool:

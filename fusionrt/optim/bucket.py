@@ -32,6 +32,7 @@ class Bucket:
         rows = [states.row(m.param, m.state, form, m.position) for m in members]
         self.table = Table(self.device, rows)
         self._expected = [(m.param, m.param.dtype, m.param.shape, m.param.stride()) for m in members]
+        self._versions = self._now()
 
     def gradients(self) -> tuple[list[int], list[torch.Tensor]]:
         """Their addresses, 0 for those that are None, and copies of those of another layout: keep them."""
@@ -50,9 +51,21 @@ class Bucket:
             addresses.append(grad.data_ptr())
         return addresses, copies
 
-    def with_gradients(self, addresses: Sequence[int]) -> list[torch.Tensor]:
-        """The parameters that a step writes, which autograd must be told as it knows of no launch."""
-        return [m.param for m, address in zip(self.members, addresses, strict=True) if address]
+    def follow(self) -> None:
+        """Master weights, the parameters that were written since the last step (a checkpoint was loaded)."""
+        for member, seen, now in zip(self.members, self._versions, self._now(), strict=False):
+            if seen != now:
+                states.follow(member.param, member.state[states.MASTER])
+
+    def written(self, addresses: Sequence[int]) -> None:
+        """Tell autograd, which knows of no launch, that a step wrote the parameters with a gradient."""
+        stepped = [m.param for m, address in zip(self.members, addresses, strict=True) if address]
+        torch.autograd.graph.increment_version(stepped)
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        """How often autograd knows each to have been written, where it matters."""
+        return [m.param._version for m in self.members] if self.kind.master else []
 
     def _converted(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         param, name = self.members[index].param, self.members[index].name

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fusionrt.optim import kernels
-from fusionrt.optim.kernels import Coefficients, Common, Kind
+from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
 from fusionrt.optim.state import is_dense
 from fusionrt.optim.table import CAPACITY, Table, shared_table
 
@@ -44,7 +44,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
              for dtype in ("float32", "float64")}
     for table, dtype, addresses in launches:
         kind = Kind("SCALE", dtype, dtype)
-        common = Common(squares=squares, max_norm=float(max_norm), norm=norms[kind.acc])
+        common = Common(squares=Squares(squares, clipped=len(squares)), max_norm=float(max_norm),
+                        norm=norms[kind.acc])
         scalars = kernels.prepare(table, kind, addresses, Coefficients(), common)
         kernels.step(table, kind, addresses, Coefficients(), scalars)
     torch.autograd.graph.increment_version(grads)

@@ -66,19 +66,21 @@ def kernel(pointers, integers, scalars, start, stop):
     if pointers[5] != 0 and float32_at(pointers[5])[0] != 0:
         skip = ONE
     if pointers[6] != 0:
-        squares, total = float64_at(pointers[6]), ZERO
+        squares, total, all_squares = float64_at(pointers[6]), ZERO, ZERO
         for k in range(integers[0]):
-            total += squares[k]
+            all_squares += squares[k]
+            if k < integers[1]:
+                total += squares[k]
         norm = sqrt(total) * abs_(factor)
-        if integers[3] != 0 and not norm <= 1.7976931348623157e308:
+        if integers[4] != 0 and not sqrt(all_squares) * abs_(factor) <= 1.7976931348623157e308:
             skip = ONE
         ratio = max_norm / (norm + 1e-6)
         factor *= where(ratio > ONE, ONE, ratio)
         if pointers[7] != 0:
             {kind.acc}_at(pointers[7])[0] = norm
-    if integers[2] != 0:
+    if integers[3] != 0:
         factor = -factor
-    for t in range(integers[1]):
+    for t in range(integers[2]):
         if grads[t] == 0:
             continue
         size, correction = lr, ZERO

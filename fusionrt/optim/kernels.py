@@ -58,6 +58,13 @@ class Coefficients(NamedTuple):
     eps: float = 0.0
 
 
+class Squares(NamedTuple):
+    """Sums of the squares of all gradients, in float64; the first `clipped` are of those that are clipped."""
+
+    sums: torch.Tensor
+    clipped: int
+
+
 class Common(NamedTuple):
     """What the tensors of a launch share in one step. Tensors lie on its device; None: there is none."""
 
@@ -66,10 +73,10 @@ class Common(NamedTuple):
     maximize: bool = False
     grad_scale: torch.Tensor | None = None  # float32, as found_inf
     found_inf: torch.Tensor | None = None
-    squares: torch.Tensor | None = None     # float64: sums of the squares of all gradients
+    squares: Squares | None = None
     max_norm: float = math.inf
     norm: torch.Tensor | None = None        # gets the norm
-    skip_nonfinite: bool = False            # do nothing where it is not finite
+    skip_nonfinite: bool = False            # do nothing where one of the sums is not finite
 
 
 # -- the kernels -----------------------------------------------------------------------------------
@@ -113,7 +120,8 @@ def prepare_kernel(kind: Kind, maximize: bool) -> Kernel:
               pointer("float", "lr_tensor"), pointer("float", "grad_scale"), pointer("float", "found_inf"),
               pointer("double", "squares"), pointer("acc_t", "norm", const=False),
               *(Field(f"double {name}", "d") for name in numbers),
-              *(Field(f"unsigned {name}", "I") for name in ("n_squares", "n_tensors", "skip_nonfinite"))]
+              *(Field(f"unsigned {name}", "I") for name in ("n_squares", "n_clipped", "n_tensors",
+                                                     "skip_nonfinite"))]
     return _gpu(kind, "optimizer_prepare", fields,
                 _constants(kind, MAXIMIZE=maximize, DECOUPLED=kind.decoupled))
 
@@ -174,20 +182,22 @@ def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coeffi
     """Count the step and compute each tensor's scalars: they are returned, for `step`."""
     size = SCALARS["cpu" if table.device.type == "cpu" else kind.acc]
     scalars = torch.empty(table.n_tensors * size, dtype=torch.uint8, device=table.device)
-    lr, tensors = common.lr, (common.grad_scale, common.found_inf, common.squares, common.norm)
+    sums, clipped = common.squares or (None, 0)
+    lr, tensors = common.lr, (common.grad_scale, common.found_inf, sums, common.norm)
     lr_tensor, lr = (lr.data_ptr(), 0.0) if isinstance(lr, torch.Tensor) else (0, lr)
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     numbers = (lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm)
-    n_squares = 0 if common.squares is None else len(common.squares)
+    n_squares = 0 if sums is None else len(sums)
     if table.device.type == "cpu":
         held = (ctypes.c_uint64 * len(grads))(*grads)
         pointers = [ctypes.addressof(held), table.tensors.data_ptr(), scalars.data_ptr(), lr_tensor]
         cpu_prepare(kind)(table.device, 1, [*pointers, *addresses],
-                          [n_squares, table.n_tensors, common.maximize, common.skip_nonfinite], numbers)
+                          [n_squares, clipped, table.n_tensors, common.maximize, common.skip_nonfinite],
+                          numbers)
         return scalars
     prepare_kernel(kind, common.maximize)(
         table.device, -(-table.n_tensors // BLOCK), *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
-        scalars.data_ptr(), lr_tensor, *addresses, *numbers, n_squares, table.n_tensors,
+        scalars.data_ptr(), lr_tensor, *addresses, *numbers, n_squares, clipped, table.n_tensors,
         common.skip_nonfinite)
     return scalars
 

@@ -13,7 +13,7 @@ import torch
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
 from fusionrt.optim.bucket import Bucket, Member
-from fusionrt.optim.kernels import Coefficients, Common, Kind
+from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
 from fusionrt.optim.quantised import SMALLEST
 from fusionrt.optim.state import Format
 from fusionrt.optim.table import CAPACITY
@@ -41,7 +41,8 @@ class Held(NamedTuple):
 class FusedOptimizer(torch.optim.Optimizer):
     """What the optimizers of fusionrt.optim have in common. Beside torch.optim's own arguments each takes
 
-    * `master_weights`: keep a float32 copy of float16 and bfloat16 parameters and update that.
+    * `master_weights`: keep a float32 copy of float16 and bfloat16 parameters and update that. It follows
+      what others write into a parameter, as `load_state_dict` of the model does.
     * `state_dtype`: of the moments. None: the parameter's, as torch. torch.float32. torch.bfloat16: with
       stochastic rounding, so that changes below its resolution are kept on average. "8bit": one byte an
       element (fusionrt/optim/quantised.py); parameters of less than 4096 elements keep float32.
@@ -96,14 +97,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if any(addresses)]
         squares = _squares([(b, g) for b, g in work if _needs_norm(b.group)])
         for bucket, addresses in work:
+            bucket.follow()
             common = self._common(bucket, squares.get(bucket.device))
             coefficients = self._coefficients(bucket.group)
             scalars = kernels.prepare(bucket.table, bucket.kind, addresses, coefficients, common)
             kernels.step(bucket.table, bucket.kind, addresses, coefficients, scalars, SEED)
-            torch.autograd.graph.increment_version(bucket.with_gradients(addresses))
+            bucket.written(addresses)
         return loss
 
-    def _common(self, bucket: Bucket, squares: torch.Tensor | None) -> Common:
+    def _common(self, bucket: Bucket, squares: Squares | None) -> Common:
         group = bucket.group
         most = group["clip_grad_norm"]
 
@@ -268,22 +270,31 @@ def _needs_norm(group: dict[str, Any]) -> bool:
     return bool(group["clip_grad_norm"] is not None or group["skip_nonfinite"])
 
 
-def _squares(work: Sequence[tuple[Bucket, list[int]]]) -> dict[torch.device, torch.Tensor]:
-    """On every device the sums of squares of all gradients, in any number of parts."""
+def _clips(bucket: Bucket) -> bool:
+    return bucket.group["clip_grad_norm"] is not None
+
+
+def _squares(work: Sequence[tuple[Bucket, list[int]]]) -> dict[torch.device, Squares]:
+    """On every device those of all gradients, in any number of parts."""
     parts: dict[torch.device, list[tuple[Bucket, list[int]]]] = {}
-    for bucket, addresses in work:
+    for bucket, addresses in sorted(work, key=lambda item: not _clips(item[0])):
         parts.setdefault(bucket.device, []).append((bucket, addresses))
     found = {}
     for device, members in parts.items():
         sizes = [kernels.norm_parts(bucket.table) for bucket, _ in members]
-        found[device] = torch.empty(sum(sizes), dtype=torch.float64, device=device)
-        for (bucket, addresses), out in zip(members, found[device].split(sizes), strict=True):
+        sums = torch.empty(sum(sizes), dtype=torch.float64, device=device)
+        for (bucket, addresses), out in zip(members, sums.split(sizes), strict=True):
             kernels.squares(bucket.table, addresses, bucket.kind.grad, out)
-    if len(found) > 1:
-        sums = [squares.sum() for squares in found.values()]
-        found = {device: torch.stack([s.to(device, non_blocking=device.type == "cuda") for s in sums])
-                 for device in found}
-    return found
+        clipped = sum(size for (bucket, _), size in zip(members, sizes, strict=True) if _clips(bucket))
+        found[device] = Squares(sums, clipped)
+    return found if len(found) < 2 else _of_all_devices(found)
+
+
+def _of_all_devices(found: dict[torch.device, Squares]) -> dict[torch.device, Squares]:
+    parts = [sums[:clipped].sum() for sums, clipped in found.values()]
+    parts += [sums[clipped:].sum() for sums, clipped in found.values()]
+    return {device: Squares(torch.stack([part.to(device, non_blocking=device.type == "cuda")
+                                         for part in parts]), len(found)) for device in found}
 
 
 def _place(param: torch.Tensor) -> tuple[Any, ...]:

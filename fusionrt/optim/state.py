@@ -54,8 +54,9 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
     """
     if not form.names and not form.master:
         return
-    if STEP not in state:
-        begun = any(state.get(name) is not None for name in form.names)  # SGD of torch does not count
+    begun = any(state.get(name) is not None for name in form.names)
+    # SGD of torch does not count; ours does without a momentum too, whose first step is special.
+    if STEP not in state or (form.names and not begun):
         state[STEP] = torch.zeros((), device=param.device) if counter is None else counter
         if begun:
             state[STEP].fill_(1.0)
@@ -66,8 +67,15 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
         _settle_one(param, state, name, form.dtype, signed=position == 0)
     if form.master:
         state[MASTER] = as_dense_as(param, state.get(MASTER, param.detach()), torch.float32)
+        follow(param, state[MASTER])
     else:
         state.pop(MASTER, None)
+
+
+def follow(param: torch.Tensor, master: torch.Tensor) -> None:
+    """Take into the master weights what somebody else than a step has written into the parameter."""
+    now = param.detach()
+    master.copy_(torch.where(master.to(now.dtype) == now, master, now))
 
 
 def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
