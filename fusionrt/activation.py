@@ -34,6 +34,12 @@ def _numbered(name: str, **numbers: float) -> Epilogue:
     return functools.partial(OPS[name], **numbers)
 
 
+def _constant(number: float) -> float:
+    """Dynamo of torch 2.11 makes a number of a module that changes a variable of its program, but no key can
+    hold one: that takes a call of it that needs the value."""
+    return float.fromhex(float(number).hex())
+
+
 def resolve(op: str, activation: Any) -> Epilogue:
     """The function of a traced value that `activation` says; None where there is nothing to compute.
 
@@ -85,7 +91,7 @@ def _of_module(op: str, activation: nn.Module) -> Any:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
-        return _numbered(name, **{number: getattr(activation, number) for number in numbers})
+        return _numbered(name, **{number: _constant(getattr(activation, number)) for number in numbers})
     state = itertools.chain(activation.parameters(), activation.buffers())
     if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
         return activation

@@ -420,11 +420,7 @@ class Operator:
                 if self.targets[k] is None and out.op not in ("arg", "const")}
         names = {k: argument(f"out{k}", out.uniform) for k, out in free.items()}
         inner = {a for out in self.outputs for n in toposort([out]) for a in n.args}
-        whole = {out for out in free.values() if out in inner and not out.uniform}
-        # Statistics of one that is read come from what is read: rounded, it is not what they were saved of.
-        read = {k: out for k, out in free.items()
-                if out in whole or (out.uniform and whole.isdisjoint(toposort([out])))}
-        roots = substitute(roots, {out: names[k] for k, out in read.items()})
+        roots = substitute(roots, {out: names[k] for k, out in free.items() if out.uniform or out in inner})
         if len(self.outputs) == 1 and 0 in free:
             found = substitute(roots, through_output(free[0], names[0]))
             # At the same cost too, as torch's activations do: the next layer keeps its input anyway.

@@ -1,8 +1,9 @@
 """Layer norm and RMS norm over the last dimensions, with what stands before and after them.
 
 Before: dropout and a residual, whose sum is what is normalised; it is computed in float32 (float64 for
-doubles), and written out in x's dtype where it is asked for. After: weight, bias, and an epilogue, which
-is any function of a traced value: `fusionrt.relu`, a function made by `fuse`, a plain one of scalars.
+doubles), and where it is asked for rounded to x's dtype first, as torch does. After: weight, bias, and an
+epilogue, which is any function of a traced value: `fusionrt.relu`, a function made by `fuse`, a plain one of
+scalars.
 Everything is one kernel, and another one for the gradients.
 
 Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the
@@ -67,14 +68,16 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
         raise _misfit(op, x, shape, weight, bias, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None
     tensors = [a for a in (x, weight, bias, residual) if a is not None]
-    recorded = False  # and the statistics are to be kept: of a sum that is, they are computed anew
-    if torch.is_grad_enabled() and not return_sum:
+    recorded = False
+    if torch.is_grad_enabled():
         for a in tensors:
             recorded = recorded or getattr(a, "requires_grad", False)
     present = weight is not None, bias is not None, residual is not None, scale is not None
     run = _operator(op, present, len(shape), norm, epilogue, return_sum, return_stats or recorded)
     out = run(*tensors, eps) if scale is None else run(*tensors, eps, dropout_p, scale)
-    return out if return_stats or not recorded else out[0]
+    if return_stats or not recorded:
+        return out
+    return out[:2] if return_sum else out[0]
 
 
 def _fit(x: Any, shape: tuple[int, ...], weight: Any, bias: Any, residual: Any) -> bool:
@@ -126,7 +129,8 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 
     x: (..., *normalized_shape); `normalized_shape`: an int, ints, or the weight itself; weight, bias: that
     shape; residual: x's. The variance is biased. Source: torch.nn.functional.layer_norm (Ba et al. 2016).
-    With `return_sum` the result is (y, s), s in x's dtype; with `return_stats` mean and rstd follow.
+    With `return_sum` the result is (y, s), s in x's dtype and y of this s; with `return_stats` mean and rstd
+    follow.
     `epilogue`: a function of one traced value, as `fuse` takes them; define it once, outside of a loop.
     Raises TypeError or ValueError, with the argument, for shapes that do not fit, a dropout_p outside [0, 1].
 
