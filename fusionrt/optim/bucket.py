@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt import dispatch
 from fusionrt.optim import state as states
 from fusionrt.optim.kernels import Kind
 from fusionrt.optim.state import Format
@@ -31,25 +32,25 @@ class Bucket:
         self.device = members[0].param.device
         rows = [states.row(m.param, m.state, form, m.position) for m in members]
         self.table = Table(self.device, rows)
-        self._expected = [(m.param, m.param.dtype, m.param.shape, m.param.stride()) for m in members]
+        self._expected = [(m.param.dtype, m.param.shape, m.param.stride()) for m in members]
+        self._guard: dispatch.Check | None = None  # true for gradients as usual
         self._versions = self._now()
 
     def gradients(self) -> tuple[list[int], list[torch.Tensor]]:
         """Their addresses, 0 for those that are None, and copies of those of another layout: keep them."""
-        addresses: list[int] = []
-        copies: list[torch.Tensor] = []
-        for param, dtype, shape, stride in self._expected:
-            grad = param.grad
-            if grad is None:
-                addresses.append(0)
-                continue
+        grads: list[Any] = [member.param.grad for member in self.members]
+        if self._guard is not None and self._guard(*grads):  # a third of the time
+            return [grad.data_ptr() for grad in grads], []
+        copies = []
+        for k, (grad, (dtype, shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
             # A gradient without strides, a sparse one, raises.
-            if (grad.layout is not torch.strided or grad.dtype is not dtype or grad.shape != shape
-                    or grad.stride() != stride):
-                grad = self._converted(len(addresses), grad)
-                copies.append(grad)
-            addresses.append(grad.data_ptr())
-        return addresses, copies
+            if grad is not None and (grad.layout is not torch.strided or grad.dtype is not dtype
+                                     or grad.shape != shape or grad.stride() != stride):
+                grads[k] = self._converted(k, grad)
+                copies.append(grads[k])
+        if not copies and all(grad is not None for grad in grads):
+            self._guard = dispatch.guard(*grads)
+        return [0 if grad is None else grad.data_ptr() for grad in grads], copies
 
     def follow(self) -> None:
         """Master weights, the parameters that were written since the last step (a checkpoint was loaded)."""
