@@ -39,6 +39,24 @@ def guard(*tensors: torch.Tensor) -> Check:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
+def guard_all(check: Check, are_tensors: Sequence[bool]) -> Check:
+    """A predicate of all arguments: `check` of those that were tensors; the others are numbers."""
+    made: Check = _with_numbers(tuple(are_tensors))(check)
+    return made
+
+
+@functools.lru_cache(256)
+def _with_numbers(are_tensors: tuple[bool, ...]) -> Callable[[Check], Check]:
+    names = [f"a{k}" for k in range(len(are_tensors))]
+    tensors = [name for name, is_tensor in zip(names, are_tensors, strict=True) if is_tensor]
+    conditions = [f"type({name}) in numbers" for name in names if name not in tensors]
+    conditions += [f"isinstance({name}, tensor) and not {name}.is_nested" for name in tensors]
+    text = f"lambda check: lambda {', '.join(names)}: " + " and ".join(
+        [*conditions, f"check({', '.join(tensors)})"])
+    made: Callable[[Check], Check] = eval(text, {"numbers": _NUMBERS, "tensor": torch.Tensor})
+    return made
+
+
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
     made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which

@@ -99,6 +99,8 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Any arguments: torch tensors, other arrays, numbers."""
         watched = is_watched()
+        if not watched and (mixed := self.local.__dict__.get("mixed")) is not None and mixed[0](*args):
+            return mixed[1](*args)
         self._refuse_nested(args)
         if not watched:  # a traced call has symbolic sizes, which a key would make constants
             key = call_key(args)
@@ -125,8 +127,11 @@ class Operator:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
             site = self.local.sites[key] = dispatch.guard(*tensors), run
-        if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
+        are_tensors = [isinstance(a, torch.Tensor) for a in args]
+        if are_tensors == self.entry_tensors:
             self.local.site = site
+        else:  # with numbers in the places of tensors, or tensors in those of numbers
+            self.local.mixed = dispatch.guard_all(site[0], are_tensors), run
         return run(*args)
 
     def _run(self, args: Args) -> Callable[..., Any]:
@@ -205,7 +210,7 @@ class Operator:
         for name, a in zip(self.params, args, strict=True):
             if isinstance(a, torch.Tensor):
                 tensors.append(a)
-            elif not isinstance(a, int | float):
+            elif not isinstance(a, (int, float)):
                 raise TypeError(f"{self.name}: {name} must be a tensor, an array or a number, "
                                 f"got {type(a).__name__}")
         if not tensors:
