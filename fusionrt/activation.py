@@ -35,9 +35,9 @@ def _numbered(name: str, **numbers: float) -> Epilogue:
 
 
 def _constant(number: float) -> float:
-    """Dynamo of torch 2.11 makes a number of a module that changes a variable of its program, but no key can
-    hold one: that takes a call of it that needs the value."""
-    return float.fromhex(float(number).hex())
+    """Dynamo before torch 2.13 makes a number of a module that changes a variable of its program; as the key
+    of a dictionary it is a constant again."""
+    return next(iter({number: None}))
 
 
 def resolve(op: str, activation: Any) -> Epilogue:

@@ -13,7 +13,7 @@ Restore = Callable[[torch.Tensor], Any]
 
 
 def is_foreign(value: object) -> bool:
-    return not isinstance(value, torch.Tensor | int | float) and (
+    return not isinstance(value, (torch.Tensor, int, float)) and (
         hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"))
 
 
@@ -21,7 +21,7 @@ def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
     """The same memory as a torch tensor, and how to turn a result into the caller's kind."""
     numpy, cupy = sys.modules.get("numpy"), sys.modules.get("cupy")
     try:
-        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return _from_numpy(numpy, value), _to_numpy
         if cupy is not None and isinstance(value, cupy.ndarray):
             return torch.from_dlpack(value), cupy.from_dlpack

@@ -21,7 +21,8 @@ ON_THEIR_WAY = 1024     # counts, at most
 _UNKNOWN = -1
 Message = Callable[[int], str]
 _lock = threading.Lock()
-_pending: deque[tuple[int, Message]] = deque()      # places on the host, in the order of calls
+# Places on the host, in the order of calls, and the devices that write there.
+_pending: deque[tuple[int, Message, torch.device]] = deque()
 
 
 class _Host:
@@ -51,11 +52,12 @@ def check(count: torch.Tensor, message: Message) -> None:
 
 def examine(wait: bool = False) -> None:
     """Raise what a GPU has found by now, or (`wait`) in all that it was given."""
-    if wait and _pending:
-        torch.cuda.synchronize()
+    if wait:
+        for device in {device for _, _, device in tuple(_pending)}:
+            torch.cuda.synchronize(device)
     with _lock:
         while _pending and _host is not None:
-            place, message = _pending[0]
+            place, message, _ = _pending[0]
             wrong = int(_host.counts[place])
             if wrong == _UNKNOWN:
                 return
@@ -73,4 +75,4 @@ def _send(count: Any, message: Message) -> None:
         place, _host.next = _host.next, (_host.next + 1) % ON_THEIR_WAY
         _host.counts[place] = _UNKNOWN
         _host.places[place].copy_(count, non_blocking=True)
-        _pending.append((place, message))
+        _pending.append((place, message, count.device))

@@ -118,7 +118,7 @@ class Expr:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
         """`torch.sigmoid(x)` in a traced function means our `sigmoid(x)`."""
         name = _TORCH_NAMES.get(func.__name__, func.__name__)
-        if not all(isinstance(a, Expr | numbers.Real | None) for a in args):
+        if not all(isinstance(a, (Expr, numbers.Real, type(None))) for a in args):
             raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
                              "of the fused function")
         if name not in FUNCTIONS:
@@ -173,7 +173,7 @@ def _operand(op: str, value: Any, truth: bool) -> Expr:
 
 def _number(op: str, value: Any) -> numbers.Real:
     """Python's own, also of numpy's scalars, of which numpy makes arrays to compare them."""
-    number = value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    number = value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
     if not isinstance(number, numbers.Real):
         raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
                          "number: a tensor must be an argument of the fused function, not "

@@ -129,11 +129,11 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
         raise TraceError(f"{name}: {error}") from None
     finally:
         _streams.reset(token)
-    outputs = result if isinstance(result, tuple | list) else (result,)
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
     if not outputs:
         raise TraceError(f"{name}: must return a traced value, got none")
     for out in outputs:
-        if not isinstance(out, Expr | numbers.Real):
+        if not isinstance(out, (Expr, numbers.Real)):
             raise TraceError(f"{name}: must return traced values, got {type(out).__name__}")
     return tuple(out if isinstance(out, Expr) else node("const", repr(float(out))) for out in outputs)
 

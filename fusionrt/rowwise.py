@@ -20,6 +20,8 @@ from fusionrt.expr import REDUCTIONS, Expr, exp, log, maximum, node, row_mean, r
 # What stands in the place of a score that a mask does not let pass: the least float32, which is finite, to be
 # told from a score of -inf.
 LOWEST = -(2 - 2.0**-23) * 2.0**127
+# What a mask adds is at least that, if it is finite: models add the least number of a dtype.
+LOWEST_ADDED = -1e38
 
 
 def row_max(a: Any) -> Expr:

@@ -246,7 +246,8 @@ struct WideDivisor {
 
 #define inf __longlong_as_double(0x7ff0000000000000ll)  // how Python spells them in emitted text
 #define nan __longlong_as_double(0x7ff8000000000000ll)
-constexpr bool HALF = SIGNIFICANT_BITS <= 11;
+constexpr bool HALF = SIGNIFICANT_BITS <= 11 && sizeof(acc_t) == 4;  // of float64 it would lose the range
+constexpr bool HALF_OF_BF16 = HALF && SIGNIFICANT_BITS == 8;
 
 __device__ __forceinline__ float ex2(float x) {  // 2^x, 2 ulp; below 2^-126 gives 0
     float y;
@@ -348,7 +349,7 @@ __device__ __forceinline__ acc_t trunc(acc_t a) { return ::trunc(a); }
 
 // exp(x - most) scale. The exponential by itself would lose what is below 2^-126, where bfloat16 goes on.
 __device__ __forceinline__ acc_t softmaxed(acc_t x, acc_t most, acc_t scale) {
-    if constexpr (SIGNIFICANT_BITS == 8) return ex2(::fmaf(x - most, LOG2_E, 64.0f)) * (scale * 5.4210109e-20f);
+    if constexpr (HALF_OF_BF16) return ex2(::fmaf(x - most, LOG2_E, 64.0f)) * (scale * 5.4210109e-20f);
     else if constexpr (HALF) return ex2(LOG2_E * (x - most)) * scale;
     else return exp(x - most) * scale;
 }
@@ -371,7 +372,7 @@ __device__ __forceinline__ acc_t sigmoid_complement(acc_t a, acc_t sigmoid_of_a)
 }
 
 __device__ __forceinline__ acc_t tanh(acc_t a) {
-    if constexpr (SIGNIFICANT_BITS == 8) {  // tanh.approx is good to 2^-11: a quarter of half an ulp
+    if constexpr (HALF_OF_BF16) {  // tanh.approx is good to 2^-11: a quarter of half an ulp
         float y;
         asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(static_cast<float>(a)));
         return y;
@@ -415,7 +416,7 @@ __device__ __forceinline__ acc_t normcdf(acc_t a) {
         return ::normcdf(a);
     } else {
         float tail;
-        if constexpr (SIGNIFICANT_BITS == 8) {
+        if constexpr (HALF_OF_BF16) {
             const float u = rcp(::fmaf(0.5f, ::fabsf(a), 1.0f));
             tail = ::fmaf(::fmaf(::fmaf(-0.12574512f, u, 0.24522994f), u, 0.17955680f), u, 0.20084158f) * u;
         } else if constexpr (HALF) {

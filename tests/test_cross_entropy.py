@@ -438,6 +438,33 @@ def test_graph_capture():
     assert_same_bits(grad, theirs)
 
 
+@pytest.mark.gpu
+def test_another_stream_may_be_the_next():
+    """Classes that lie across memory are found by their numbers, which are made once."""
+    x, target = logits((2, 77, 50, 3), F32, "cuda"), torch.randint(77, (2, 50, 3), device="cuda")
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(200_000_000)
+        frt.cross_entropy(x, target)
+    with torch.cuda.stream(second):
+        found = frt.cross_entropy(x, target)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(x, target))
+
+
+@pytest.mark.gpu
+def test_what_a_capture_makes_is_its_own():
+    def operands(n_classes):
+        return logits((2, n_classes, 50, 3), F32, "cuda"), torch.randint(n_classes, (2, 50, 3), device="cuda")
+
+    frt.cross_entropy(*operands(23))
+    args = operands(29)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        frt.cross_entropy(*args)  # never replayed
+    torch.testing.assert_close(frt.cross_entropy(*args), torch.nn.functional.cross_entropy(*args))
+
+
 # --- errors
 
 

@@ -246,6 +246,37 @@ def test_comparisons_give_bools(device):
     assert not above(x.requires_grad_(), y).requires_grad
 
 
+def test_numbers_and_tensors_in_each_others_places(device):
+    """Whatever the call before was, each is served as it is."""
+    @frt.fuse
+    def difference(x, y, scale: float):
+        return (x - y * 3) * scale
+
+    a, b = torch.randn(4, 5, device=device), torch.randn(5, device=device)
+    wide, watched = a.double(), torch.randn(4, 5, device=device, requires_grad=True)
+    half = torch.tensor(0.5, device=device)
+    calls = [(a, b, 2.0), (a, 0.5, 2.0), (0.5, a, 2.0), (a, 2, 3), (4, a, True), (b, 0.5, 2.0),
+             (wide, 0.5, 2.0), (watched, 0.5, 2.0), (a, b, half), (a, 0.5, half), (0.5, 0.2, half), (a, b, 2)]
+    for x, y, scale in [*calls, *reversed(calls), *(call for call in calls for _ in range(3))]:
+        found, expected = difference(x, y, scale), (x - y * 3) * scale
+        assert (found.dtype, found.shape, found.requires_grad) == (
+            expected.dtype, expected.shape, expected.requires_grad)
+        assert_close(found, expected)
+    for nobody in (None, "x", [1.0]):
+        with pytest.raises(TypeError, match="difference: y must be a tensor, an array or a number"):
+            difference(a, nobody, 2.0)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_float64_keeps_its_range_on_the_way_to_16_bits(name, device):
+    x = torch.tensor([90.0, 400.0, -400.0, 1.0], dtype=torch.float64, device=device)
+    softplus = frt.fuse(lambda x: frt.cast(frt.log(1 + frt.exp(x)), name))
+    assert torch.equal(softplus(x), x.exp().add(1).log().to(getattr(torch, name)))
+    difference = frt.fuse(lambda x: frt.cast(frt.exp(x + 1e-9) - frt.exp(x), name))
+    expected = ((x + 1e-9).exp() - x.exp()).to(getattr(torch, name))
+    assert_close(difference(x), expected, rtol=2**-7, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int32"])
 def test_casts_to_integers(name, dtype, device):

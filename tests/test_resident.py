@@ -1,5 +1,8 @@
 """Statistics and elements in one kernel, the blocks of which meet."""
 
+import threading
+import time
+
 import pytest
 import torch
 from checking import BF16, F16, F32, assert_same_bits
@@ -65,6 +68,32 @@ def test_all_blocks_fit_on_the_device(shape, multiprocessors, nbytes, monkeypatc
         assert (made.shared + resident.RESERVED) * a_multiprocessor <= nbytes
         rows_kept = made.packs * pointwise.REDUCE_BLOCK // pointwise.n_lanes(rows, width)
         assert rows_kept * made.chunks < rows.n_rows + 2 * pointwise.REDUCE_BLOCK * made.chunks
+
+
+def test_threads_that_begin_together_have_counters_of_one_memory(monkeypatch):
+    """What a thread was given stays its own for good."""
+    taken, begin = [], threading.Barrier(8)
+
+    def zeros(nbytes):
+        time.sleep(0.02)
+        taken.append((len(taken) + 1) << 20)
+        return taken[-1]
+
+    def ask(found):
+        begin.wait()
+        found.append(resident._next(0))
+
+    monkeypatch.setattr(resident, "_free", {})
+    monkeypatch.setattr(resident.cuda, "zeros", zeros)
+    found = []
+    threads = [threading.Thread(target=ask, args=(found,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1
+    assert len(set(found)) == 8
+    assert all(0 <= address - taken[0] < 4 * resident.COUNTERS for address in found)
 
 
 # --- on a GPU

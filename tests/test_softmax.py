@@ -165,6 +165,14 @@ def test_causal_with_a_mask(device):
     same_as_torch(frt.softmax, x, mask=randn(8, 8, device=device), causal=True)
 
 
+def test_rows_of_the_least_numbers_beside_what_causality_hides(device):
+    x, mask = randn(2, 9, 9, device=device), torch.zeros(9, 9, device=device)
+    mask[:4], mask[4, :3] = torch.finfo(F32).min, -INF
+    found = frt.softmax(x, mask=mask, causal=True)
+    hidden = torch.ones(9, 9, dtype=torch.bool, device=device).triu(1) | (mask == -INF)
+    assert_close(found, torch.softmax((x + mask.clamp(min=-1e30)).masked_fill(hidden, -INF), -1))
+
+
 @pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("dim", [0, 1])

@@ -131,7 +131,7 @@ def _is_float(value: Any) -> bool:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     """Of a result or of arguments: a tensor, or a tuple with some in it."""
-    return [v for v in (values if isinstance(values, tuple | list) else (values,))
+    return [v for v in (values if isinstance(values, (tuple, list)) else (values,))
             if isinstance(v, torch.Tensor)]
 
 

@@ -111,7 +111,7 @@ def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int 
 
         print(profile_model_inference(model, x))
     """
-    args = tuple(x) if isinstance(x, tuple | list) else (x,)
+    args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     where = traffic.device_of((args, list(model.parameters())))
     modes = [(module, module.training) for module in model.modules()]
     try:

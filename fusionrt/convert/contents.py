@@ -40,7 +40,7 @@ def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, list[Any]
         if isinstance(value, Tensor):
             tensors.append(value)
             continue
-        if isinstance(value, tuple | frozenset):
+        if isinstance(value, (tuple, frozenset)):
             waiting += _that_hold(value)
         elif isinstance(value, _CONTAINERS) or is_open(type(value)):
             holds = _holds(value)

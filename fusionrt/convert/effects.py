@@ -236,6 +236,6 @@ def tensors(given: Any) -> Iterator[torch.Tensor]:
     if isinstance(given, torch.Tensor):
         if given.layout == torch.strided:
             yield given
-    elif isinstance(given, tuple | list):
+    elif isinstance(given, (tuple, list)):
         for item in given:
             yield from tensors(item)

@@ -31,7 +31,7 @@ def is_weight(n: Node) -> bool:
 
 def same(a: Any, b: Any) -> bool:
     """Of sizes, strides and sequences of them: known to be equal, without a new guard on symbols."""
-    if isinstance(a, tuple | list):
+    if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(same, a, b))
     a, b = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
     return bool(a == b)

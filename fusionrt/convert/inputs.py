@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, bool | int | float | str | None):
+    if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     return type(value).__name__
 

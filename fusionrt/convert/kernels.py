@@ -91,9 +91,9 @@ def _rehearse(n: Node) -> None:
 
 def _meta(given: Any) -> Any:
     """The same on the meta device, of the sizes that were seen."""
-    if isinstance(given, tuple | list):
+    if isinstance(given, (tuple, list)):
         return type(given)(map(_meta, given))
-    if isinstance(given, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if isinstance(given, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return given.node.hint
     if not isinstance(given, torch.Tensor):
         return given

@@ -36,7 +36,7 @@ def _last_copies(output: Node) -> list[Node]:
         found.append(n)
         n = n.prev
     sources = [n.all_input_nodes[0] for n in found]
-    flat = isinstance(output.args[0], tuple | list)
+    flat = isinstance(output.args[0], (tuple, list))
     return [n for n, source in zip(found, sources, strict=True)
             if flat and source not in results and sources.count(source) == 1]
 

@@ -29,7 +29,7 @@ def named(n: Any, *names: str) -> bool:
 
 def factors(n: Any) -> tuple[float, list[Node]]:
     """A product as its constant factor and the others; x ** 3 has three."""
-    if isinstance(n, int | float):
+    if isinstance(n, (int, float)):
         return float(n), []
     rule = rule_of(n)
     if rule is p.mul and len(n.args) == 2:
@@ -37,7 +37,7 @@ def factors(n: Any) -> tuple[float, list[Node]]:
         return a * b, left + right
     if rule is p.div and len(n.args) == 2 and not n.kwargs:
         divisor = n.args[1]
-        if isinstance(divisor, int | float) and divisor:
+        if isinstance(divisor, (int, float)) and divisor:
             a, left = factors(n.args[0])
             return a / divisor, left
     if rule is p.pow_ and len(n.args) == 2 and n.args[1] in (2, 3):
@@ -54,9 +54,9 @@ def plus_constant(n: Any) -> tuple[Node, float] | None:
     if not is_sum(n):
         return None
     a, b = n.args
-    if isinstance(b, int | float) and isinstance(a, Node):
+    if isinstance(b, (int, float)) and isinstance(a, Node):
         return a, float(b)
-    return (b, float(a)) if isinstance(a, int | float) and isinstance(b, Node) else None
+    return (b, float(a)) if isinstance(a, (int, float)) and isinstance(b, Node) else None
 
 
 def is_sum(n: Any) -> bool:
@@ -76,7 +76,7 @@ def without_conversions(n: Any, exactly: bool = False) -> Any:
 
 
 def is_last_dim(given: Any, t: torch.Tensor) -> bool:
-    given = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
+    given = given[0] if isinstance(given, (tuple, list)) and len(given) == 1 else given
     return given in (-1, t.dim() - 1)
 
 

@@ -91,7 +91,7 @@ def _row_dims(node: Node, rule: Rule) -> int:
         default = eps is None or eps in ((), (None,))
         # That of float64 where the model leaves it to torch.
         exact = rule is rms_norm and default and value(node).dtype == torch.float64
-        return 0 if exact else len(given) if isinstance(given, tuple | list) else 1
+        return 0 if exact else len(given) if isinstance(given, (tuple, list)) else 1
     return int(rank > 0 and given in (-1, rank - 1))
 
 
@@ -133,7 +133,7 @@ def _reads(made: Member, facts: Facts) -> bool:
             if made.rule in CONVERSIONS and not facts.classes[operand].isdisjoint(facts.classes[made.node]):
                 return False
             found = True
-        elif not isinstance(v, torch.SymInt | torch.SymFloat):
+        elif not isinstance(v, (torch.SymInt, torch.SymFloat)):
             return False
     return found
 

@@ -231,7 +231,7 @@ def threshold(input: Any, threshold: float, value: float, inplace: bool = False)
 
 @rule(spaces=(F,), method=False)
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if inplace or training is not True or not isinstance(p, float | int) or not 0 < p < 1:
+    if inplace or training is not True or not isinstance(p, (float, int)) or not 0 < p < 1:
         return None
     return dropped(input, p, 1 / (1 - p))
 

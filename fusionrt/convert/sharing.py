@@ -25,7 +25,7 @@ def shared_clone(model: Module) -> Module:
     clones = {id(m): object.__new__(type(m)) for m in model.modules()
               if not isinstance(m, torch.jit.ScriptModule)}
     memo: dict[int, Any] = {id(x): x for m in model.modules() for x in pytree.tree_leaves(vars(m))
-                            if isinstance(x, Tensor | Module)} | clones
+                            if isinstance(x, (Tensor, Module))} | clones
     for module in model.modules():
         clone = clones.get(id(module))
         if clone is not None:

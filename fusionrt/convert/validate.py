@@ -58,7 +58,7 @@ def leaves(output: Any, name: str = "output", inside: tuple[Any, ...] = ()) -> I
     float is a tensor too: it may be as inexact."""
     if isinstance(output, float):
         yield name, torch.tensor(output, dtype=torch.float64)
-    elif isinstance(output, Tensor | int | str | None):
+    elif isinstance(output, (Tensor, int, str, type(None))):
         yield name, output
     elif not any(output is outer for outer in inside):
         kind, inside = type(output).__name__, (*inside, output)
@@ -69,7 +69,7 @@ def leaves(output: Any, name: str = "output", inside: tuple[Any, ...] = ()) -> I
 def _parts(output: Any) -> list[tuple[str, Any]]:
     if isinstance(output, Mapping):
         return [(f".{key}", value) for key, value in output.items()]
-    if isinstance(output, tuple | list):
+    if isinstance(output, (tuple, list)):
         return [(f"[{k}]", value) for k, value in enumerate(output)]
     return [(f".{key}", value) for key, value in getattr(output, "__dict__", {}).items()
             if not isinstance(value, Module) and not callable(value)]

@@ -90,7 +90,7 @@ def _range(name: str, value: Range) -> tuple[float, float] | None:
     if value is None:
         return None
     centre, low, high = (0.0, -0.5, 0.5) if name == "hue" else (1.0, 0.0, math.inf)
-    if isinstance(value, int | float):
+    if isinstance(value, (int, float)):
         if value < 0:
             raise ValueError(f"random_parameters: {name} must not be negative, got {value!r}")
         value = (max(centre - value, 0.0) if centre else -value, centre + value)

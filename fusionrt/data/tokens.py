@@ -111,16 +111,16 @@ def _check_numbers(max_length: int | None, padding_side: str, multiple: int, pro
 # -- batches ---------------------------------------------------------------------------------------
 
 def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) -> Batch:
-    if isinstance(ids, bytes | bytearray | str):
+    if isinstance(ids, (bytes, bytearray, str)):
         ids = [ids]
     if isinstance(ids, Tensor):
         return _batch_of_tensor(ids if device is None else ids.to(device), offsets)
     if offsets is not None:
         raise TypeError(f"{OP}: offsets are of a 1-D tensor ids, got {type(ids).__name__}")
-    if not isinstance(ids, list | tuple):
+    if not isinstance(ids, (list, tuple)):
         raise TypeError(f"{OP}: ids must be a tensor, a list of sequences, bytes or str, got "
                         f"{type(ids).__name__}")
-    if any(isinstance(s, bytes | bytearray | str) for s in ids):
+    if any(isinstance(s, (bytes, bytearray, str)) for s in ids):
         flat, lengths = _joined_bytes(ids)
     else:
         flat, lengths = _joined(ids)
@@ -131,7 +131,7 @@ def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) 
 
 def _joined_bytes(texts: Sequence[Any]) -> tuple[Tensor, list[int]]:
     for text in texts:
-        if not isinstance(text, bytes | bytearray | str):
+        if not isinstance(text, (bytes, bytearray, str)):
             raise TypeError(f"{OP}: ids must all be bytes or str, got {type(text).__name__} as well")
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
     joined = bytearray().join(encoded)
@@ -149,7 +149,7 @@ def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
         _check_dtype(flat)
         return flat, [len(s) for s in sequences]
     for s in sequences:
-        if not isinstance(s, list | tuple | range) or not all(isinstance(i, int) for i in s):
+        if not isinstance(s, (list, tuple, range)) or not all(isinstance(i, int) for i in s):
             raise TypeError(f"{OP}: ids must be sequences of ints, got {s!r}"[:200])
     return torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64), [len(s) for s in sequences]
 

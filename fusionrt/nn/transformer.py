@@ -93,7 +93,7 @@ class TransformerBlock(Activated):
             ours = made._modules.get(name)
             if ours is None:  # the activation, where it is a module
                 continue
-            if isinstance(ours, FusedMultiheadAttention | FusedLayerNorm):
+            if isinstance(ours, (FusedMultiheadAttention, FusedLayerNorm)):
                 take: Any = ours.from_torch
                 child = child if isinstance(child, type(ours)) else take(child)
             else:

@@ -68,8 +68,8 @@ def _checked_mask(op: str, mask: Any, q: Tensor, keys: int) -> Tensor | None:
         raise TypeError(f"{op}: mask must be boolean (True lets a score pass) or floating-point (added to "
                         f"the scores), got {mask.dtype}")
     full = (*q.shape[:3], keys)
-    pairs = zip(reversed(mask.shape), reversed(full), strict=False)
-    if mask.dim() > 4 or any(n not in (1, size) for n, size in pairs):
+    if mask.dim() > 4 or any(n not in (1, size) for n, size in zip(
+            mask.shape, full[4 - mask.dim():], strict=True)):
         raise ValueError(f"{op}: mask must broadcast to the shape of scores, {full}, got {tuple(mask.shape)}")
     if mask.device != q.device:
         raise ValueError(f"{op}: mask must be on q's device, {q.device}, got {mask.device}")

@@ -2,7 +2,9 @@
 
 A boolean mask becomes zeros and -inf in its own shape, in one pass that also finds the first key that each of
 its rows lets pass. Queries without any would come out of the kernel as NaN: another kernel, which reads that
-number and no more, writes zeros there and makes their gradients zeros. The host is not asked.
+number and no more, writes zeros there and makes their gradients zeros. The host is not asked. A mask that is
+added stays finite where it is: rows of the least numbers, as models fill them, would be -inf in 16 bits, or
+in a kernel that multiplies them by log2(e).
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt.expr import Expr, where
+from fusionrt.expr import Expr, maximum, where
 from fusionrt.row_fusion import per_call, row_operator
-from fusionrt.rowwise import row_max
+from fusionrt.rowwise import LOWEST_ADDED, row_max
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
@@ -29,17 +31,16 @@ ALIGNED = 16  # elements: of rows of what is added
 # -- the mask --------------------------------------------------------------------------------------
 
 @per_call
-def _prepare(boolean: bool, converted: bool) -> Any:
-    """The operator of a mask: the first column of each row that passes, as a number, beyond them all if none
-    does; and what is added, in the dtype of `like`."""
+def _prepare(boolean: bool) -> Any:
+    """The operator of a mask: what is added, in the dtype of `like`, and the first column of each row that
+    passes, as a number, beyond them all if none does."""
 
-    def expression(mask: Expr, columns: Expr, like: Expr) -> Any:
+    def expression(mask: Expr, columns: Expr, like: Expr, lowest: float) -> Any:
         passed = mask != (0 if boolean else -math.inf)
         first = -row_max(where(passed, -columns, -math.inf))
-        added = where(passed, 0, -math.inf) if boolean else mask
-        return (added, first) if converted else first
+        return where(passed, 0 if boolean else maximum(mask, lowest), -math.inf), first
 
-    return row_operator(expression, ("mask", "columns", "like"), name="attention_mask", like="like")
+    return row_operator(expression, ("mask", "columns", "like", "lowest"), name="attention_mask", like="like")
 
 
 def prepared(mask: Tensor, q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
@@ -47,19 +48,15 @@ def prepared(mask: Tensor, q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     if mask.shape[3] != keys:
         mask = mask.expand(-1, -1, -1, keys)
     boolean = mask.dtype == torch.bool
-    converted = boolean or mask.dtype != q.dtype
     if keys % ALIGNED:
         mask = F.pad(mask, (0, -keys % ALIGNED), value=False if boolean else -math.inf)
-    if mask.stride(3) != 1 or not (converted or _is_aligned(mask)):  # what is made has the mask's layout
+    if mask.stride(3) != 1:  # what is made has the mask's layout
         mask = mask.contiguous()
     columns = torch.arange(mask.shape[3], dtype=torch.float32, device=q.device)
-    found = _prepare(boolean, converted)(mask.detach(), columns, q.detach().as_strided((1,) * 4, (0,) * 4))
-    added, first = found if converted else (mask, found)
+    like = q.detach().as_strided((1,) * 4, (0,) * 4)
+    lowest = max(LOWEST_ADDED, torch.finfo(q.dtype).min)
+    added, first = _prepare(boolean)(mask.detach(), columns, like, lowest)
     return added.narrow(3, 0, keys), first
-
-
-def _is_aligned(mask: Tensor) -> bool:
-    return all(stride % ALIGNED == 0 for stride in mask.stride()[:3])
 
 
 # -- queries without a key -------------------------------------------------------------------------

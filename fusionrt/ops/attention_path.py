@@ -9,6 +9,7 @@ costs more than a small attention and changes the choice of all threads.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -341,8 +342,9 @@ def _torch(options: Options, kind: Kind) -> Run:
     grouped = {"enable_gqa": True} if kind.heads != kind.kv_heads else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, slopes: Any = None) -> Tensor:
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(q.dtype)
+        if mask is not None and mask.is_floating_point() and mask.dtype != q.dtype:
+            finite = mask.clamp(min=torch.finfo(q.dtype).min)  # as it was, when it is rounded to fewer bits
+            mask = torch.where(mask == -math.inf, mask, finite).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, options.dropout_p, kind.causal,
                                               scale=options.scale, **grouped)
 

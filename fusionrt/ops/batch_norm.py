@@ -99,7 +99,7 @@ def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, res
         if is_foreign(a):
             a, restore = to_torch(a, op, name)
             back = back or restore
-        elif not isinstance(a, torch.Tensor | None) or (name == "x" and a is None):
+        elif not isinstance(a, (torch.Tensor, type(None))) or (name == "x" and a is None):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got "
                             f"{None if a is None else type(a).__name__}")
         given[name] = a

@@ -86,8 +86,7 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     if of_classes:
         named["ignore_index"] = ignore_index
         if logits.stride(-1) != 1 and logits.dim() > 1:
-            make = _columns.__wrapped__ if torch.compiler.is_dynamo_compiling() else _columns
-            named["columns"] = make(n_classes, logits.device)
+            named["columns"] = _columns(n_classes, logits)
     named |= {} if weight is None else {"weight": weight}
     named |= {"label_smoothing": label_smoothing} if label_smoothing else {}
     named |= {"z_loss": z_loss} if z_loss else {}
@@ -129,10 +128,18 @@ def _check_target(op: str, input: torch.Tensor, target: torch.Tensor, ignore_ind
                          f"{shape}, got {found}")
 
 
-@functools.lru_cache(64)
-def _columns(n_classes: int, device: torch.device) -> torch.Tensor:
+def _columns(n_classes: int, logits: torch.Tensor) -> torch.Tensor:
     """For rows that lie across memory: a class is found by comparison, in one look at all logits."""
-    return torch.arange(n_classes, dtype=torch.int32, device=device)
+    if is_watched() or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return torch.arange(n_classes, dtype=torch.int32, device=logits.device)
+    return _cached_columns(n_classes, logits.device)
+
+
+@functools.lru_cache(64)
+def _cached_columns(n_classes: int, device: torch.device) -> torch.Tensor:
+    """Copied from the host, which waits for it: other streams may read it next."""
+    with torch.inference_mode(False):
+        return torch.arange(n_classes, dtype=torch.int32).to(device)
 
 
 sites = Sites()

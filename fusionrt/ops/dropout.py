@@ -56,7 +56,7 @@ def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
 
 def scale_of_kept(op: str, p: float, training: bool, argument: str = "p") -> float | None:
     """1 / (1 - p), or None when nothing is dropped."""
-    if not isinstance(p, int | float):
+    if not isinstance(p, (int, float)):
         raise TypeError(f"{op}: {argument} must be a number, got {type(p).__name__}")
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: {argument} must be a probability in [0, 1], got {p!r}")

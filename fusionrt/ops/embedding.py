@@ -414,7 +414,7 @@ def _drawn(device: torch.device) -> Tensor:
 def _checked_norm(layer_norm: Any) -> tuple[Any, Any, float | None]:
     if layer_norm is None:
         return None, None, None
-    if not isinstance(layer_norm, tuple | list) or len(layer_norm) not in (2, 3):
+    if not isinstance(layer_norm, (tuple, list)) or len(layer_norm) not in (2, 3):
         raise TypeError(f"{_OP}: layer_norm must be (weight, bias) or (weight, bias, eps), got a "
                         f"{type(layer_norm).__name__}")
     weight, bias, *eps = layer_norm

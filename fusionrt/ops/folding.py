@@ -83,8 +83,8 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     order of OF_NORM: computed in float32, rounded once to `dtype`; in memory as convolutions of channels_last
     images want them."""
     made: Folded | None = _folded.get(weight)
-    if made is None or made.weight.dtype != dtype or made.weight.shape != weight.shape:
-        made = _folded[weight] = Folded(weight, dtype)
+    is_new = made is None or made.weight.dtype != dtype or made.weight.shape != weight.shape
+    made = Folded(weight, dtype) if made is None or is_new else made
     last = weight.is_contiguous(memory_format=torch.channels_last)
     given = weight, *of
     dense = [t if t is None or (t is weight and last) else t.contiguous() for t in given]
@@ -98,6 +98,10 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
         kernel(form)(weight.device, -(-len(weight) // WARPS), *values)
         if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
             ahead.add(form, values, made)
+    # The memory of a graph is the graph's.
+    if is_new and weight.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(weight.device).synchronize()  # other streams may have it next
+        _folded[weight] = made
     return made.weight, made.bias
 
 

@@ -56,7 +56,7 @@ def _operator(op: str, present: tuple[bool, ...], row_dims: int, norm: str, epil
 def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float,
           norm: str = "layer", residual: Any = None, dropout_p: float = 0.0, training: bool = True,
           epilogue: Epilogue = None, return_sum: bool = False, return_stats: bool = False) -> Any:
-    if isinstance(normalized_shape, tuple | list):
+    if isinstance(normalized_shape, (tuple, list)):
         shape = tuple(normalized_shape)
     elif hasattr(normalized_shape, "shape"):
         if weight is not None:

@@ -202,7 +202,7 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
     more: tuple[int, ...] = getattr(bias, "shape", ())
     whole = more if bias_first and len(more) > len(whole) else whole
     # What is no array is refused by name below, before alpha is measured by it.
-    arrays = all(isinstance(a, int | float) or hasattr(a, "shape") for a in (x, bias))
+    arrays = all(isinstance(a, (int, float)) or hasattr(a, "shape") for a in (x, bias))
     if arrays and len(shape) == 1 and len(whole) != 2:
         channels = whole[1] if len(whole) > 1 else 1
         if shape[0] not in (1, channels):

@@ -59,7 +59,7 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
 
 
 def _check_number(op: str, name: str, value: Any, positive: bool) -> None:
-    if isinstance(value, float | int) and not (math.isfinite(value) and (value > 0 or not positive)):
+    if isinstance(value, (float, int)) and not (math.isfinite(value) and (value > 0 or not positive)):
         raise ValueError(f"{op}: {name} must be a finite{' positive' if positive else ''} number, "
                          f"got {value!r}")
 
@@ -81,10 +81,10 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
     if dim is not None:
         scale = _per_channel("quantize_int8", "scale", scale, x, dim)
         zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
-    if not isinstance(scale, float | int) or not _on_cuda(x):
+    if not isinstance(scale, (float, int)) or not _on_cuda(x):
         return _quantize(x, scale, zero_point)
     inverse = 1 / scale  # the kernel takes it as float32
-    if not isinstance(zero_point, float | int) and not str(x.dtype).endswith("float64"):
+    if not isinstance(zero_point, (float, int)) and not str(x.dtype).endswith("float64"):
         inverse = float(np.float32(inverse))  # it may compute in float64
     return _quantize_by_inverse(x, inverse, zero_point)
 
@@ -110,7 +110,8 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
     _check_number("dequantize_int8", "scale", scale, positive=True)
     _check_number("dequantize_int8", "zero_point", zero_point, positive=False)
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else np.dtype(dtype).name
+    known = isinstance(dtype, (str, torch.dtype))
+    name = str(dtype).removeprefix("torch.") if known else np.dtype(dtype).name
     if name not in _DEQUANTIZE:
         raise ValueError(f"dequantize_int8: dtype must be one of {', '.join(_DEQUANTIZE)}, got {name}")
     scale = _per_channel("dequantize_int8", "scale", scale, q, dim)

@@ -11,6 +11,7 @@ zeros (-inf for the logarithm): such a query attends to nothing. Rows of -inf ar
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.expr import Expr, node, where
+from fusionrt.expr import Expr, maximum, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
@@ -36,7 +37,8 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
                    p: float = 0, scale: float = 1) -> tuple[Any, ...]:
         # Not contracted with the subtraction of the maximum, which would be of another product.
         z = node("mul_rn", x, factor if scaled == "factor" else number) if scaled else x
-        z = z + mask if masked == "added" else z
+        if masked == "added":
+            z = z + (where(mask > -math.inf, maximum(mask, rowwise.LOWEST_ADDED), mask) if causal else mask)
         passed = mask != 0 if masked == "passed" else None
         if causal:
             up_to_last = rowwise.up_to_column(last)
@@ -74,7 +76,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
     tensors, numbers = [x], []
-    if isinstance(scale, int | float):
+    if isinstance(scale, (int, float)):
         numbers.append(scale)
     elif scale is not None:
         tensors.append(_fitting(op, "scale", scale, x))
@@ -89,7 +91,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         numbers += [p, kept_scale]
     behind = epilogue is not None or kept_scale is not None
     recorded = behind and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    out = _operator(op, None if scale is None else "number" if isinstance(scale, int | float) else "factor",
+    out = _operator(op, None if scale is None else "number" if isinstance(scale, (int, float)) else "factor",
                     _kind(op, mask), causal, epilogue, kept_scale is not None, recorded)(*tensors, *numbers)
     out = out[0] if recorded else out
     return out if is_last else out.movedim(-1, dim)
@@ -102,8 +104,8 @@ def _fitting(op: str, name: str, value: Any, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor{' or a number' if name == 'scale' else ''}, got "
                         f"{type(value).__name__}")
-    pairs = zip(reversed(value.shape), reversed(x.shape), strict=False)
-    if value.dim() > x.dim() or any(n not in (1, size) for n, size in pairs):
+    if value.dim() > x.dim() or any(n not in (1, size) for n, size in zip(
+            value.shape, x.shape[x.dim() - value.dim():], strict=True)):
         raise ValueError(f"{op}: {name} must broadcast to the shape of x, {tuple(x.shape)}, got "
                          f"{tuple(value.shape)}")
     return value

@@ -59,6 +59,17 @@ def shared_bytes(device: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def zeros(n_bytes: int) -> int:
+    """Address of memory of the current device that is nobody's but the caller's, for as long as the process
+    lives: what torch allocates while it prepares a CUDA graph may become somebody else's."""
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes))
+    status = status or driver.cuMemsetD8_v2(address, 0, ctypes.c_size_t(n_bytes)) or driver.cuCtxSynchronize()
+    if status:
+        raise RuntimeError(f"no {n_bytes} bytes of the device's memory: CUDA error {status}")
+    return address.value
+
+
 def has_clusters(device: int) -> bool:
     """Whether blocks can share a row through each other's memory, 16 of them, with 227 KB each: GPUs of
     datacentres. (sm_120 has clusters of 8, and 99 KB.)"""

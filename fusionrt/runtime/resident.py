@@ -6,7 +6,6 @@ memory between the two passes is not read again.
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 import threading
@@ -172,6 +171,9 @@ def _most_chunks(rows: Reduction, width: int) -> int:
 # -- where blocks meet -----------------------------------------------------------------------------
 
 _local = threading.local()
+_lock = threading.Lock()
+_free: dict[int, list[int]] = {}  # of a device, the addresses of counters that nobody has
+_more: list[torch.Tensor] = []    # when there are none
 
 
 def counter(device: int, stream: int) -> int:
@@ -187,17 +189,12 @@ def counter(device: int, stream: int) -> int:
 
 
 def _next(device: int) -> int:
-    free, more = _pool(device)[1:]
-    if free:
-        return free.pop()
-    more.append(torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}"))  # a graph does so in each replay
-    address: int = more[-1].data_ptr()
-    return address
-
-
-@functools.cache
-def _pool(device: int) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
-    """Counters, the addresses of those that are free, and more of them when there are none."""
-    made = torch.zeros(COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)
-    return made, list(range(made.data_ptr(), made.data_ptr() + 4 * COUNTERS, 4)), []
+    with _lock:
+        if device not in _free:
+            address = cuda.zeros(4 * COUNTERS)
+            _free[device] = list(range(address, address + 4 * COUNTERS, 4))
+        if _free[device]:
+            return _free[device].pop()
+    more = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")  # a graph does so in each replay
+    _more.append(more)
+    return int(more.data_ptr())

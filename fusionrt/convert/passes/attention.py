@@ -107,7 +107,8 @@ def _fused(edits: Edits, n: Node) -> None:
     if given is None:
         return
     q, k, v, mask, dropout_p, causal, scale, enable_gqa = given.values()
-    if not all(isinstance(option, float | int | None) for option in (dropout_p, causal, scale, enable_gqa)):
+    if not all(isinstance(option, (float, int, type(None)))
+               for option in (dropout_p, causal, scale, enable_gqa)):
         return  # symbols
     # A mask that has a gradient needs all scores, in torch as here: torch's is as good.
     if mask is None or not (value(mask).requires_grad or value(mask).dim() > 4):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +27,7 @@ def checkpoints(edits: Edits) -> None:
 
 def checkpointed(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
     """The calls, and the graphs of what they checkpoint."""
-    marks = torch.ops.higher_order.tag_activation_checkpoint, checkpoint
+    marks = tag_activation_checkpoint, checkpoint
     for n in gm.graph.nodes:
         body: Any = getattr(gm, n.args[0].target, None) if n.target in marks else None
         if isinstance(body, GraphModule) and "_checkpoint_context_fn" not in body.meta:

@@ -56,7 +56,7 @@ def _chains(edits: Edits) -> list[list[Joined]]:
 def _joined(edits: Edits, n: Node, known: dict[Node, Joined]) -> Joined | None:
     given = arguments(n, tensors=None, dim=0) if n.target in _CONCATENATIONS else None
     tensors: Any = given and given["tensors"]
-    if not isinstance(tensors, tuple | list) or not is_tensor(n) or not all(map(is_tensor, tensors)):
+    if not isinstance(tensors, (tuple, list)) or not is_tensor(n) or not all(map(is_tensor, tensors)):
         return None
     t, facts = value(n), edits.facts
     static = all(isinstance(size, int) for a in (n, *tensors) for size in value(a).shape)

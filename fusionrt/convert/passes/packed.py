@@ -38,7 +38,8 @@ def _arguments(n: Node) -> tuple[list[Any], dict[str, Any]] | None:
     """Of `packed_conv`; None for what it does not do."""
     given: dict[str, Any] = dict(n.kwargs)
     has_norm, activation, residual = n.target is conv_bn_act, given["activation"], given.get("residual")
-    if (not isinstance(activation, str | None) or activation not in ACTIVATIONS or given.get("training")
+    if (not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS
+            or given.get("training")
             or isinstance(given["padding"], str) or given.get("dropout_p")
             or (residual is not None and (activation not in AFTER_RESIDUAL or not has_norm))):
         return None

@@ -51,4 +51,4 @@ def _arguments(n: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def _both(given: object) -> tuple[object, ...]:
-    return tuple(given) if isinstance(given, tuple | list) else (given, given)
+    return tuple(given) if isinstance(given, (tuple, list)) else (given, given)

@@ -63,4 +63,4 @@ def _takes(n: Node, residual: Node) -> bool:
 
 def _is(given: Any, number: int) -> bool:
     """Of an option: this in all dimensions."""
-    return all(g == number for g in (given if isinstance(given, tuple | list) else (given,)))
+    return all(g == number for g in (given if isinstance(given, (tuple, list)) else (given,)))

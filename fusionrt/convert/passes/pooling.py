@@ -36,7 +36,7 @@ def _sizes(n: Node) -> list[tuple[int, int]] | None:
 
 
 def _both(given: Any) -> tuple[Any, ...]:
-    sizes = tuple(given) if isinstance(given, tuple | list) else (given,)
+    sizes = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     return sizes * 2 if len(sizes) == 1 else sizes
 
 

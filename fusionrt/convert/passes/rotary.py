@@ -107,7 +107,7 @@ def _rotation(cat: Node) -> Rotation | None:
 def _half_turned(n: Node) -> Node | None:
     """x of cat((-x2, x1)), its halves."""
     parts: Any = n.args[0] if named(n, "cat", "concat") else None
-    if not isinstance(parts, tuple | list) or len(parts) != 2 or not _is_of_last_dim(n):
+    if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not _is_of_last_dim(n):
         return None
     negative, first = parts
     x = _part(first, 0) if rule_of(negative) is p.neg else None

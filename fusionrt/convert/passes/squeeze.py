@@ -55,7 +55,7 @@ def _is_mean(n: Any, x: Any) -> bool:
     if n.target is F.adaptive_avg_pool2d:
         return len(n.args) == 2 and n.args[1] in (1, (1, 1), [1, 1])
     given = arguments(n, input=None, dim=None, keepdim=False) if named(n, "mean") else None
-    return (given is not None and given["keepdim"] is True and isinstance(given["dim"], tuple | list)
+    return (given is not None and given["keepdim"] is True and isinstance(given["dim"], (tuple, list))
             and sorted(d % 4 for d in given["dim"]) == [2, 3])
 
 
