@@ -41,8 +41,20 @@ def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any
     return [a for a, _ in found.values()], (lambda result: result) if has_torch else restore
 
 
+def check_writeable(op: str, **tensors: Any) -> None:
+    """Raises ValueError for views of read-only arrays: for what `op` is about to write to."""
+    if torch.compiler.is_dynamo_compiling():  # which has torch's tensors alone
+        return
+    for name, tensor in tensors.items():
+        if getattr(tensor, _READ_ONLY, False):
+            raise ValueError(f"{op}: {name} would be written to, but is a read-only array; pass a copy")
+
+
+_READ_ONLY = "_fusionrt_read_only"
+
+
 class _Writeable:
-    """Read-only memory shown as writeable: torch warns about the former, and we never write to inputs."""
+    """Read-only memory shown as writeable, as torch warns about it. Who writes asks `check_writeable`."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -51,14 +63,19 @@ class _Writeable:
 
 
 def _from_numpy(numpy: Any, value: Any) -> torch.Tensor:
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise TypeError("it has a mask, which would be lost: fill it, or pass its data and mask")
     value = numpy.asarray(value)
     is_bfloat16 = value.dtype.name == "bfloat16"  # ml_dtypes: NumPy itself knows no such type
     if is_bfloat16:
         value = value.view(numpy.int16)
-    if not value.flags.writeable:
-        value = numpy.asarray(_Writeable(value))
-    tensor = torch.from_numpy(value)
-    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+    is_writeable = value.flags.writeable
+    tensor = torch.from_numpy(value if is_writeable else numpy.asarray(_Writeable(value)))
+    tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+    if not is_writeable:
+        setattr(tensor, _READ_ONLY, True)
+    return tensor
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:

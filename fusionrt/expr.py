@@ -70,11 +70,11 @@ class Expr:
     def __ge__(self, other: Any) -> Expr: return node("le", other, self)
     def __eq__(self, other: object) -> Expr: return node("eq", self, other)  # type: ignore[override]
     def __ne__(self, other: object) -> Expr: return node("ne", self, other)  # type: ignore[override]
-    def __and__(self, other: Any) -> Expr: return node("and", self, _condition("&", other))
-    def __or__(self, other: Any) -> Expr: return node("or", self, _condition("|", other))
-    def __rand__(self, other: Any) -> Expr: return node("and", _condition("&", other), self)
-    def __ror__(self, other: Any) -> Expr: return node("or", _condition("|", other), self)
-    def __invert__(self) -> Expr: return node("not", self)
+    def __and__(self, other: Any) -> Expr: return _joined("&", self, other)
+    def __or__(self, other: Any) -> Expr: return _joined("|", self, other)
+    def __rand__(self, other: Any) -> Expr: return _joined("&", other, self)
+    def __ror__(self, other: Any) -> Expr: return _joined("|", other, self)
+    def __invert__(self) -> Expr: return _joined("~", self)
     def __trunc__(self) -> Expr: return node("trunc", self)
     def __ceil__(self) -> Expr: return -node("floor", -self)
     def __floordiv__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["//"])
@@ -181,8 +181,19 @@ def _number(op: str, value: Any) -> numbers.Real:
     return number
 
 
+def _joined(sign: str, *operands: Any) -> Expr:
+    return node({"&": "and", "|": "or", "~": "not"}[sign], *(_condition(sign, value) for value in operands))
+
+
 def _condition(sign: str, value: Any) -> Any:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    """What may be joined: in torch the same signs join the bits of integers."""
+    if isinstance(value, Expr):
+        if value.op == "arg":  # a call will tell
+            return node("flag", value, 0)
+        of_conditions = value.op == "where" and {a.op for a in value.args[1:]} == {"number"}  # type: ignore
+        if not (value.is_truth or value.op == "cast_bool" or of_conditions):
+            raise TraceError(f"{sign} joins conditions, got a number: write x != 0; bits cannot be fused")
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         raise TraceError(f"{sign} joins conditions, got the number {value!r}: bits cannot be fused")
     return value
 
@@ -213,6 +224,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "le": ("{} <= {}", lambda *_: (None, None)),
     "eq": ("{} == {}", lambda *_: (None, None)),
     "ne": ("{} != {}", lambda *_: (None, None)),
+    "flag": ("{} != {}", lambda *_: (None, None)),  # of an argument that has to be bool, and 0
     "and": ("{} & {}", lambda *_: (None, None)),
     "or": ("{} | {}", lambda *_: (None, None)),
     "not": ("logical_not({})", lambda *_: (None,)),
@@ -299,7 +311,8 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
                      (lambda *_: (None,)) if t in _INTEGER_CASTS else (lambda g, out, a: (g,)))
        for t in CASTS},
 }
-_TRUTH = frozenset({"lt", "le", "eq", "ne", "and", "or", "not", "kept", "is_column", "up_to_column", "mask"})
+_TRUTH = frozenset({"lt", "le", "eq", "ne", "flag", "and", "or", "not", "kept", "is_column", "up_to_column",
+                    "mask"})
 _TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,),
                    "relu_dropped": (1,)}
 _LEAVES = frozenset({"arg", "random", "mask", "const", "row_size"})
@@ -393,6 +406,10 @@ def power(base: Any, exponent: Any) -> Expr:
     """base ** exponent; small constant exponents become products."""
     if isinstance(exponent, numbers.Real):
         match float(exponent):
+            case 0.0:
+                return node("const", "1.0")
+            case 1.0:
+                return +base if not base.is_truth else node("number", base)
             case 0.5:
                 return sqrt(base)
             case -1.0:

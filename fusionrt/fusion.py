@@ -69,15 +69,16 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     """Compile a Python function of scalars into one kernel over tensors, with its gradients.
 
     The function is called once, with traced values instead of numbers. It may use arithmetic,
-    comparisons, `&`, `|`, `~`, the functions of this package (`where`, `exp`, `erf`, `sigmoid`, `cast`,
-    ...), torch's functions of the same names, other fused functions, and helpers that do the same.
+    comparisons, `&`, `|`, `~` of these and of bool arguments, the functions of this package (`where`, `exp`,
+    `erf`, `sigmoid`, `cast`, ...), torch's functions of the same names, other fused functions, and helpers
+    that do the same.
     It returns one value or a tuple. `name`: what errors and profilers call it, the function's unless given.
 
     Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that
     broadcast, of dtype float16, bfloat16, float32, float64, an integer or bool; or Python numbers,
     whose value can change without a recompilation. Results have torch's promoted dtype, bool for
-    comparisons, or that of an outermost `cast`; 16-bit types are computed in float32, integers alone in
-    float64, which has all of 53 bits.
+    comparisons, or that of an outermost `cast`; 16-bit types are computed in float32, so are integers beside
+    float32 (ids above 2^24 lose bits there); integers alone in float64, which has all of 53 bits.
 
     Raises TraceError where the function cannot become one kernel, and says what to write instead;
     TypeError and ValueError name the argument of a call that cannot be served.

@@ -28,6 +28,7 @@ from fusionrt.rowwise import schedule
 
 Args = Sequence[Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EXACT = (torch.bool, torch.int16, torch.int32, torch.int64)  # results of integers that float32 may miss
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A number is what a traced graph can hold of an operator.
 OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
@@ -48,6 +49,8 @@ class Operator:
         self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
         self.uniform = frozenset(uniform)
         self.used = frozenset(leaves(self.outputs, "arg"))
+        self.flags = {str(n.args[0].args[0]) for n in toposort(self.outputs)  # type: ignore[union-attr]
+                      if n.op == "flag"}
         # What an element takes from beside its arguments, by its place in the walk.
         self.streams = tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
@@ -234,6 +237,11 @@ class Operator:
                                  + ", ".join(f"{n} on {t.device}" for n, t in named))
         if device.type not in ("cuda", "cpu", "meta"):
             raise ValueError(f"{self.name}: {named[0][0]} must be on a CUDA device or the CPU, got {device}")
+        for k, (name, a) in enumerate(zip(self.params, args, strict=True)):
+            kind = getattr(a, "dtype", type(a))
+            if f"a{k}" in self.flags and kind not in (torch.bool, bool):
+                raise TypeError(f"{self.name}: {name} is joined by &, | or ~, which take conditions: it must "
+                                f"be bool, got {kind}; bits cannot be fused")
         shape = layout.broadcast_shapes([t.shape for _, t in named])
         if shape is None:
             names = [n for n, _ in named]
@@ -242,7 +250,8 @@ class Operator:
         return shape, device
 
     def compute_dtype(self, args: Args) -> torch.dtype:
-        """The promoted dtype, as torch's: tensors with dimensions outrank those without."""
+        """The promoted dtype, as torch's: tensors with dimensions outrank those without, unless these are of
+        a higher kind."""
         ranks: dict[bool, torch.dtype] = {}
         for a in args:
             if isinstance(a, torch.Tensor):
@@ -250,7 +259,7 @@ class Operator:
                 ranks[has_dim] = torch.promote_types(ranks.get(has_dim, a.dtype), a.dtype)
         wide, zero = ranks.get(True), ranks.get(False)
         dtype = wide or zero
-        if wide is not None and zero is not None and zero.is_floating_point and not wide.is_floating_point:
+        if wide is not None and zero is not None and _rank(zero) > _rank(wide):
             dtype = torch.promote_types(wide, zero)
         assert dtype is not None
         return dtype
@@ -321,7 +330,8 @@ class Operator:
         order = self.walk(args, shape, outputs)
         made = [self.output(k, o, args, shape, order) for k, o in enumerate(outputs)]
         promoted = self.compute_dtype(args)
-        double = any(o.dtype == torch.float64 for o in outputs) or promoted in (
+        exact = any(o.dtype in EXACT for o in outputs) and not promoted.is_floating_point
+        double = exact or any(o.dtype == torch.float64 for o in outputs) or promoted in (
             torch.float64, torch.int32, torch.int64)  # integers as exact as can be
         return self.compile(args, shape, pose(self.name, args, shape, order, made, double), made, alignment)
 
@@ -461,6 +471,11 @@ class Operator:
         """Which outputs have a gradient: not truth values, not integers."""
         return tuple(not (root.is_truth or root.op.startswith(("cast_int", "cast_uint", "cast_bool")))
                      for root in self.outputs)
+
+
+def _rank(dtype: torch.dtype) -> int:
+    """Of kinds of numbers: truth values, integers, floating-point."""
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
 def call_key(args: Args) -> tuple[Any, ...]:

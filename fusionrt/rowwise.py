@@ -20,8 +20,8 @@ from fusionrt.expr import REDUCTIONS, Expr, exp, log, maximum, node, row_mean, r
 # What stands in the place of a score that a mask does not let pass: the least float32, which is finite, to be
 # told from a score of -inf.
 LOWEST = -(2 - 2.0**-23) * 2.0**127
-# What a mask adds is at least that, if it is finite: models add the least number of a dtype.
-LOWEST_ADDED = -1e38
+# A score that passes is at least that, if it is finite: models fill in, or add, the least number of a dtype.
+LOWEST_PASSED = -1e38
 
 
 def row_max(a: Any) -> Expr:
@@ -69,6 +69,11 @@ def softmax_terms(x: Expr) -> tuple[Expr, Expr]:
     return most, row_sum(exp(x - most))
 
 
+def above_masked(x: Expr) -> Expr:
+    """x, and what is finite above what stands for elements that do not pass. Its derivative is 1."""
+    return node("masked", x, ~(x < LOWEST_PASSED) | (x == -math.inf), LOWEST_PASSED)
+
+
 def softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
     """exp(x) / sum(exp(x)), the row's maximum, and the factor of exp(x - maximum). Elements that are not
     `passed` are as if they were not there; a row without any is zeros."""
@@ -83,9 +88,10 @@ def softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
 def log_softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
     """x - log(sum(exp(x))), the row's maximum, and the logarithm of the sum of exp(x - maximum). What is not
     `passed` is -inf."""
-    most, total = softmax_terms(x if passed is None else where(passed, x, LOWEST))
+    above = x if passed is None else above_masked(x)
+    most, total = softmax_terms(x if passed is None else where(passed, above, LOWEST))
     log_total = log(total)
-    x = x if passed is None else where(passed, x, -math.inf)
+    x = x if passed is None else where(passed, where(LOWEST_PASSED < most, x, above), -math.inf)
     return node("log_softmaxed", x, most, log_total), most, log_total
 
 

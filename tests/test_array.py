@@ -104,6 +104,29 @@ def test_numpy_read_only_memory_is_not_copied_nor_warned_about(seen):
     assert not x.flags.writeable
 
 
+def test_numpy_read_only_memory_is_not_written_to():
+    q = np.frombuffer(bytes(64), np.float32).reshape(1, 4, 1, 4)
+    with pytest.raises(ValueError, match="rotary_embedding: q would be written to, but is a read-only array"):
+        frt.rotary_embedding(q, inplace=True)
+    x, rows = np.random.randn(6, 5).astype(np.float32), np.zeros((2, 5), np.float32)
+    mean, var = rows[0], rows[1] + 1
+    rows.flags.writeable = False
+    mean = rows[0]
+    images, weight = x[..., None].repeat(3, 2), np.ones((5, 5, 1), np.float32)
+    for call in (lambda: frt.batch_norm(x, mean, var, training=True),
+                 lambda: frt.instance_norm(images, mean, var),
+                 lambda: frt.conv_bn_act(images, weight, None, mean, var, training=True)):
+        with pytest.raises(ValueError, match="running_mean would be written to, but is a read-only array"):
+            call()
+    assert not mean.any()
+    frt.batch_norm(x, mean, var)  # which only reads them
+
+
+def test_numpy_masked_arrays_are_refused():
+    with pytest.raises(TypeError, match="it has a mask, which would be lost"):
+        frt.relu(np.ma.array([1.0, 2.0, 100.0], mask=[0, 0, 1]))
+
+
 def test_numpy_without_dimensions_and_without_elements():
     y = frt.gelu(np.array(1.5, np.float32))
     assert (type(y), y.shape) == (np.ndarray, ())

@@ -345,6 +345,21 @@ ERRORS = [
         TypeError,
         "batch_norm: epilogue must be a function of one traced value, got str",
     ),
+    (
+        lambda x: frt.batch_norm(x, C, C, training=True, eps=0),
+        ValueError,
+        "batch_norm: eps must be positive for statistics of the batch, got 0",
+    ),
+    (
+        lambda x: frt.batch_norm(x, C.clone().requires_grad_(), C, training=True),
+        ValueError,
+        "batch_norm: running_mean is written to and must not require a gradient",
+    ),
+    (
+        lambda x: frt.instance_norm(x, C, C, momentum=None),
+        ValueError,
+        "instance_norm: momentum must be a number, got None",
+    ),
     (lambda x: frt.group_norm(x.int(), 2), TypeError, "group_norm: x must be a floating-point tensor"),
 ]
 

@@ -535,6 +535,8 @@ def test_a_trace_error_is_a_type_error_with_a_public_name():
          "the fused function, not captured by closure"),
         (lambda x: np.int64(2) & x, "& joins conditions, got the number 2: bits cannot be fused"),
         (lambda x: x & 2, "& joins conditions, got the number 2: bits cannot be fused"),
+        (lambda x: (x + 1) | (x > 0), "| joins conditions, got a number: write x != 0; bits cannot be fused"),
+        (lambda x: ~(x * 2), "~ joins conditions, got a number: write x != 0; bits cannot be fused"),
     ],
 )
 def test_what_to_write_instead(function, text):
@@ -568,6 +570,40 @@ def test_what_can_be_traced(function, reference):
 def test_what_is_no_python_function(wrong):
     with pytest.raises(TypeError, match="fuse: needs a Python function of scalars, got "):
         frt.fuse(wrong)
+
+
+def test_signs_that_join_conditions_refuse_arguments_that_are_none(device):
+    """In torch they join the bits of integers."""
+    joined = frt.fuse(lambda x, y, z: frt.where(x & ~y, z, 0), name="joined")
+    a, b = (torch.rand(5, device=device) > 0.5 for _ in range(2))
+    z = torch.randn(5, device=device)
+    assert_close(joined(a, b, z), torch.where(a & ~b, z, 0))
+    assert_close(joined(a, True, z), torch.zeros_like(z))
+    for x, y, name, kind in ((a.int(), b, "x", "torch.int32"), (a, b.float(), "y", "torch.float32"),
+                             (a, 2, "y", "<class 'int'>")):
+        with pytest.raises(TypeError, match=f"joined: {name} is joined by &, | or ~, .* bool, got {kind}"):
+            joined(x, y, z)
+    choice = frt.fuse(lambda x, y: frt.where(x, y > 0, x > 0) & (y | False))
+    assert torch.equal(choice(a, b), a & b)
+
+
+def test_small_integers_are_exact_too(device):
+    def of(dtype, *values):
+        return [torch.tensor([value], dtype=dtype, device=device) for value in values]
+
+    packed = frt.fuse(lambda r, g, b, a: frt.cast(((r * 256 + g) * 256 + b) * 256 + a, "int64"))
+    assert packed(*of(torch.uint8, 255, 1, 2, 3)).item() == 0xFF010203
+    assert frt.fuse(lambda x, y: frt.cast(x * y, "int32"))(*of(torch.int16, 32767, 32767)).item() == 32767**2
+    one, large = of(torch.bool, True)[0], torch.tensor(2**24 + 1, device=device)
+    assert frt.fuse(lambda x, y: frt.cast(x * y, "int64"))(one, large).item() == 2**24 + 1
+
+
+def test_exponents_of_0_and_1_have_derivatives(device):
+    x = torch.tensor([0.0, 2.0, math.nan], device=device, requires_grad=True)
+    y = frt.fuse(lambda x: x**0 + x**1)(x)
+    first, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert_close(y, 1 + x, equal_nan=True)
+    assert_close(first, torch.ones_like(x))
 
 
 def test_integers_are_exact(device):

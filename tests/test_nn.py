@@ -338,6 +338,18 @@ def test_from_torch_shares_the_parameters(case):
     assert take(theirs.train()).training
 
 
+def test_statistics_that_are_no_longer_tracked_stay():
+    """A norm that has them is told not to move them: it takes the batch's, as torch's does."""
+    theirs = nn.Sequential(*conv_pair()).train()
+    theirs[1].track_running_stats = False
+    ours = fnn.FusedConvBNAct.from_torch(copy.deepcopy(theirs))
+    x = rows(2, 4, 5, 5)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert_equal_state(ours, theirs)
+    theirs.eval(), ours.eval()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
 # -- what modules can do ---------------------------------------------------------------------------
 
 MODULES = {

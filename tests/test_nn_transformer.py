@@ -380,6 +380,25 @@ def test_from_torch_shares_the_parameters(activation):
         assert kind.from_torch(theirs.train()).training
 
 
+def test_parts_with_two_names_keep_both():
+    x, values = torch.randn(N, L, E), torch.randn(N, L, 7)
+    layer = nn.TransformerEncoderLayer(E, HEADS, 24, 0.1, batch_first=True).eval()
+    layer.dropout1 = layer.dropout2 = layer.dropout
+    layer.norm2 = layer.norm1
+    ours = fnn.TransformerBlock.from_torch(layer)
+    assert ours.dropout1 is ours.dropout2 is layer.dropout
+    assert ours.norm1 is ours.norm2
+    torch.testing.assert_close(ours(x), layer(x), rtol=1e-4, atol=1e-5)
+    tied = nn.MultiheadAttention(E, HEADS, kdim=E, vdim=7, batch_first=True)
+    tied.k_proj_weight = tied.q_proj_weight
+    ours = fnn.FusedMultiheadAttention.from_torch(tied)
+    assert ours.k_proj_weight is tied.q_proj_weight
+    torch.testing.assert_close(ours(x, x, values)[0], tied(x, x, values)[0], rtol=1e-4, atol=1e-5)
+    linear = nn.Linear(E, E)
+    mlp = nn.Sequential(linear, nn.ReLU(), linear)
+    torch.testing.assert_close(fnn.FusedMLP.from_torch(mlp)(x), mlp(x), rtol=1e-4, atol=1e-5)
+
+
 def test_blocks_of_layers_that_are_fused_already():
     layer = nn.TransformerEncoderLayer(E, HEADS, 24, 0.0)
     x = torch.randn(L, N, E)

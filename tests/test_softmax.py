@@ -165,6 +165,21 @@ def test_causal_with_a_mask(device):
     same_as_torch(frt.softmax, x, mask=randn(8, 8, device=device), causal=True)
 
 
+@BOTH
+def test_scores_of_the_least_numbers_are_no_masked_ones(op, device):
+    least = torch.finfo(F32).min
+    x = torch.tensor([[least, least, 5.0], [least, 2.0, 3.0], [4.0, least, 1.0]], device=device)
+    passed = torch.tensor([True, True, False], device=device)
+    above = torch.ones(3, 3, dtype=torch.bool, device=device).triu(1)
+    for options, hidden in (({"mask": passed}, ~passed), ({"causal": True}, above)):
+        leaf, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y = op(leaf, **options)
+        expected = getattr(torch, op.__name__)(theirs.masked_fill(hidden, -INF), -1)
+        assert_close(y, expected)
+        g = torch.randn_like(y).masked_fill(hidden, 0)
+        assert_close(*(torch.autograd.grad(a, b, g)[0] for a, b in ((y, leaf), (expected, theirs))))
+
+
 def test_rows_of_the_least_numbers_beside_what_causality_hides(device):
     x, mask = randn(2, 9, 9, device=device), torch.zeros(9, 9, device=device)
     mask[:4], mask[4, :3] = torch.finfo(F32).min, -INF

@@ -104,7 +104,8 @@ def _layout(argument: str, value: str) -> bool:
 
 def _size(argument: str, value: Any) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if len(pair) != 2 or not all(isinstance(n, int) and 0 < n <= LARGEST for n in pair):
+    if len(pair) != 2 or not all(
+            isinstance(n, int) and not isinstance(n, bool) and 0 < n <= LARGEST for n in pair):
         raise ValueError(f"image_preprocess: {argument} must be a number of pixels or (height, width), in "
                          f"[1, {LARGEST}], got {value!r}")
     return pair

@@ -81,10 +81,12 @@ class FusedConvBNAct(Activated):
         if conv.padding_mode != "zeros":
             input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
             padding = 0
+        is_read = not bn.training or bn.track_running_stats  # that may be set after the statistics were made
+        mean, var = (bn.running_mean, bn.running_var) if is_read else (None, None)
         found: torch.Tensor = conv_bn_act(
-            input, conv.weight, conv.bias, bn.running_mean, bn.running_var, bn.weight, bn.bias,
+            input, conv.weight, conv.bias, mean, var, bn.weight, bn.bias,
             activation=self.activation, residual=residual, stride=conv.stride, padding=padding,
-            dilation=conv.dilation, groups=conv.groups, training=bn.training or bn.running_mean is None,
+            dilation=conv.dilation, groups=conv.groups, training=bn.training or mean is None,
             momentum=_momentum(bn), eps=bn.eps)
         return found
 
@@ -118,7 +120,7 @@ class FusedConv2dBNReLU(FusedConvBNAct, activation="relu"):
 
 def _momentum(bn: Any) -> float:
     """Of this batch; counts it, as torch's norm does before it runs."""
-    if bn.training and bn.num_batches_tracked is not None:
+    if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
         bn.num_batches_tracked.add_(1)
         if bn.momentum is None:
             return 1.0 / float(bn.num_batches_tracked)

@@ -66,7 +66,7 @@ class FusedMLP(Activated):
     def from_torch(cls, module: nn.Sequential, *, recompute: bool = False) -> FusedMLP:
         """Of a torch.nn.Sequential(linear, activation, [dropout,] linear), with its names of the two."""
         expect(cls, module, nn.Sequential)
-        names, parts = zip(*module.named_children(), strict=True) if len(module) else ((), ())
+        names, parts = zip(*module._modules.items(), strict=True) if len(module) else ((), ())
         drops = [part.p for part in parts[2:-1] if isinstance(part, nn.Dropout)]
         if len(parts) not in (3, 4) or len(drops) != len(parts) - 3:
             kinds = ", ".join(type(part).__name__ for part in parts)

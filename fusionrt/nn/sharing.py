@@ -21,12 +21,16 @@ def expect(made: type[nn.Module], module: Any, *kinds: type[nn.Module], argument
 def share(made: M, module: nn.Module) -> M:
     """`made` with the very parameters, buffers and children of `module`, whose names are the same, and in its
     mode."""
-    for name, parameter in module.named_parameters(recurse=False):
-        made.register_parameter(name, parameter)
-    for name, buffer in module.named_buffers(recurse=False):
-        made.register_buffer(name, buffer)
-    for name, child in module.named_children():
-        made.add_module(name, child)
+    # Not `named_parameters()` and its like, which leave out the second name of what has two.
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            made.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            made.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        if child is not None:
+            made.add_module(name, child)
     made.training = module.training
     return made
 

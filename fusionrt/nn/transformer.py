@@ -89,16 +89,18 @@ class TransformerBlock(Activated):
         given: Any = module
         made = cls(given.self_attn.embed_dim, given.self_attn.num_heads, 1, activation=given.activation,
                    norm_first=given.norm_first, recompute=recompute, **place(module))
-        for name, child in module.named_children():
+        taken: dict[nn.Module, nn.Module] = {}  # one of theirs may have two names
+        for name, child in module._modules.items():
             ours = made._modules.get(name)
-            if ours is None:  # the activation, where it is a module
+            if ours is None or child is None:  # the activation, where it is a module
                 continue
-            if isinstance(ours, (FusedMultiheadAttention, FusedLayerNorm)):
-                take: Any = ours.from_torch
-                child = child if isinstance(child, type(ours)) else take(child)
-            else:
+            if not isinstance(ours, (FusedMultiheadAttention, FusedLayerNorm)):
                 expect(cls, child, type(ours), argument=name)
-            made.add_module(name, child)
+                taken[child] = child
+            elif child not in taken:
+                take: Any = ours.from_torch
+                taken[child] = child if isinstance(child, type(ours)) else take(child)
+            made.add_module(name, taken[child])
         made.training = module.training
         return made
 
@@ -145,7 +147,7 @@ class TransformerBlock(Activated):
                 x = _normed_sum(norm, sublayer(x), x, drop, False)
             return x
         y = norms[0](x)  # type: ignore[misc]
-        for sublayer, norm, drop in zip(sublayers, norms[1:], drops, strict=False):
+        for sublayer, norm, drop in zip(sublayers[:-1], norms[1:], drops[:-1], strict=True):
             y, x = _normed_sum(norm, sublayer(y), x, drop, True)
         found: Tensor = dropout_add(sublayers[-1](y), x, drops[-1].p, drops[-1].training)
         return found

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fusionrt.expr import Expr, maximum, where
 from fusionrt.row_fusion import per_call, row_operator
-from fusionrt.rowwise import LOWEST_ADDED, row_max
+from fusionrt.rowwise import LOWEST_PASSED, row_max
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
@@ -54,7 +54,7 @@ def prepared(mask: Tensor, q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         mask = mask.contiguous()
     columns = torch.arange(mask.shape[3], dtype=torch.float32, device=q.device)
     like = q.detach().as_strided((1,) * 4, (0,) * 4)
-    lowest = max(LOWEST_ADDED, torch.finfo(q.dtype).min)
+    lowest = max(LOWEST_PASSED, torch.finfo(q.dtype).min)
     added, first = _prepare(boolean)(mask.detach(), columns, like, lowest)
     return added.narrow(3, 0, keys), first
 

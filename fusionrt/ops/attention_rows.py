@@ -78,7 +78,7 @@ def _score(form: Form, a: Named) -> tuple[Expr, Expr]:
         # The tanh for 16-bit results is good to 2^-11, which the cap would multiply.
         t = 1 - 2 * near_reciprocal(exp(minimum(2 * u, 40)) + 1) if form.half else tanh(u)
         z, slope = t * a["cap"], slope * (1 - t * t)
-    z = z + maximum(a["mask"], rowwise.LOWEST_ADDED) if form.mask == "added" else z
+    z = z + maximum(a["mask"], rowwise.LOWEST_PASSED) if form.mask == "added" else z
     if form.alibi:
         z = z - a["slopes"] * abs(a["columns"] - a["positions"])
     return z, slope

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import check_writeable, is_foreign, to_torch
 from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.op import unpack
@@ -121,12 +121,22 @@ def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_c
         raise ValueError(f"{op}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
 
 
-def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool) -> None:
+def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool, eps: float, **more: Any
+                   ) -> None:
+    """`needed` for what they are; otherwise they, and `more`, will be written to."""
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var go together: give both or neither")
     if needed and running_mean is None:
         raise ValueError(f"{op}: without the batch's statistics running_mean and running_var are needed, "
                          "got None")
+    if needed:
+        return
+    if not eps > 0:
+        raise ValueError(f"{op}: eps must be positive for statistics of the batch, got {eps}")
+    check_writeable(op, running_mean=running_mean, running_var=running_var, **more)
+    for name, value in (("running_mean", running_mean), ("running_var", running_var)):
+        if value is not None and value.requires_grad:
+            raise ValueError(f"{op}: {name} is written to and must not require a gradient")
 
 
 @torch.no_grad()
@@ -181,7 +191,8 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
 
     def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
             num_batches_tracked: Any) -> torch.Tensor:
-        _check_running("batch_norm", running_mean, running_var, not training)
+        _check_running("batch_norm", running_mean, running_var, not training, eps,
+                       num_batches_tracked=num_batches_tracked)
         if training and x.numel() == x.shape[1]:
             raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
                              f"size {tuple(x.shape)}")
@@ -209,7 +220,7 @@ def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: fl
     """
 
     def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *_: None) -> torch.Tensor:
-        _check_running("batch_norm_relu", mean, var, True)
+        _check_running("batch_norm_relu", mean, var, True, eps)
         found = _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)
         return found[0]
 
@@ -234,7 +245,9 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
 
     def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
             *_: None) -> torch.Tensor:
-        _check_running(op, running_mean, running_var, not use_input_stats)
+        _check_running(op, running_mean, running_var, not use_input_stats, eps)
+        if use_input_stats and running_mean is not None and not isinstance(momentum, (int, float)):
+            raise ValueError(f"{op}: momentum must be a number, got {momentum!r}")
         running, tracked = (running_mean, running_var), running_mean is not None
         if not use_input_stats:
             found = _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)

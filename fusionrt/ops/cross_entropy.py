@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fusionrt import deferred
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
@@ -40,24 +40,16 @@ class Call(NamedTuple):
     reduction: str
     dtype: torch.dtype           # of the result
     n_classes: int
-
-    @property
-    def of_classes(self) -> bool:
-        return "ignore_index" in self.params
-
-    @property
-    def has_shares(self) -> bool:
-        """Whether the mean divides by weights, which the kernel over the logits gives."""
-        return self.of_classes and "weight" in self.params and self.reduction == "mean"
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the kernel over the logits has the result, of the logits' dtype."""
-        return self.reduction == "none" and self.dtype == self.args[0].dtype
+    of_classes: bool
+    has_shares: bool             # the mean divides by weights, which the kernel over the logits gives
+    rounds: bool                 # the kernel over the logits has the result, of the logits' dtype
 
     def without_tensors(self) -> Call:
         """For what outlives the call."""
-        return self._replace(args=tuple(None if isinstance(a, torch.Tensor) else a for a in self.args))
+        rest = tuple(None if isinstance(a, torch.Tensor) else a for a in self.args)
+        # Dynamo of torch 2.6 traces no `_replace`.
+        return Call(self.op, self.params, rest, self.reduction, self.dtype, self.n_classes, self.of_classes,
+                    self.has_shares, self.rounds)
 
 
 def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
@@ -87,12 +79,13 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
         named["ignore_index"] = ignore_index
         if logits.stride(-1) != 1 and logits.dim() > 1:
             named["columns"] = _columns(n_classes, logits)
-    named |= {} if weight is None else {"weight": weight}
-    named |= {"label_smoothing": label_smoothing} if label_smoothing else {}
-    named |= {"z_loss": z_loss} if z_loss else {}
-    named |= {"softcap": softcap} if softcap is not None else {}
-    return Call(op, ("input", "target", *named), (logits, target, *named.values()), reduction,
-                result_dtype(logits.device, logits.dtype), n_classes)
+    options = (("weight", weight), ("label_smoothing", label_smoothing or None), ("z_loss", z_loss or None),
+               ("softcap", softcap))
+    named.update({name: value for name, value in options if value is not None})
+    dtype, has_shares = result_dtype(logits.device, logits.dtype), weight is not None and reduction == "mean"
+    return Call(op, ("input", "target", *named.keys()), (logits, target, *named.values()), reduction, dtype,
+                n_classes, of_classes, of_classes and has_shares,
+                rounds=reduction == "none" and dtype == logits.dtype)
 
 
 def _classes_last(of_all: torch.Tensor) -> torch.Tensor:
@@ -195,7 +188,8 @@ def _forward(call: Call, with_gradient: bool) -> tuple[Run, Run]:
         if reduce is None:
             check_classes(call, args)
             return losses.squeeze(-1), None
-        return cast(tuple[Any, Any], reduce(args, losses, share))
+        found: tuple[Any, Any] = reduce(args, losses, share)
+        return found
 
     return losses_of_rows, reduction
 
@@ -254,6 +248,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _check_in_place(op: str, logits: torch.Tensor) -> None:
+    check_writeable(op, input=logits)
     if logits.is_leaf and logits.requires_grad:
         raise ValueError(f"{op}: inplace_backward overwrites input, which must not be a leaf that requires a "
                          "gradient")

@@ -150,7 +150,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         incoming = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
         if ctx.is_each:
-            compute: Any = _compute if grad_output.is_meta else _as_op
+            compute: Any = _compute if grad_output.device.type == "meta" else _as_op
             found = compute(*ctx.saved_tensors, *ctx.options, list(needed), incoming.unsqueeze(-1))
             found = [g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
         else:
@@ -215,7 +215,9 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
 
 
 def _check_operands(op: str, hidden: Any, weight: Any, bias: Any, target: Any) -> None:
-    named = {"hidden": hidden, "weight": weight, "target": target} | ({} if bias is None else {"bias": bias})
+    named = {"hidden": hidden, "weight": weight, "target": target}
+    if bias is not None:
+        named["bias"] = bias
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")

@@ -75,7 +75,8 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
 
 def _kernels(loss: Loss, *args: Any) -> Kernels:
     """Wide where autocast, which wants losses in float32, finds one of 16 bits."""
-    kind = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "")
+    kinds = [a.device.type for a in args if isinstance(a, torch.Tensor)]
+    kind = kinds[0] if kinds else ""
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return loss.own
     short = loss.own.each.operator.compute_dtype(args) in (torch.float16, torch.bfloat16)

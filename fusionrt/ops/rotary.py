@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusionrt import indices
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
@@ -171,6 +171,7 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
                                             float(base), float(scaling), False)
     tensors = [t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k) if t is not None]
     if inplace:
+        check_writeable(op, q=q, k=k)
         _check_in_place(op, q, k)
         _in_place(tensors, more)
         return q if k is None else (q, k)

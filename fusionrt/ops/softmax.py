@@ -11,7 +11,6 @@ zeros (-inf for the logarithm): such a query attends to nothing. Rows of -inf ar
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.expr import Expr, maximum, node, where
+from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
@@ -37,13 +36,15 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
                    p: float = 0, scale: float = 1) -> tuple[Any, ...]:
         # Not contracted with the subtraction of the maximum, which would be of another product.
         z = node("mul_rn", x, factor if scaled == "factor" else number) if scaled else x
-        if masked == "added":
-            z = z + (where(mask > -math.inf, maximum(mask, rowwise.LOWEST_ADDED), mask) if causal else mask)
+        z = z + mask if masked == "added" else z
         passed = mask != 0 if masked == "passed" else None
         if causal:
             up_to_last = rowwise.up_to_column(last)
             passed = up_to_last if passed is None else passed & up_to_last
-        y, *terms = (rowwise.log_softmax if op == "log_softmax" else rowwise.softmax)(z, passed)
+        if op == "log_softmax":
+            y, *terms = rowwise.log_softmax(z, passed)
+        else:
+            y, *terms = rowwise.softmax(z if passed is None else rowwise.above_masked(z), passed)
         y = where(kept(p), y * scale, 0) if dropped else y
         return finished(op, y, epilogue), *(terms if with_terms else [])
 
