@@ -171,3 +171,11 @@ def test_a_first_use_in_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, b), function(x, b))
     torch._dynamo.reset()
+
+
+def test_isinstance_has_tuples() -> None:
+    """Dynamo of torch 2.6 traces no `isinstance(x, A | B)`, and most functions of ours may be traced."""
+    for path in PACKAGE.rglob("*.py"):
+        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "isinstance":
+                assert not isinstance(n.args[1], ast.BinOp), f"{path.name}:{n.lineno}"

@@ -94,7 +94,7 @@ def _knows_memory(n: Node) -> bool:
     """Whether what it gives depends on where its operands' elements lie; of calls that are not torch's nobody
     can tell."""
     return named(n, "as_strided", "as_strided_") or effect(n).barrier or isinstance(
-        n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+        n.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def _lies_as_its_image(n: Node) -> bool:
