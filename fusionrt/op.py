@@ -49,8 +49,9 @@ class Operator:
         self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
         self.uniform = frozenset(uniform)
         self.used = frozenset(leaves(self.outputs, "arg"))
-        self.flags = {str(n.args[0].args[0]) for n in toposort(self.outputs)  # type: ignore[union-attr]
-                      if n.op == "flag"}
+        # Arguments that have to be bool.
+        flags = {n.args[0] for n in toposort(self.outputs) if n.op == "flag"}
+        self.flags = frozenset(str(a.args[0]) for a in flags if isinstance(a, Expr) and a.op == "arg")
         # What an element takes from beside its arguments, by its place in the walk.
         self.streams = tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
