@@ -99,7 +99,8 @@ def restore(saved: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Any]:
 
 def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool], rng: Any,
              call: Call, order: layout.Ints | None) -> list[Any]:
-    """Gradients of the needed arguments, None for the others. `order`: what `Operator.drawn` gave."""
+    """Gradients of the needed arguments, None for the others and where no given gradient is of one (zeros
+    would make an optimizer move them). `order`: what `Operator.drawn` gave."""
     made = backward_pass(op, args, grads, needed, order)
     return [None] * len(op.params) if made is None else run_pass(made, rng, call)
 
@@ -115,7 +116,7 @@ def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: S
     saved = dict(zip(op.read_by_backward(tuple(needed))[1], args[n:], strict=True))
     inputs = [*args[:n], *(saved[k] for k in whole.saved),
               *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
-    origin = _origins(whole, inputs, needed)
+    origin = _origins(whole, inputs, [need and k in op.behind(given) for k, need in enumerate(needed)])
     own = tuple(i == o for i, o in enumerate(origin))
     gradient = op.gradient(tuple(needed), given, own).walking(order) if any(own) else None
     return Pass(gradient, inputs, whole.saved, origin)

@@ -406,8 +406,8 @@ def power(base: Any, exponent: Any) -> Expr:
     """base ** exponent; small constant exponents become products."""
     if isinstance(exponent, numbers.Real):
         match float(exponent):
-            case 0.0:
-                return node("const", "1.0")
+            case 0.0:  # of the base, for it has a derivative, 0
+                return where(base == base, 1, 1)
             case 1.0:
                 return +base if not base.is_truth else node("number", base)
             case 0.5:

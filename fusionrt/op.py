@@ -61,6 +61,7 @@ class Operator:
         self.order: layout.Ints | None = None  # of dimensions: see `walking`
         self._variants: dict[tuple[Any, ...], Operator] = {}
         self._gradients: dict[tuple[bool, ...], Operator] = {}
+        self._behind: dict[tuple[bool, ...], frozenset[int]] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
         self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
         self.masked: dict[tuple[bool, ...], Any] = {}  # see mask.py
@@ -466,6 +467,14 @@ class Operator:
             self._reads[needed] = (tuple(f"a{i}" in used for i in range(n)),
                                    gradient.saved if gradient is not None else ())
         return self._reads[needed]
+
+    def behind(self, given: tuple[bool, ...]) -> frozenset[int]:
+        """The arguments that these outputs are computed from."""
+        if given not in self._behind:
+            # A mask has no gradient, and none in `given`.
+            roots = [root for root, is_given in zip(self.outputs, given, strict=False) if is_given]
+            self._behind[given] = frozenset(int(name.removeprefix("a")) for name in leaves(roots, "arg"))
+        return self._behind[given]
 
     @functools.cached_property
     def differentiable(self) -> tuple[bool, ...]:

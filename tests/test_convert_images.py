@@ -439,6 +439,16 @@ def test_biases_become_part_of_what_follows(anywhere):
     assert not replaced(found[1:], "biases")
 
 
+def test_biases_of_an_image_without_a_batch(anywhere):
+    """Its channels come first: as many as rows here, and elsewhere not."""
+    layer = nn.Conv2d(3, 6, 3)
+    run, _ = compiled(lambda x: torch.tanh(layer(x)) * 2)
+    with torch.no_grad():
+        for shape in ((3, 8, 8), (3, 3, 8), (2, 3, 8, 8)):
+            x = torch.randn(shape)
+            assert_close(run(x), torch.tanh(layer(x)) * 2)
+
+
 @pytest.mark.parametrize("moves", [lambda y: y.permute(0, 3, 1, 2), lambda y: torch.transpose(y, 1, -1),
                                    lambda y: y.permute([3, 0, 1, 2]), lambda y: y.transpose(1, 2)])
 def test_biases_of_moved_dimensions(anywhere, moves):

@@ -8,6 +8,7 @@ from convert_checks import compiled
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import fusionrt
 
@@ -102,3 +103,84 @@ def test_an_image_without_a_batch(layer, shape):
     run, _ = compiled(net)
     assert_close(run(x), net(x))
     assert_close(run(x[None]), net(x[None]))
+
+
+def attended(x):
+    q = x.view(2, 5, 2, 4).transpose(1, 2)
+    return torch.softmax(q @ q.transpose(2, 3) * 0.5, -1) @ q
+
+
+NORM = nn.GroupNorm(2, 8)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: attended(x).view(2, 2, 20), lambda x: (attended(x) * 2).view(2, 2, 20),
+    lambda x: attended(x).as_strided((2, 20), (40, 1)), lambda x: F.relu(NORM(x.transpose(1, 2))).view(2, -1),
+    lambda x: NORM(x.transpose(1, 2)).view(2, -1), lambda x: NORM(x.transpose(1, 2))])
+def test_views_of_what_lies_otherwise_than_torchs(function):
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    run, _ = compiled(function)
+    y, expected = run(x), function(x)
+    assert y.stride() == expected.stride()
+    assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    g = torch.randn_like(y)
+    assert_close(*(torch.autograd.grad(a, x, g)[0] for a in (y, expected)), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_behind_other_results_have_no_gradient():
+    """Zeros would let decay and momentum move them."""
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = nn.Linear(8, 8)
+            self.a, self.b = (nn.Parameter(torch.ones(8)) for _ in range(2))
+
+        def forward(self, x):
+            h = F.gelu(self.trunk(x))
+            return h * self.a + 1, h * self.b + 1
+
+    model = Heads()
+    fast = fusionrt.auto_convert_model(model, (4, 8))
+    fast(torch.randn(4, 8))[0].sum().backward()
+    assert fast.a.grad is not None
+    assert fast.trunk.weight.grad is not None
+    assert fast.b.grad is None
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_norms_in_checkpoints(norm):
+    middle = nn.BatchNorm2d(4) if norm else nn.Identity()
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), middle, nn.ReLU())
+    run, _ = compiled(lambda x: checkpoint(body, x, use_reentrant=False) * 2)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    for _ in range(2):
+        found, expected = (torch.autograd.grad((body(x) * 2 if f is body else f(x)).square().sum(),
+                                               [x, body[0].weight]) for f in (run, body))
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_call_leaves_its_arguments_alone():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, seen):
+            seen.append(x)
+            x += 1
+            return F.gelu(self.linear(x))
+
+    head, body = Head(), nn.Linear(8, 8)
+    fast = fusionrt.auto_convert_model(head)
+    x, seen = torch.randn(4, 8), []
+    assert_close(fast(body(x), seen), head(body(x), []))
+    assert len(seen) == 1
+
+
+def test_what_happens_before_the_first_call_counts():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    fast = fusionrt.auto_convert_model(model).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    assert_close(fast(x), model.double()(x))
+    assert "Validation: accepted" in "".join(fusionrt.convert.conversion_report(fast).summary)

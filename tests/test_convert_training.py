@@ -146,6 +146,35 @@ def test_steps_are_torchs(captures):
     assert len(calls) == 8 + 2  # one before the capture, one in it
 
 
+def heads(x, w, b):
+    return torch.tanh(x @ w), torch.tanh(b * 2)
+
+
+def test_parameters_behind_results_without_a_gradient_have_none(captures):
+    ours = Training(lambda *args: heads(*args), CPU, Roles(weights=[1, 2]))
+    parameters, expected = weights(), weights()
+    for k in range(8):
+        x = torch.randn(3, 4)
+        for function, params in ((ours, parameters), (heads, expected)):
+            for p in params:
+                p.grad = None
+            found = function(x, *params)
+            (found[k % 2] if k % 3 else found[0].sum() + found[1].sum()).sum().backward()
+        for p, q in zip(parameters, expected, strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.allclose(p.grad, q.grad)
+    assert len(captures) == 2
+
+
+def test_results_that_are_differentiated_one_after_the_other_are_left_alone(captures):
+    ours, parameters = Training(lambda *args: heads(*args), CPU, Roles(weights=[1, 2])), weights()
+    for _ in range(WATCHED + 3):
+        actor, critic = ours(torch.randn(3, 4), *parameters)
+        actor.sum().backward()
+        critic.sum().backward()
+    assert not captures
+
+
 def test_results_are_the_callers_own(captures):
     (ours, _), parameters = made(), weights()
     warmed(ours, parameters)

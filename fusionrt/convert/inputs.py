@@ -28,7 +28,8 @@ class Inputs(NamedTuple):
 
     def fresh(self) -> Inputs:
         """For a model that may write into them."""
-        return Inputs(*(copied((self.args, dict(self.kwargs))) or self))
+        plain = self.map(lambda t: t.detach() if t.grad_fn is not None else t)  # others cannot be copied
+        return Inputs(*(copied((plain.args, dict(plain.kwargs))) or plain))
 
     def map(self, function: Any) -> Inputs:
         """With every tensor replaced."""

@@ -109,7 +109,9 @@ class ModelConverter:
         if inputs is not None:
             self._prove(converted, original, inputs, held)
         elif self.validate_accuracy or self.measure:
-            forward.first = lambda *inputs: self._prove(converted, original, Inputs(*inputs), held)
+            # Compared with what the model has become by then: its dtype, its hooks, other layers.
+            forward.first = lambda *inputs: self._prove(converted, _placed(converted, None), Inputs(*inputs),
+                                                        held)
         self._converted = converted
         return converted
 

@@ -57,6 +57,13 @@ class Passes(NamedTuple):
     leaves: Sequence[int]
     grads: Sequence[torch.Tensor | None]
     holders: Sequence[int]  # how many hold each gradient's memory if nobody else does
+    reached: dict[int, list[bool]]  # which leaves each of several outputs is computed from
+
+    def behind(self, given: Sequence[int]) -> list[bool]:
+        """The leaves that these outputs are computed from."""
+        if not self.reached:
+            return [True] * len(self.leaves)
+        return [any(self.reached[k][n] for k in given) for n in range(len(self.leaves))]
 
 
 class Step:
@@ -78,18 +85,15 @@ class Model:
         return step is not None and not step.done
 
     def watch(self, outputs: Any) -> Any:
-        """Look at how a call that runs as it is will be differentiated."""
-        seen = 0
+        """Look at how a call that runs as it is will be differentiated; it should be in one backward pass."""
+        seen = set()
 
         def noted(grad: torch.Tensor) -> None:
-            nonlocal seen
-            seen += 1
-            self.is_left_alone |= torch.is_grad_enabled() or seen > 1
+            seen.add(torch._C._current_graph_task_id())
+            self.is_left_alone |= torch.is_grad_enabled() or len(seen) > 1
 
-        for out in outputs:
-            if isinstance(out, torch.Tensor) and out.requires_grad:
-                out.register_hook(noted)
-                break
+        for out in _recorded(outputs).values():
+            out.register_hook(noted)
         return outputs
 
 
@@ -134,7 +138,7 @@ class Training:
                 # Hooks of the parameters are not part of a graph: these have none.
                 given = [_leaf(buffers.get(k, a), a) for k, a in enumerate(args)]
                 leaves = list(_recorded(given))
-                self._warm_up(args, given, buffers)
+                reached = self._warm_up(args, given, buffers)
                 with turn.capturing(), cuda_graphs.growing_segments():
                     outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
                     seeds = {k: torch.empty_like(o) for k, o in _recorded(outputs).items()}
@@ -144,22 +148,27 @@ class Training:
             return None
         outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
         return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
-                      grads, list(map(_holders, grads)))
+                      grads, list(map(_holders, grads)), reached)
 
-    def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]) -> None:
+    def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]
+                 ) -> dict[int, list[bool]]:
         """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
-        it has written to is as it was."""
+        it has written to is as it was. Returns which leaves each of several outputs is computed from."""
         before = {k: args[k].detach().clone() for k in self.roles.written}
         with torch.no_grad():
             for k in buffers:
                 given[k].copy_(args[k])
         outputs = self.run(*given)
         seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}
-        _gradients(outputs, given, seeds)
+        several = len(seeds) > 1
+        _gradients(outputs, given, seeds, several)
+        reached = {k: [grad is not None for grad in _gradients(outputs, given, {k: seed}, several)]
+                   for k, seed in seeds.items() if several}
         for k, content in before.items():
             args[k].detach().copy_(content)
         del outputs, seeds
         torch.cuda.empty_cache()  # what it and the calls before have left is what the graphs will need
+        return reached
 
 
 def _recorded(values: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -167,10 +176,10 @@ def _recorded(values: Sequence[Any]) -> dict[int, torch.Tensor]:
     return {k: v for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
 
 
-def _gradients(outputs: Sequence[Any], given: Sequence[Any], seeds: Mapping[int, torch.Tensor]
-               ) -> Sequence[torch.Tensor | None]:
+def _gradients(outputs: Sequence[Any], given: Sequence[Any], seeds: Mapping[int, torch.Tensor],
+               retain_graph: bool = False) -> Sequence[torch.Tensor | None]:
     return torch.autograd.grad([outputs[k] for k in seeds], list(_recorded(given).values()),
-                               list(seeds.values()), allow_unused=True)
+                               list(seeds.values()), retain_graph=retain_graph, allow_unused=True)
 
 
 def _leaf(tensor: Any, like: Any) -> Any:
@@ -207,6 +216,7 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, training: Training, model: Model, *args: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)  # what only results without a gradient are computed from has none
         passes: Any = model.passes
         for k, buffer in passes.buffers.items():
             buffer.copy_(args[k])
@@ -222,7 +232,7 @@ class Replayed(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         passes, step, model = ctx.passes, ctx.step, ctx.model()
         if step.done or torch.is_grad_enabled():
             if model is not None:
@@ -238,13 +248,15 @@ class Replayed(torch.autograd.Function):
         with turn.lock, cuda_graphs.current(ctx.device):
             turn.after_others()
             for k, seed in passes.seeds.items():
-                seed.copy_(grads[k])
+                grad = grads[k]
+                seed.zero_() if grad is None else seed.copy_(grad)
             passes.backward.replay()
             step.done = True
         found: list[Any] = [None] * len(ctx.needs_input_grad)
-        for k, parameter, grad, before in zip(passes.leaves, ctx.inputs, passes.grads, passes.holders,
-                                              strict=True):
-            if grad is not None:
+        behind = passes.behind([k for k in passes.seeds if grads[k] is not None])
+        for k, parameter, grad, before, is_behind in zip(passes.leaves, ctx.inputs, passes.grads,
+                                                         passes.holders, behind, strict=True):
+            if grad is not None and is_behind:
                 alone = parameter.is_leaf and k not in passes.buffers and _holders(grad) == before
                 found[2 + k] = grad.detach() if alone else grad.clone()
         return tuple(found)

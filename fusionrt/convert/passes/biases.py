@@ -52,7 +52,7 @@ def _layer(n: Node) -> _Layer | None:
     if n.target is F.linear:
         given = arguments(n, input=None, weight=None, bias=None)
     elif n.target is F.conv2d:
-        dim = 1
+        dim = -3  # there may be no batch
         given = arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
     return None if given is None else _Layer(n.target, tuple(given.values()), dim)  # type: ignore[arg-type]
 

@@ -1,30 +1,63 @@
-"""Results of a graph that attention gives: in memory they lie as its kernels leave them, and are put back to
-where torch's would."""
+"""What calls of ours give may lie otherwise in memory than torch's: attention as its kernels leave it, norms
+as their image. Results of a graph are put back, and views that only torch's have may copy."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fusionrt.convert.calls import batch_first_attention, laid, self_attention
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor
 from fusionrt.convert.kept_masks import attention_by_kept_mask
+from fusionrt.convert.match import named
 from fusionrt.ops.attention import attention
 
 _OURS = (attention, attention_by_kept_mask, batch_first_attention, self_attention)
+_NORMS = ("fusionrt.ops.norm", "fusionrt.ops.batch_norm", "fusionrt.ops.softmax")
 
 
 def result_strides(edits: Edits) -> None:
-    """Those that share no memory with others; views of attention are left."""
+    """Results of attention and norms that share no memory with others; views of these are left."""
+    _let_views_copy(edits)
     output = next(n for n in edits.nodes() if n.op == "output")
     for n in output.all_input_nodes:
-        if _is_ours(n) and is_tensor(n) and edits.allows(n):
-            t = value(n)
-            if all(isinstance(size, int) for size in (*t.shape, *t.stride())):
-                output.replace_input_with(n, edits.call(laid, (n, t.stride()), {}, output, given=t))
+        if (_function(n) in _OURS or _module(n) in _NORMS) and is_tensor(n) and edits.allows(n):
+            _put_back(edits, n, output)
 
 
-def _is_ours(n: Node) -> bool:
-    return (n.target.func if isinstance(n.target, functools.partial) else n.target) in _OURS
+def _put_back(edits: Edits, n: Node, user: Node) -> None:
+    t = value(n)
+    if all(isinstance(size, int) for size in (*t.shape, *t.stride())):
+        user.replace_input_with(n, edits.call(laid, (n, t.stride()), {}, user, given=t))
+    elif t.is_contiguous():
+        user.replace_input_with(n, edits.call(torch.Tensor.contiguous, (n,), {}, user, given=t))
+
+
+def _let_views_copy(edits: Edits) -> None:
+    """Where nobody writes to them."""
+    found: set[Node] = set()  # what follows from calls of ours
+    for n in edits.nodes():
+        if found.isdisjoint(n.all_input_nodes):
+            if _module(n).startswith("fusionrt"):
+                found.add(n)
+            continue
+        found.add(n)
+        if not edits.allows(n) or edits.facts.is_written(n):
+            continue
+        if named(n, "as_strided") and is_tensor(n.args[0]):
+            _put_back(edits, n.args[0], n)  # type: ignore[arg-type]
+        if n.op == "call_method" and n.target == "view" and not n.kwargs and not any(
+                isinstance(a, torch.dtype) for a in n.args):
+            n.target = "reshape"
+
+
+def _module(n: Node) -> str:
+    return str(getattr(_function(n), "__module__", ""))
+
+
+def _function(n: Node) -> Any:
+    return n.target.func if isinstance(n.target, functools.partial) else n.target
