@@ -116,7 +116,8 @@ def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: S
     saved = dict(zip(op.read_by_backward(tuple(needed))[1], args[n:], strict=True))
     inputs = [*args[:n], *(saved[k] for k in whole.saved),
               *(g for g, is_given in zip(grads, given, strict=True) if is_given)]
-    origin = _origins(whole, inputs, [need and k in op.behind(given) for k, need in enumerate(needed)])
+    behind = op.behind(given)
+    origin = _origins(whole, inputs, [need and k in behind for k, need in enumerate(needed)])
     own = tuple(i == o for i, o in enumerate(origin))
     gradient = op.gradient(tuple(needed), given, own).walking(order) if any(own) else None
     return Pass(gradient, inputs, whole.saved, origin)

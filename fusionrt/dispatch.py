@@ -39,21 +39,21 @@ def guard(*tensors: torch.Tensor) -> Check:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-def guard_all(check: Check, are_tensors: Sequence[bool]) -> Check:
-    """A predicate of all arguments: `check` of those that were tensors; the others are numbers."""
-    made: Check = _with_numbers(tuple(are_tensors))(check)
+def guard_all(check: Check, args: Sequence[Any]) -> Check:
+    """A predicate of all arguments of a call like this one: `check` of its tensors, its types of numbers."""
+    made: Check = _with_numbers(tuple(None if isinstance(a, torch.Tensor) else type(a) for a in args))(check)
     return made
 
 
 @functools.lru_cache(256)
-def _with_numbers(are_tensors: tuple[bool, ...]) -> Callable[[Check], Check]:
-    names = [f"a{k}" for k in range(len(are_tensors))]
-    tensors = [name for name, is_tensor in zip(names, are_tensors, strict=True) if is_tensor]
-    conditions = [f"type({name}) in numbers" for name in names if name not in tensors]
+def _with_numbers(kinds: tuple[type | None, ...]) -> Callable[[Check], Check]:
+    names = [f"a{k}" for k in range(len(kinds))]
+    tensors = [name for name, kind in zip(names, kinds, strict=True) if kind is None]
+    conditions = [f"type({name}) is kinds[{k}]" for k, name in enumerate(names) if name not in tensors]
     conditions += [f"isinstance({name}, tensor) and not {name}.is_nested" for name in tensors]
     text = f"lambda check: lambda {', '.join(names)}: " + " and ".join(
         [*conditions, f"check({', '.join(tensors)})"])
-    made: Callable[[Check], Check] = eval(text, {"numbers": _NUMBERS, "tensor": torch.Tensor})
+    made: Callable[[Check], Check] = eval(text, {"kinds": kinds, "tensor": torch.Tensor})
     return made
 
 

@@ -132,11 +132,10 @@ class Operator:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
             site = self.local.sites[key] = dispatch.guard(*tensors), run
-        are_tensors = [isinstance(a, torch.Tensor) for a in args]
-        if are_tensors == self.entry_tensors:
+        if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
             self.local.site = site
         else:  # with numbers in the places of tensors, or tensors in those of numbers
-            self.local.mixed = dispatch.guard_all(site[0], are_tensors), run
+            self.local.mixed = dispatch.guard_all(site[0], args), run
         return run(*args)
 
     def _run(self, args: Args) -> Callable[..., Any]:
