@@ -76,7 +76,8 @@ def above_masked(x: Expr) -> Expr:
 
 def softmax(x: Expr, passed: Expr | None = None) -> tuple[Expr, Expr, Expr]:
     """exp(x) / sum(exp(x)), the row's maximum, and the factor of exp(x - maximum). Elements that are not
-    `passed` are as if they were not there; a row without any is zeros."""
+    `passed` are as if they were not there; a row without any is zeros. What is finite must be `above_masked`:
+    attention's scores are, by what their mask adds."""
     x = x if passed is None else node("masked", x, passed, LOWEST)
     most, total = softmax_terms(x)
     scale = 1 / total

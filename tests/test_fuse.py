@@ -246,37 +246,6 @@ def test_comparisons_give_bools(device):
     assert not above(x.requires_grad_(), y).requires_grad
 
 
-def test_numbers_and_tensors_in_each_others_places(device):
-    """Whatever the call before was, each is served as it is."""
-    @frt.fuse
-    def difference(x, y, scale: float):
-        return (x - y * 3) * scale
-
-    a, b = torch.randn(4, 5, device=device), torch.randn(5, device=device)
-    wide, watched = a.double(), torch.randn(4, 5, device=device, requires_grad=True)
-    half = torch.tensor(0.5, device=device)
-    calls = [(a, b, 2.0), (a, 0.5, 2.0), (0.5, a, 2.0), (a, 2, 3), (4, a, True), (b, 0.5, 2.0),
-             (wide, 0.5, 2.0), (watched, 0.5, 2.0), (a, b, half), (a, 0.5, half), (0.5, 0.2, half), (a, b, 2)]
-    for x, y, scale in [*calls, *reversed(calls), *(call for call in calls for _ in range(3))]:
-        found, expected = difference(x, y, scale), (x - y * 3) * scale
-        assert (found.dtype, found.shape, found.requires_grad) == (
-            expected.dtype, expected.shape, expected.requires_grad)
-        assert_close(found, expected)
-    for nobody in (None, "x", [1.0]):
-        with pytest.raises(TypeError, match="difference: y must be a tensor, an array or a number"):
-            difference(a, nobody, 2.0)
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_float64_keeps_its_range_on_the_way_to_16_bits(name, device):
-    x = torch.tensor([90.0, 400.0, -400.0, 1.0], dtype=torch.float64, device=device)
-    softplus = frt.fuse(lambda x: frt.cast(frt.log(1 + frt.exp(x)), name))
-    assert torch.equal(softplus(x), x.exp().add(1).log().to(getattr(torch, name)))
-    difference = frt.fuse(lambda x: frt.cast(frt.exp(x + 1e-9) - frt.exp(x), name))
-    expected = ((x + 1e-9).exp() - x.exp()).to(getattr(torch, name))
-    assert_close(difference(x), expected, rtol=2**-7, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int32"])
 def test_casts_to_integers(name, dtype, device):
@@ -570,51 +539,6 @@ def test_what_can_be_traced(function, reference):
 def test_what_is_no_python_function(wrong):
     with pytest.raises(TypeError, match="fuse: needs a Python function of scalars, got "):
         frt.fuse(wrong)
-
-
-def test_signs_that_join_conditions_refuse_arguments_that_are_none(device):
-    """In torch they join the bits of integers."""
-    joined = frt.fuse(lambda x, y, z: frt.where(x & ~y, z, 0), name="joined")
-    a, b = (torch.rand(5, device=device) > 0.5 for _ in range(2))
-    z = torch.randn(5, device=device)
-    assert_close(joined(a, b, z), torch.where(a & ~b, z, 0))
-    for _ in range(3):
-        assert_close(joined(a, True, z), torch.zeros_like(z))
-    for x, y, name, kind in ((a.int(), b, "x", "torch.int32"), (a, b.float(), "y", "torch.float32"),
-                             (a, 2, "y", "<class 'int'>")):
-        with pytest.raises(TypeError, match=f"joined: {name} is joined by &, | or ~, .* bool, got {kind}"):
-            joined(x, y, z)
-    choice = frt.fuse(lambda x, y: frt.where(x, y > 0, x > 0) & (y | False))
-    assert torch.equal(choice(a, b), a & b)
-
-
-def test_small_integers_are_exact_too(device):
-    def of(dtype, *values):
-        return [torch.tensor([value], dtype=dtype, device=device) for value in values]
-
-    packed = frt.fuse(lambda r, g, b, a: frt.cast(((r * 256 + g) * 256 + b) * 256 + a, "int64"))
-    assert packed(*of(torch.uint8, 255, 1, 2, 3)).item() == 0xFF010203
-    assert frt.fuse(lambda x, y: frt.cast(x * y, "int32"))(*of(torch.int16, 32767, 32767)).item() == 32767**2
-    one, large = of(torch.bool, True)[0], torch.tensor(2**24 + 1, device=device)
-    assert frt.fuse(lambda x, y: frt.cast(x * y, "int64"))(one, large).item() == 2**24 + 1
-
-
-def test_exponents_of_0_and_1_have_derivatives(device):
-    x = torch.tensor([0.0, 2.0, math.nan], device=device, requires_grad=True)
-    y = frt.fuse(lambda x: x**0 + x**1)(x)
-    first, = torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert_close(y, 1 + x, equal_nan=True)
-    assert_close(first, torch.ones_like(x))
-
-
-def test_integers_are_exact(device):
-    """As far as float64 is: float32 ends at 2^24."""
-    large = torch.tensor([2**24, 2**31 + 1, 2**53 - 1], device=device)
-    assert not frt.fuse(lambda x, y: x == y)(large, large + 1).any()
-    total = frt.fuse(lambda x, y: frt.cast(x + y, "int64"))
-    assert torch.equal(total(large - 1, torch.ones_like(large)), large)
-    small = torch.tensor([2**30, 2**30 + 1], dtype=torch.int32, device=device)
-    assert frt.fuse(lambda x, y: x < y)(small[:1], small[1:]).all()
 
 
 def test_what_belongs_to_an_op_is_pickled_by_name():

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import library, row_fusion
-from fusionrt.ops.softmax import _cached_positions as cached_positions
+from fusionrt.counted import kept as kept_numbers
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch
 
@@ -394,11 +394,11 @@ def test_layouts(op, view, device):
 
 
 def test_causal_positions_are_kept_but_not_while_a_graph_is_made():
-    cached_positions.cache_clear()
+    kept_numbers.cache_clear()
     x = torch.randn(4, 6)
     for _ in range(3):
         frt.softmax(x, causal=True)
-    assert cached_positions.cache_info().misses == 1
+    assert kept_numbers.cache_info().misses == 1
     with torch.inference_mode():
         frt.softmax(torch.randn(5, 7), causal=True)
     x = torch.randn(5, 7, requires_grad=True)
@@ -406,7 +406,7 @@ def test_causal_positions_are_kept_but_not_while_a_graph_is_made():
     y.sum().backward()
     with torch._subclasses.fake_tensor.FakeTensorMode():
         frt.softmax(torch.randn(9, 11), causal=True)
-    assert cached_positions.cache_info().misses == 2
+    assert kept_numbers.cache_info().misses == 2
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -26,6 +26,7 @@ from fusionrt import deferred
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites
 from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
@@ -78,7 +79,7 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     if of_classes:
         named["ignore_index"] = ignore_index
         if logits.stride(-1) != 1 and logits.dim() > 1:
-            named["columns"] = _columns(n_classes, logits)
+            named["columns"] = counted(0, n_classes, logits)  # rows lie across memory: classes are compared
     options = (("weight", weight), ("label_smoothing", label_smoothing or None), ("z_loss", z_loss or None),
                ("softcap", softcap))
     named.update({name: value for name, value in options if value is not None})
@@ -119,20 +120,6 @@ def _check_target(op: str, input: torch.Tensor, target: torch.Tensor, ignore_ind
     if found != expected and (len(shape) > 1 or found != (1,)):
         raise ValueError(f"{op}: target must have the shape {expected} for classes and an input of the shape "
                          f"{shape}, got {found}")
-
-
-def _columns(n_classes: int, logits: torch.Tensor) -> torch.Tensor:
-    """For rows that lie across memory: a class is found by comparison, in one look at all logits."""
-    if is_watched() or (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return torch.arange(n_classes, dtype=torch.int32, device=logits.device)
-    return _cached_columns(n_classes, logits.device)
-
-
-@functools.lru_cache(64)
-def _cached_columns(n_classes: int, device: torch.device) -> torch.Tensor:
-    """Copied from the host, which waits for it: other streams may read it next."""
-    with torch.inference_mode(False):
-        return torch.arange(n_classes, dtype=torch.int32).to(device)
 
 
 sites = Sites()

@@ -10,15 +10,14 @@ zeros (-inf for the logarithm): such a query attends to nothing. Rows of -inf ar
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
-from fusionrt.autograd import is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.counted import counted
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.ops.dropout import scale_of_kept
@@ -134,20 +133,7 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
         raise ValueError(f"{op}: causal needs x of at least two dimensions and the last one as dim, got "
                          f"x of shape {tuple(x.shape)}" + ("" if is_last else " and another dim"))
     rows, columns = x.shape[-2:]
-    if is_watched() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _new_positions(rows, columns, x.device)
-    return _cached_positions(rows, columns, x.device)
-
-
-def _new_positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(columns - rows, columns, dtype=torch.int32, device=device)[:, None]
-
-
-@functools.lru_cache(64)
-def _cached_positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Copied from the host, which waits for it: other streams may read it next."""
-    with torch.inference_mode(False):
-        return _new_positions(rows, columns, torch.device("cpu")).to(device)
+    return counted(columns - rows, columns, x)[:, None]
 
 
 # -- ops -------------------------------------------------------------------------------------------
