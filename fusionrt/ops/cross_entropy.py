@@ -145,12 +145,17 @@ def _chosen(call: Call, in_place: bool) -> Run:
 
 def _repeated(call: Call, in_place: bool) -> Run:
     """As `_run`, for the user's tensors of another call of the kind."""
-    run, of_classes, op = _chosen(call, in_place), call.of_classes, call.op
-    place = call.params.index("weight") - 2 if "weight" in call.params else None
-    rest = [None if k == place else a for k, a in enumerate(call.args[2:])]
+    run, of_classes, op, n_classes = _chosen(call, in_place), call.of_classes, call.op, call.n_classes
+    names = call.params[2:]
+    rest = [None if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
+    weight_at, columns_at = (names.index(name) if name in names else None for name in ("weight", "columns"))
 
     def again(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> Any:
-        more = rest if place is None else [*rest[:place], weight, *rest[place + 1:]]
+        more = rest.copy()
+        if weight_at is not None:
+            more[weight_at] = weight
+        if columns_at is not None:
+            more[columns_at] = counted(0, n_classes, input)  # anew, as a capture has its own
         if in_place:
             _check_in_place(op, input)
         last = _one_a_row(target, input) if of_classes else _classes_last(target)
