@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from fusionrt.convert import capture, tracing
-from fusionrt.convert.sharing import SeparateMoves
+from fusionrt.convert.sharing import SeparateLoads, SeparateMoves
 
 Call = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -23,18 +23,36 @@ _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
 _numbers = itertools.count()
 
 
+class Replicas:
+    """Of `_replicate_for_data_parallel`, by which DataParallel makes modules on other devices:
+    the replicas run uncompiled, for what was compiled reads the parameters of the module."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def __call__(self) -> Module:
+        replica = type(self.module)._replicate_for_data_parallel(self.module)
+        detach(replica)
+        return replica
+
+
+_OWN = {"_apply": SeparateMoves, "_load_from_state_dict": SeparateLoads,
+        "_replicate_for_data_parallel": Replicas}
+
+
 def attach(module: Module, options: capture.Options) -> Forward:
     """Make a clone a converted module: what differs from its class stands in its own `__dict__`."""
     own = detach(module)
     forward = Forward(module, options, own)
-    vars(module).update(forward=forward, _apply=SeparateMoves(module))
+    vars(module).update(forward=forward, **{name: made(module) for name, made in _OWN.items()})
     return forward
 
 
 def detach(module: Module) -> Call | None:
     """The reverse; what `forward` the module had besides its class's, if it had one."""
-    if isinstance(vars(module).get("_apply"), SeparateMoves):
-        del vars(module)["_apply"]
+    for name, made in _OWN.items():
+        if isinstance(vars(module).get(name), made):
+            del vars(module)[name]
     own: Call | None = vars(module).pop("forward", None)
     if isinstance(own, Forward):
         own = own.own

@@ -33,9 +33,12 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
 
     The original runs on unchanged. Its parameters and buffers are the result's: what trains, loads or moves
     it does so to both. The result has the same `state_dict` keys; it can be trained, pickled, deep-copied and
-    wrapped, and takes parameters of its own when it is moved or cast (as a whole: `to`, `cuda` and `half` of
-    one of its parts change the original's part). What follows from weights alone is kept until autograd's
-    version of one changes: after a write that this does not see (`p.data.mul_(2)`, `p.detach().numpy()`)
+    wrapped. Moved, cast, or loaded by `assign=True`, it takes tensors of its own while anyone holds the
+    original or a part of it, so an optimizer made before goes on with the original's; where nobody does, its
+    parameters stay the same objects, as torch's do. (Of one of its parts, `to`, `half` and such change the
+    original's part; `assign=True` of the original gives parameters to that alone.) What follows from weights
+    alone is kept until autograd's version of one changes: after a write that this does not see
+    (`p.data.mul_(2)`, `p.detach().numpy()`)
     call torch.autograd.graph.increment_version(p).
 
     model:              any module that is not wrapped or compiled yet.

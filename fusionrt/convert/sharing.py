@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
+
+_sharing: weakref.WeakSet[Module] = weakref.WeakSet()  # the modules of all that was cloned, and of the clones
 
 
 def shared_clone(model: Module) -> Module:
@@ -31,6 +35,8 @@ def shared_clone(model: Module) -> Module:
         if clone is not None:
             vars(clone).update({name: (_hooks if name.endswith("_hooks") else _copied)(value, memo)
                                 for name, value in vars(module).items()}, _buffers=module._buffers)
+    _sharing.update(model.modules())
+    _sharing.update(clones.values())
     return clones.get(id(model), model)
 
 
@@ -54,20 +60,51 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-class SeparateMoves:
-    """`_apply` of a converted module, by which torch moves and casts (`to`, `cuda`, `half`).
-
-    Torch's own changes parameters in place, and they are the original's as well, as are the places of
-    buffers: the converted module takes parameters and places of its own before.
-    """
+class Separate:
+    """What a converted module has in place of a method of its class that changes parameters or the places of
+    buffers. Where others see the same ones, the original above all, the module takes its own before."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
 
+    def part(self) -> None:
+        """As new tensors on the same memory. Hooks and attributes of parameters are carried over."""
+        if is_shared(self.module):
+            own_tensors(self.module, hooks=True)
+
+
+class SeparateMoves(Separate):
+    """Of `_apply`, by which torch moves and casts (`to`, `cuda`, `half`)."""
+
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
         if _changes(self.module, fn):
-            own_tensors(self.module)
+            self.part()
         return type(self.module)._apply(self.module, fn, recurse)
+
+
+class SeparateLoads(Separate):
+    """Of `_load_from_state_dict`, for what `load_state_dict(assign=True)` puts into the places."""
+
+    def __call__(self, state: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            self.part()
+        type(self.module)._load_from_state_dict(self.module, state, prefix, local_metadata, *args)
+
+
+def is_shared(module: Module) -> bool:
+    """Whether modules that are not the module's own have its parameters or its places of buffers."""
+    if not _sharers(module):
+        return False
+    gc.collect()  # whoever let go of an original must not find it in the way
+    return bool(_sharers(module))
+
+
+def _sharers(module: Module) -> list[Module]:
+    own = set(module.modules())
+    places = {id(part._buffers) for part in own if part._buffers}
+    params = {id(p) for p in module.parameters()}
+    return [m for m in _sharing if m not in own and (
+        id(m._buffers) in places or any(id(p) in params for p in m._parameters.values()))]
 
 
 def _changes(module: Module, fn: Callable[[Tensor], Tensor]) -> bool:
@@ -81,9 +118,9 @@ def _changes(module: Module, fn: Callable[[Tensor], Tensor]) -> bool:
         return any(fn(t) is not t for t in kinds.values())
 
 
-def own_tensors(module: Module) -> None:
+def own_tensors(module: Module, hooks: bool = False) -> None:
     """Give a clone parameters of its own, still on the same memory, and places of its own for buffers; tied
-    parameters stay tied."""
+    parameters stay tied. `hooks`: those of parameters serve both from now on."""
     own: dict[int, Parameter] = {}
     for part in module.modules():
         part._buffers = dict(part._buffers)
@@ -91,6 +128,16 @@ def own_tensors(module: Module) -> None:
             if p is None:
                 continue
             if id(p) not in own:
-                own[id(p)] = Parameter(p.detach(), p.requires_grad)
-                own[id(p)].grad = None if p.grad is None else p.grad.detach()
+                own[id(p)] = _own(p, hooks)
             part._parameters[name] = own[id(p)]
+
+
+def _own(p: Parameter, hooks: bool) -> Parameter:
+    made = Parameter(p.detach(), p.requires_grad)
+    vars(made).update(vars(p))
+    made.grad = None if p.grad is None else p.grad.detach()
+    if hooks:
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(p, kind):
+                setattr(made, kind, getattr(p, kind))
+    return made
