@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+import fusionrt as frt
 from fusionrt.convert import calls
 from fusionrt.convert.calls import aligned_product, copied
 from fusionrt.convert.cuda_graphs import copies_of
+from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.last_copies import without_last_copies
 from fusionrt.convert.replay import Replays, is_repeatable
+from fusionrt.convert.validate import Judge
 from fusionrt.runtime.cache import MissingKernelError
 
 # -- torch's encoder layers ------------------------------------------------------------------------------
@@ -72,6 +75,24 @@ def test_encoder_layers_with_masks(kind):
         assert_close(run(x), model(x, **masks), rtol=1e-4, atol=1e-5)
     assert sum(f.counts["linear_gelu"] for f in found) == 2
     assert not any("attention" in f.counts for f in found)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padding_of_an_encoder():
+    """torch's own has zeros there or not, as gradients are recorded or not. The rest is compared."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    arguments = {"src": x, "src_key_padding_mask": padding}
+    fast = frt.auto_convert_model(model, example_inputs=arguments)
+    assert frt.convert.conversion_report(fast).as_dict()["validation"]["accepted"]
+    with torch.no_grad():
+        found, expected = fast(**arguments), model(**arguments)
+    assert_close(found[~padding], expected[~padding], rtol=1e-4, atol=1e-5)
+    assert_close(found, model(**arguments).detach(), rtol=1e-4, atol=1e-5)  # recording gradients
+    wrong = copy.deepcopy(model)
+    wrong.layers[0].linear1.bias.data += 1e-2
+    assert not Judge(wrong, Inputs((), arguments))(fast).accepted
 
 
 @pytest.mark.parametrize("length", [2, 7])

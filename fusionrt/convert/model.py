@@ -49,7 +49,8 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     device:             where the converted module goes; default: where the model is.
     validate_accuracy:  compare original and converted with a float64 run on random inputs, in evaluation
                         mode; a replacement that makes the error larger than twice the original's own is
-                        undone, and reported by `fusionrt.convert.conversion_report`.
+                        undone, and reported by `fusionrt.convert.conversion_report`. (The padding of an
+                        nn.TransformerEncoder is what torch.compile makes of it, not its fast path's zeros.)
     accuracy_threshold: the error allowed instead, over the largest number of each output.
     strict:             raise ValidationError instead of undoing replacements.
     passes:             names of `fusionrt.convert.PASSES`, in order; default: all of them.
