@@ -236,6 +236,27 @@ def test_copies_are_converted_too(copied):
     assert record_of(other).verdict == record_of(fast).verdict
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+                         ids=["deepcopy", "pickle"])
+def test_copies_made_before_the_first_call_are_proven_as_well(copied):
+    model = Picklable(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    fast = frt.auto_convert_model(model)
+    other = copied(fast)
+    other(X)
+    assert record_of(other).verdict.accepted and record_of(fast).verdict is None
+    fast(X)
+    assert record_of(fast).verdict.accepted
+
+
+def test_a_proof_that_failed_is_tried_again():
+    fast = frt.auto_convert_model(nn.Linear(8, 2))
+    with pytest.raises(ValueError, match="the model itself fails"):
+        fast(torch.randn(3, 5))
+    assert record_of(fast).verdict is None
+    fast(X)
+    assert record_of(fast).verdict.accepted
+
+
 def test_in_ddp(net, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -72,10 +72,10 @@ class Forward:
     def __init__(self, module: Module, options: capture.Options, own: Call | None = None,
                  record: Any = None) -> None:
         self.module, self.options, self.own, self.record = module, options, own, record
+        self.first: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
         self._start()
 
     def _start(self) -> None:
-        self.first: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
         self.graphs: list[capture.Found] = []
         self._run: Call | None = None
         self._hooked: list[tuple[int, tuple[int, ...]]] = []
@@ -111,7 +111,11 @@ class Forward:
         """A call that may have to be compiled."""
         first, self.first = self.first, None
         if first is not None:
-            first(args, kwargs)
+            try:
+                first(args, kwargs)
+            except BaseException:
+                self.first = first  # whatever it was, the model is not proven
+                raise
         self._last_hook, hooked = RemovableHandle.next_id, self._hooks()
         if self._run is not None and hooked == self._hooked:
             return self._run(*args, **kwargs)
@@ -131,7 +135,7 @@ class Forward:
         return [(id(place), tuple(place)) for place in places if place]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("module", "options", "own", "record")}
+        return {name: getattr(self, name) for name in ("module", "options", "own", "record", "first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

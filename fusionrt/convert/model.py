@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,9 +114,7 @@ class ModelConverter:
         if inputs is not None:
             self._prove(converted, original, inputs, held)
         elif self.validate_accuracy or self.measure:
-            # Compared with what the model has become by then: its dtype, its hooks, other layers.
-            forward.first = lambda *inputs: self._prove(converted, _placed(converted, None), Inputs(*inputs),
-                                                        held)
+            forward.first = FirstCall(self, converted, held)
         self._converted = converted
         return converted
 
@@ -166,6 +165,19 @@ class ModelConverter:
         if self._converted is None:
             raise ValueError("ModelConverter: no model has been converted yet")
         return self._converted
+
+
+class FirstCall:
+    """Proves a converted module with the arguments of its first call, by what it has become by then: its
+    dtype, its hooks, other layers. A copy made before has a proof of its own."""
+
+    def __init__(self, converter: ModelConverter, converted: Module, held: int) -> None:
+        self.converter, self.converted, self.held = copy.copy(converter), converted, held
+        self.converter._converted = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        original, inputs = _placed(self.converted, None), Inputs(args, kwargs)
+        self.converter._prove(self.converted, original, inputs, self.held)
 
 
 def conversion_report(converted: Module) -> Report:
