@@ -67,12 +67,19 @@ def examine(wait: bool = False) -> None:
 
 
 def _send(count: Any, message: Message) -> None:
-    global _host
-    if len(_pending) == ON_THEIR_WAY:
+    while not _sent(count, message):
         examine(wait=True)
+
+
+def _sent(count: Any, message: Message) -> bool:
+    """Whether there was a place for it."""
+    global _host
     with _lock:
+        if len(_pending) >= ON_THEIR_WAY:
+            return False
         _host = _host or _Host()
         place, _host.next = _host.next, (_host.next + 1) % ON_THEIR_WAY
         _host.counts[place] = _UNKNOWN
         _host.places[place].copy_(count, non_blocking=True)
         _pending.append((place, message, count.device))
+        return True

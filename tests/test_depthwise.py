@@ -220,6 +220,16 @@ def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
 
 
+@pytest.mark.parametrize("dtype, taps, vec", [("bfloat16", 49, 2), ("float16", 121, 2), ("float64", 49, 1),
+                                              ("float32", 121, 1)], ids=str)
+def test_long_rows_of_taps_compile(dtype, taps, vec):
+    """Their sums do not fit into shared memory together."""
+    form = Form(dtype, (1, taps), (1, 1), vec, 0)
+    form = form._replace(columns=max(depthwise_strips.widths_of_gradient(form)))
+    kernel = weighing(form)
+    assert compiler.cubin(kernel.text, kernel.stem, "sm_90", kernel.name)[0].metadata["shared"] <= 48 << 10
+
+
 def test_without_elements(device):
     for shape, size in (((0, 4, 5, 5), (0, 4, 5, 5)), ((2, 4, 1, 1), (2, 4, 1, 1))):
         x = images(*shape, device=device).requires_grad_()
@@ -257,6 +267,14 @@ def test_as_accurate_as_torch(dtype, options_of):
             y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), named,
                                  torch.no_grad()(frt.depthwise_conv2d.reference))
             assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, taps", [(BF16, 61), (F32, 121), (F64, 49)], ids=str)
+def test_long_rows_of_taps(dtype, taps):
+    x = images(2, 32, 5, 130, dtype=dtype, device="cuda")
+    weight = torch.randn(32, 1, 1, taps, device="cuda").to(dtype)
+    check_in_norm(frt.depthwise_conv2d, (x, weight), {"padding": (0, taps // 2)})
 
 
 @pytest.mark.gpu

@@ -83,3 +83,14 @@ def test_integers_are_exact(device):
     assert torch.equal(total(large - 1, torch.ones_like(large)), large)
     small = torch.tensor([2**30, 2**30 + 1], dtype=torch.int32, device=device)
     assert frt.fuse(lambda x, y: x < y)(small[:1], small[1:]).all()
+
+
+@pytest.mark.parametrize("number", [1e39, -1e300, 3.4028235e38])
+def test_numbers_beyond_float32(number, device):
+    """torch takes them for infinities."""
+    x = torch.tensor([1.0, -2.0, 0.0, 0.25], device=device)
+    scaled = frt.fuse(lambda x, s: x * s)
+    for _ in range(2):  # a remembered call as well
+        torch.testing.assert_close(scaled(x, number), x * number, equal_nan=True)
+    assert frt.quantize_int8(x, 1e-39).tolist() == [127, -128, 0, 127]
+    torch.testing.assert_close(frt.softmax(x, scale=number), torch.softmax(x * number, -1), equal_nan=True)

@@ -121,6 +121,22 @@ def test_derivatives(device):
     assert_close(call(frt.qkv_heads), call(frt.qkv_heads.reference))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_second_derivatives_of_sums(with_bias, device):
+    """The gradient that comes back to a sum's is one element, expanded."""
+    qkv, bias = (t.requires_grad_() for t in packed(F64, device))
+    leaves = (qkv, bias) if with_bias else (qkv,)
+    found = []
+    for function in (frt.qkv_heads, frt.qkv_heads.reference):
+        heads = function(qkv, HEADS, KV_HEADS, bias=bias if with_bias else None, base=1e4)
+        torch.manual_seed(3)
+        weights = [torch.randn_like(t).requires_grad_() for t in heads]
+        total = sum((t * w).sum() for t, w in zip(heads, weights, strict=True))
+        first = torch.autograd.grad(total, leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.sum() for g in first), weights))
+    assert_close(*found)
+
+
 def test_some_gradients(device):
     qkv, bias = (t.requires_grad_() for t in packed(device=device))
     for parts, leaves in (((0,), (qkv,)), ((1, 2), (bias,)), ((2,), (qkv, bias))):

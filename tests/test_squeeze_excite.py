@@ -75,12 +75,14 @@ def test_as_accurate_as_torch(dtype, images, inner, outer, monkeypatch):
 
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take_is_torch_s():
-    """Channels that are no whole vectors, memory of another order, weights that begin anywhere."""
+    """Channels that are no whole vectors, memory of another order, weights that begin anywhere; and biases of
+    any strides, which it does take."""
     x = torch.randn(2, 6, 6, 24, device="cuda").permute(0, 3, 1, 2)
     w1, b1, w2, b2 = (torch.randn(*s, device="cuda") for s in ((5, 24, 1, 1), (5,), (24, 5, 1, 1), (24,)))
     shifted = torch.randn(24 * 5 + 1, device="cuda")[1:].view(24, 5, 1, 1)
+    apart, one = torch.randn(10, device="cuda")[::2], torch.randn(1, device="cuda").expand(24)
     for given in ((x[:, :22], w1[:, :22], b1, w2[:22], b2[:22]), (x.contiguous(), w1, b1, w2, b2),
-                  (x, w1, b1, shifted, b2)):
+                  (x, w1, b1, shifted, b2), (x, w1, apart, w2, one)):
         ours = squeeze_excite(*given, inner="relu", outer="sigmoid")
         y, first, second, third, fourth = (t.double() for t in given)
         exact = y * torch.sigmoid(F.conv2d(F.relu(F.conv2d(y.mean((2, 3), keepdim=True), first, second)),

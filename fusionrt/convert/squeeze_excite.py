@@ -43,10 +43,10 @@ def squeeze_excite(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *,
     pack, cluster = VECTOR // x.itemsize, _cluster(stands_for(x.device).index, len(x))
     cut = _cut(channels // pack, pixels, hidden, cluster)
     hidden_pack = math.gcd(hidden, pack)
-    pointers = (t.data_ptr() for t in (x, w1.contiguous(), b1, w2.contiguous(), b2, out))
+    read = [x, *(w.contiguous() for w in (w1, b1, w2, b2))]
     _kernel(STORAGE[x.dtype], inner, outer, cluster, hidden_pack)(
-        x.device, n * cluster, *pointers, pixels, channels, hidden, cut.part_bits, cut.pixels,
-        *magic(cut.packs), *magic(hidden // hidden_pack),
+        x.device, n * cluster, *(t.data_ptr() for t in (*read, out)), pixels, channels, hidden,
+        cut.part_bits, cut.pixels, *magic(cut.packs), *magic(hidden // hidden_pack),
         shared=4 * (SCRATCH + 2 * pack * cut.packs + 2 * (hidden + 3) + cluster * hidden))
     return out
 

@@ -43,6 +43,8 @@ def _heads(qkv: Tensor, q_heads: int, kv_heads: int) -> list[Tensor]:
 def _run(qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
          q_heads: int, kv_heads: int, *more: Any) -> tuple[Tensor, ...]:
     found = _heads(qkv, q_heads, kv_heads)
+    # As a gradient of a gradient they are of any layout.
+    qkv, bias = qkv if qkv.stride(2) == 1 else qkv.contiguous(), None if bias is None else bias.contiguous()
     _launch(_call(qkv, found, (cos, sin, positions), False, more), bias)
     return tuple(found)
 

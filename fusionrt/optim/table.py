@@ -54,8 +54,16 @@ def keep_for_graphs(table: Table) -> None:
         _captured.append(table)
 
 
-@functools.lru_cache(maxsize=64)
 def shared_table(device: torch.device, addresses: tuple[int, ...] | None, numels: tuple[int, ...]) -> Table:
     """For tensors without state; without `addresses` they are the launch's gradients themselves."""
+    table = _kept(device, addresses, numels)
+    if device.type == "cuda":  # another stream than the first one's may be reading it when it is let go of
+        for part in (table.tensors, table.chunks):
+            part.record_stream(torch.cuda.current_stream(device))
+    return table
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(device: torch.device, addresses: tuple[int, ...] | None, numels: tuple[int, ...]) -> Table:
     addresses = addresses or (0,) * len(numels)
     return Table(device, [Row(p, 0, n) for p, n in zip(addresses, numels, strict=True)])

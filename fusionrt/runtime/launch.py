@@ -68,12 +68,14 @@ class Text:
         packer = source.params.packer
         buffer = ctypes.create_string_buffer(packer.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        self.scope |= {f"pack{k}": packer.pack_into, f"buffer{k}": buffer, f"pointers{k}": pointers}
+        self.scope |= {f"pack{k}": packer.pack_into, f"buffer{k}": buffer, f"pointers{k}": pointers,
+                       f"converted{k}": source.params.converted}
         function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name, kernel)
         cuda.allow(function, shared, cluster)
-        packed = [values.get(v, v) if isinstance(v, str) else str(v)
-                  for field in source.values for v in field]
-        self.lines.append(f"pack{k}(buffer{k}, 0, {', '.join(packed)})")
+        packed = ", ".join(values.get(v, v) if isinstance(v, str) else str(v)
+                           for field in source.values for v in field)
+        self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
+                       f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
         if waits and cuda.has_dependent_launches(self.call.device):
             self.scope[f"launch{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
             self.lines.append(f"launch{k}(stream({self.call.device}))")

@@ -75,6 +75,9 @@ class Text:
     # -- the whole -------------------------------------------------------------------------------
 
     def source(self) -> Source:
+        if n_rows(self.problem) >= 1 << 32:
+            raise ValueError(f"{self.problem.name}: a GPU takes less than 2^32 rows, got "
+                             f"{n_rows(self.problem)}; call it on parts")
         fields = self._fields()
         params = Params([field for field, _ in fields])
         wide = self.problem.domain.numel >= INDEX_LIMIT

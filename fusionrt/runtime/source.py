@@ -6,10 +6,12 @@ The text is what gets hashed, so nothing it depends on can change unseen: there 
 from __future__ import annotations
 
 import functools
+import math
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
@@ -92,6 +94,19 @@ class Params:
             f"    {f.declaration};\n" for f in fields) + "};"
         format = "=" + "".join(f.format for f in fields)
         self.packer = struct.Struct(f"{format}{-struct.calcsize(format) % max(alignments, default=1)}x")
+        self._codes = re.findall(r"\d+s|[A-Za-z]", format)
+
+    def converted(self, *values: Any) -> list[Any]:
+        """Numbers beyond float32 as infinities, which C makes of them and Python refuses."""
+        return [_single(v) if code == "f" else v for v, code in zip(values, self._codes, strict=True)]
+
+
+def _single(number: float) -> float:
+    try:
+        struct.pack("=f", number)
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return number
 
 
 def _alignment(format: str) -> int:
