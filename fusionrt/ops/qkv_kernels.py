@@ -12,9 +12,10 @@ import torch
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.indices import Indices
+from fusionrt.laid import Laid, laid
 from fusionrt.ops.reduction import sum as sum_over
 from fusionrt.ops.rotary_kernels import Options as Rotary
-from fusionrt.ops.rotary_kernels import cpu_tables, is_packed
+from fusionrt.ops.rotary_kernels import cpu_tables, is_packed, position_steps, table_steps
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer
 
@@ -80,73 +81,74 @@ def kernel_of(form: Form) -> Kernel:
     return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=_acc(form.dtype))
 
 
+class Plan(NamedTuple):
+    """A launch but for addresses and the first position. `chunks`: rows of partial sums of a bias."""
+
+    kernel: Kernel
+    blocks: int
+    chunks: int
+    steps: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
 def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     """To heads adding the bias, or back, when the bias is what its gradient is written to."""
-    packed, q, rotary = call.packed, call.heads[0], call.rotary
+    q, rotary = call.heads[0], call.rotary
+    tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
+    plan = _planned(bias is not None, rotary._replace(offset=0), *map(laid, tensors))
+    partials = fault = None
+    if bias is not None and rotary.inverse:
+        acc = torch.promote_types(q.dtype, torch.float32)
+        partials = torch.empty((plan.chunks, call.packed.shape[2]), dtype=acc, device=q.device)
+    if call.positions is not None and call.cos is not None:
+        fault = indices.fault_of(q.device)
+    places = [0 if t is None else t.data_ptr() for t in (*tensors[:5], partials, *tensors[5:], fault)]
+    plan.kernel(q.device, plan.blocks, *places, *plan.steps, rotary.offset, *plan.numbers)
+    if partials is not None and bias is not None:
+        bias.copy_(sum_over(partials, 0))
+    if fault is not None and call.cos is not None:
+        indices.check_later("qkv_heads", fault, [Indices("position_ids", None, call.cos.shape[1])])
+
+
+@functools.lru_cache(1024)
+def _planned(has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid, v: Laid, bias: Laid | None,
+             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> Plan:
     batch, q_heads, length, head_dim = q.shape
-    kv_heads, half = call.heads[1].shape[1], rotary.rotary_dim // 2
-    vec = _vector(call, None if rotary.inverse else bias)
+    kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, _name(q)
+    vec = _vector(rotary, head_dim, (packed, q, k, v), bias)
     pairs = max(1, vec // 2 if rotary.interleaved else vec)
-    table = None if call.cos is None or call.sin is None else (call.cos, call.sin)
+    table = None if cos is None or sin is None else (cos, sin)
     packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
-    kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
-                            None if call.positions is None else _name(call.positions), vec, packs,
-                            rotary.interleaved, not rotary.inverse, bias is not None))
+    kernel = kernel_of(Form(dtype, None if table is None else _name(table[0]),
+                            None if positions is None else _name(positions), vec, packs,
+                            rotary.interleaved, not rotary.inverse, has_bias))
     copied = vec if rotary.interleaved and vec > 1 else 2 * vec   # columns of a unit
     units = half // pairs + -(-(head_dim - 2 * half) // copied)
     heads, count = q_heads + 2 * kv_heads, batch * length
-    groups = -(-heads // _heads_of_thread(_name(q)))
+    groups = -(-heads // _heads_of_thread(dtype))
     column_blocks = -(-groups * units // LANES)
     depth = kernel.block // LANES
     rows = depth * max(1, min(MOST_ROWS, count * column_blocks // (depth * ENOUGH_BLOCKS)))
     chunks = -(-count // rows)
-    partials = None
-    if bias is not None and rotary.inverse:
-        acc = torch.promote_types(q.dtype, torch.float32)
-        partials = torch.empty((chunks, packed.shape[2]), dtype=acc, device=q.device)
-    fault = None if call.positions is None or table is None else indices.fault_of(q.device)
-    added = None if rotary.inverse else bias
-    kernel(q.device, column_blocks * chunks,
-           *map(_address, (packed, *call.heads, added, partials, call.cos, call.sin, call.positions, fault)),
-           *packed.stride()[:2], *(t.stride(k) for t in call.heads for k in (0, 2, 1)), *_table_steps(call),
-           *_position_steps(call.positions), rotary.offset,
-           2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
-           *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, rows,
-           packed.shape[2], half // pairs, half, head_dim)
-    if partials is not None and bias is not None:
-        bias.copy_(sum_over(partials, 0))
-    if fault is not None and table is not None:
-        indices.check_later("qkv_heads", fault, [Indices("position_ids", None, table[0].shape[1])])
+    steps = (*packed.strides[:2], *(t.stride(k) for t in (q, k, v) for k in (0, 2, 1)), *table_steps(table),
+             *position_steps(positions))
+    return Plan(kernel, column_blocks * chunks, chunks, steps, (
+        2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
+        *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, rows,
+        packed.shape[2], half // pairs, half, head_dim))
 
 
-def _vector(call: Call, bias: Tensor | None) -> int:
+def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid | None) -> int:
     """The widest pack that all rows are multiples of."""
-    rotary, itemsize, head_dim = call.rotary, call.packed.itemsize, call.heads[0].shape[3]
+    itemsize = tensors[0].itemsize
     rotated = rotary.rotary_dim if rotary.interleaved else rotary.rotary_dim // 2
     sizes = [rotated, head_dim - rotary.rotary_dim]
-    tensors = [call.packed, *call.heads]
-    sizes += [stride for t in tensors for n, stride in zip(t.shape[:-1], t.stride(), strict=False) if n > 1]
-    sizes += [_address(t) // itemsize for t in (*tensors, bias)]
+    sizes += [stride for t in tensors for n, stride in zip(t.shape[:-1], t.strides, strict=False) if n > 1]
+    sizes += [t.residue // itemsize for t in (*tensors, bias) if t is not None]
     return math.gcd(16 // itemsize, head_dim, *sizes)
 
 
-def _table_steps(call: Call) -> tuple[int, ...]:
-    if call.cos is None:
-        return 0, 0, 0, 0
-    return (call.cos.stride(0) if call.cos.shape[0] > 1 else 0), *call.cos.stride()[1:], call.cos.shape[1]
-
-
-def _position_steps(positions: Tensor | None) -> tuple[int, int]:
-    if positions is None:
-        return 0, 0
-    return (positions.stride(0) if positions.shape[0] > 1 else 0), positions.stride(1)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
-def _name(t: Tensor) -> str:
+def _name(t: Tensor | Laid) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 

@@ -12,6 +12,7 @@ import torch
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.indices import Indices
+from fusionrt.laid import WIDEST, Laid, laid
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer
 
@@ -82,10 +83,33 @@ def kernel_of(form: Form) -> Kernel:
                   constants, acc="float64" if form.dtype == "float64" else "float32")
 
 
+class Plan(NamedTuple):
+    """A launch but for addresses and the first position."""
+
+    kernel: Kernel
+    blocks: int
+    steps: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
 def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
             positions: Tensor | None, options: Options) -> None:
     """All of shape (B, S, heads, D), cos and sin of shape (B or 1, positions, rotary_dim / 2)."""
-    q, in_place = tensors[0], outs[0].data_ptr() == tensors[0].data_ptr() != 0
+    q = tensors[0]
+    in_place = outs[0].data_ptr() == q.data_ptr() != 0
+    plan = _planned(options._replace(offset=0), in_place, tuple(map(laid, tensors)), tuple(map(laid, outs)),
+                    *map(laid, (cos, sin, positions)))
+    fault = None if positions is None or cos is None else indices.fault_of(q.device)
+    plan.kernel(q.device, plan.blocks, *_pointers(tensors), *_pointers(outs), *_pointers((cos, sin)),
+                *_pointers((positions, fault)), *plan.steps, options.offset, *plan.numbers)
+    if fault is not None and cos is not None:
+        indices.check_later("rotary_embedding", fault, [Indices("position_ids", None, cos.shape[1])])
+
+
+@functools.lru_cache(1024)
+def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Sequence[Laid],
+             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> Plan:
+    q = tensors[0]
     batch, length, _, head_dim = q.shape
     vec = _vector((*tensors, *outs), options, in_place)
     pairs = max(1, vec // 2 if options.interleaved else vec)
@@ -102,23 +126,18 @@ def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
     wide = threads >= WIDE_FROM
     divisors = units, batch * length if positions_first else groups, length
     kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
-                          None if positions is None else _name(positions), vec, packs,
-                          options.interleaved, wide))
-    fault = None if positions is None or table is None else indices.fault_of(q.device)
-    kernel(q.device, -(-threads // kernel.block),
-           *_pointers(tensors), *_pointers(outs), *_pointers(table or ()), *_pointers((positions, fault)),
-           *_strides(tensors), *_strides(outs), *_table_strides(table), *_position_strides(positions),
-           options.offset,
-           2 * math.log2(options.base) / options.rotary_dim, 1 / (2 * math.pi * options.scaling),
-           threads, *(n for d in divisors for n in ((d,) if wide else magic(d))),
-           heads, q.shape[2], groups, positions_first, half // pairs, half, head_dim,
-           -1.0 if options.inverse else 1.0)
-    if fault is not None and cos is not None:
-        indices.check_later("rotary_embedding", fault, [Indices("position_ids", None, cos.shape[1])])
+                            None if positions is None else _name(positions), vec, packs,
+                            options.interleaved, wide))
+    steps = *_strides(tensors), *_strides(outs), *table_steps(table), *position_steps(positions)
+    return Plan(kernel, -(-threads // kernel.block), steps, (
+        2 * math.log2(options.base) / options.rotary_dim, 1 / (2 * math.pi * options.scaling),
+        threads, *(n for d in divisors for n in ((d,) if wide else magic(d))),
+        heads, q.shape[2], groups, positions_first, half // pairs, half, head_dim,
+        -1.0 if options.inverse else 1.0))
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _name(t: Tensor | Laid) -> str:
+    return str(t.dtype).removeprefix("torch.")
 
 
 def _groups(heads: int, places: int, share: int) -> int:
@@ -129,23 +148,23 @@ def _groups(heads: int, places: int, share: int) -> int:
     return -(-heads // share)
 
 
-def _vector(tensors: Sequence[Tensor], options: Options, in_place: bool) -> int:
+def _vector(tensors: Sequence[Laid], options: Options, in_place: bool) -> int:
     """The widest pack that all rows are multiples of; 1 where columns are not neighbours."""
     if any(t.stride(3) != 1 for t in tensors):
         return 1
     itemsize, head_dim = tensors[0].itemsize, tensors[0].shape[3]
     sizes = [options.rotary_dim if options.interleaved else options.rotary_dim // 2]
     sizes += [] if in_place else [head_dim - options.rotary_dim]
-    sizes += [stride for t in tensors for n, stride in zip(t.shape[:3], t.stride(), strict=False) if n > 1]
-    sizes += [t.data_ptr() // itemsize for t in tensors]
+    sizes += [stride for t in tensors for n, stride in zip(t.shape[:3], t.strides, strict=False) if n > 1]
+    sizes += [t.residue // itemsize for t in tensors]
     return math.gcd(16 // itemsize, *sizes)
 
 
-def is_packed(table: Tensor, pairs: int) -> bool:
-    size = min(16, pairs * table.itemsize)
-    rows = [stride for n, stride in zip(table.shape[:2], table.stride(), strict=False) if n > 1]
+def is_packed(table: Laid, pairs: int) -> bool:
+    size = min(WIDEST, pairs * table.itemsize)
+    rows = [stride for n, stride in zip(table.shape[:2], table.strides, strict=False) if n > 1]
     return table.stride(2) == 1 and all(n * table.itemsize % size == 0 for n in rows) and (
-        table.data_ptr() % size == 0)
+        table.residue % size == 0)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -154,19 +173,20 @@ def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
     return found + [0] * (2 - len(found))
 
 
-def _strides(tensors: Sequence[Tensor]) -> list[int]:
-    found = [stride for t in tensors for stride in t.stride()]
+def _strides(tensors: Sequence[Laid]) -> list[int]:
+    found = [stride for t in tensors for stride in t.strides]
     return found + [0] * (8 - len(found))
 
 
-def _table_strides(table: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
+def table_steps(table: tuple[Laid, Laid] | None) -> tuple[int, ...]:
+    """From batch to batch, position to position and column to column, and how many positions there are."""
     if table is None:
         return 0, 0, 0, 0
     cos = table[0]
     return (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1), cos.stride(2), cos.shape[1]
 
 
-def _position_strides(positions: Tensor | None) -> tuple[int, int]:
+def position_steps(positions: Laid | None) -> tuple[int, int]:
     if positions is None:
         return 0, 0
     return (positions.stride(0) if positions.shape[0] > 1 else 0), positions.stride(1)
