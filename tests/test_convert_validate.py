@@ -278,6 +278,30 @@ def test_sparse_buffers():
     torch.testing.assert_close(fast(x), model(x))
 
 
+class Returning(nn.Module):
+    """`make` of two of a layer's results."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(8, 8), make
+
+    def forward(self, x):
+        return self.make(torch.relu(self.layer(x)), self.layer(x)[:1])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize("make", [lambda a, b: a.to_sparse(), lambda a, b: a.to_sparse_csr(),
+                                  lambda a, b: torch.nested.as_nested_tensor([a, b], layout=torch.jagged)],
+                         ids=["coo", "csr", "jagged"])
+def test_results_that_are_not_strided(make):
+    model, x = Returning(make).eval(), torch.randn(4, 8)
+    fast = frt.auto_convert_model(model, example_inputs=x)
+    assert record_of(fast).verdict.accepted
+    wrong = copy.deepcopy(model)
+    wrong.layer.bias.data += 1e-2
+    assert not Judge(wrong, Inputs((x,), {}))(fast).accepted
+
+
 def test_expanded_tensors_are_put_back(net):
     net.register_buffer("wide", torch.zeros(1).expand(3))
     with undisturbed(net):

@@ -55,9 +55,15 @@ Leaves = dict[str, Any]  # of a result, by the names that `leaves` gives them
 
 def leaves(output: Any, name: str = "output", inside: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Every tensor and number of a nested result, by a name that says the types of what holds it. A Python
-    float is a tensor too: it may be as inexact."""
+    float is a tensor too: it may be as inexact. Sparse tensors are compared as dense ones, nested ones by
+    their parts."""
     if isinstance(output, float):
         yield name, torch.tensor(output, dtype=torch.float64)
+    elif isinstance(output, Tensor) and output.is_nested:
+        for k, part in enumerate(output.unbind()):
+            yield f"{name} (nested)[{k}]", part
+    elif isinstance(output, Tensor) and output.layout is not torch.strided:
+        yield f"{name} ({output.layout})", output.to_dense()
     elif isinstance(output, (Tensor, int, str, type(None))):
         yield name, output
     elif not any(output is outer for outer in inside):
