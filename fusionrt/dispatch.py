@@ -94,7 +94,7 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
 
     `operator.local.site` is the thread's last (check of the tensors, what to run). Parameters with a
     default or annotated as numbers are taken for numbers, the others for tensors; a call that is
-    otherwise is served by `general`.
+    otherwise is served by `general`. Its own names must be none of a user's parameters.
     """
     params = list(signature.parameters.values())
     numbers = [p.name for p in params if p.default is not p.empty or p.annotation in (
@@ -102,23 +102,24 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     tensors = [p.name for p in params if p.name not in numbers]
     operator.entry_tensors = [p.name in tensors for p in params]
     arguments = ", ".join(p.name for p in params)
-    kinds = "".join(f" and _type({n}) in _numbers" for n in numbers)
+    kinds = "".join(f" and _frt_type({n}) in _frt_numbers" for n in numbers)
     # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.
     nested = " or ".join(f"{name}.is_nested" for name in tensors) or "False"
     text = f"""def entry{_parameters(params)}:
-    if _is_compiling() or _forward_ad._current_level >= 0:
-        return _general({arguments})
+    if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
+        return _frt_general({arguments})
     try:
-        _check, _run = _local.site
-        _known = not ({nested}) and _check({', '.join(tensors)}){kinds}
-    except (AttributeError, TypeError):
-        _known = False
-    return _run({arguments}) if _known else _general({arguments})
+        _frt_check, _frt_run = _frt_local.site
+        _frt_known = not ({nested}) and _frt_check({', '.join(tensors)}){kinds}
+    except _frt_errors:
+        _frt_known = False
+    return _frt_run({arguments}) if _frt_known else _frt_general({arguments})
 """
     scope: dict[str, Any] = {
-        "_is_compiling": torch.compiler.is_dynamo_compiling, "_forward_ad": forward_ad, "_type": type,
-        "_general": general, "_local": operator.local, "_numbers": _NUMBERS,
-        **{f"_default_{p.name}": p.default for p in params}}
+        "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
+        "_frt_type": type, "_frt_errors": (AttributeError, TypeError), "_frt_general": general,
+        "_frt_local": operator.local, "_frt_numbers": _NUMBERS,
+        **{f"_frt_default_{p.name}": p.default for p in params}}
     exec(_compiled(text), scope)
     made = scope["entry"]
     made.__name__ = made.__qualname__ = operator.name
@@ -139,5 +140,5 @@ def _parameters(params: list[inspect.Parameter]) -> str:
         if p.kind is p.KEYWORD_ONLY and not starred:
             parts.append("*")
             starred = True
-        parts.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
+        parts.append(p.name if p.default is p.empty else f"{p.name}=_frt_default_{p.name}")
     return f"({', '.join(parts)})"

@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import re
+import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -124,7 +126,7 @@ class Expr:
         if name not in FUNCTIONS:
             raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
                              + ", ".join(sorted(FUNCTIONS)))
-        options = {k: v for k, v in (kwargs or {}).items() if v is not None and v is not False
+        options = {k: v for k, v in (kwargs or {}).items() if v is not None
                    and (k not in _TORCH_DEFAULTS or v != _TORCH_DEFAULTS[k])}
         return FUNCTIONS[name](*args, **options)
 
@@ -147,6 +149,16 @@ _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
           "^": "x ^ y cannot be fused: of conditions write a != b",
           "len": "a traced value is one scalar and has no length: pass the size as an argument of its own"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+_interning = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child, whose parent's other threads may have held it."""
+    global _interning
+    _interning = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def node(op: str, *operands: Any) -> Expr:
@@ -157,7 +169,10 @@ def node(op: str, *operands: Any) -> Expr:
     key = (op, args)
     found = _interned.get(key)
     if found is None:
-        found = _interned[key] = Expr(op, args)
+        with _interning:  # one for all threads: derivatives are found by identity
+            found = _interned.get(key)
+            if found is None:
+                found = _interned[key] = Expr(op, args)
     return found
 
 
@@ -439,7 +454,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
 }
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
                 "divide": "div", "negative": "neg", "clip": "clamp"}
-_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0}
+_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False}
 
 
 def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:

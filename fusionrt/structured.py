@@ -63,6 +63,8 @@ class StructuredOp:
             return _Transformed.apply(self, *args)
         if is_watched():
             return self._overload(*args)
+        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):  # whose memory holds the opposite
+            args = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args)
         if torch.is_grad_enabled() and self.gradient is not None and any(
                 isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return _Recorded.apply(self, *args)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -413,3 +414,23 @@ def test_calls_leave_no_memory_behind():
         everything(frt.bias_gelu, args)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 100_000  # KB; a leak of one result a call would be 200 MB
+
+
+def test_nothing_runs_on_when_a_part_has_failed():
+    """The others write to memory that the caller is about to give back."""
+    running, before = [], torch.get_num_threads()
+
+    def task(start, stop):
+        if start == 0:
+            raise KeyboardInterrupt
+        running.append(start)
+        time.sleep(0.2)
+        running.remove(start)
+
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threads.run(task, 400, True, 1)
+        assert not running
+    finally:
+        torch.set_num_threads(before)

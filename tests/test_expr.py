@@ -4,6 +4,8 @@ import gc
 import math
 import operator
 import re
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -523,3 +525,25 @@ def test_cast_names():
         ),
     ):
         frt.cast(X, "float8")
+
+
+def test_threads_that_make_a_node_at_once_get_one():
+    """Derivatives are found by identity."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for turn in range(100):
+            barrier, made = threading.Barrier(4), [[], [], [], []]
+
+            def make(found, turn=turn, barrier=barrier):
+                barrier.wait()
+                found += [argument(f"of_turn_{turn}_{k}") for k in range(30)]
+
+            workers = [threading.Thread(target=make, args=(found,)) for found in made]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            assert all(len(set(map(id, same))) == 1 for same in zip(*made, strict=True))
+    finally:
+        sys.setswitchinterval(before)

@@ -544,3 +544,21 @@ def test_what_is_no_python_function(wrong):
 def test_what_belongs_to_an_op_is_pickled_by_name():
     for function in (frt.add_relu.cpu, frt.add_relu.cuda, frt.add_relu.reference, frt.layer_norm.cpu):
         assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.parametrize("name", ["_known", "_run", "_check", "_general", "_local", "_type", "_errors",
+                                  "_is_compiling", "_forward_ad", "TypeError", "AttributeError", "entry"])
+def test_parameters_of_any_name(name):
+    function = eval(f"lambda {name}, b, scale=2.0: {name} * b * scale")
+    fused, x, y = frt.fuse(function), torch.randn(5), torch.randn(5)
+    for _ in range(4):
+        torch.testing.assert_close(fused(x, y), x * y * 2)
+
+
+def test_options_that_are_false():
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])
+    bounded = frt.fuse(lambda a: torch.clamp(a, min=False, max=1))
+    torch.testing.assert_close(bounded(x), x.clamp(0, 1))
+    torch.testing.assert_close(frt.fuse(lambda a: torch.nn.functional.relu(a, inplace=False))(x), x.relu())
+    with pytest.raises(frt.TraceError):
+        frt.fuse(lambda a: torch.nn.functional.relu(a, inplace=True))(x)

@@ -237,3 +237,9 @@ def test_second_derivatives_are_refused(device):
     loss = frt.linear_cross_entropy(hidden, weight, torch.arange(4, device=device))
     with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_in_torch_func():
+    target = torch.tensor([0, 1])
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: torch"):
+        torch.func.grad(lambda h: frt.linear_cross_entropy(h, torch.ones(4, 3), target))(torch.ones(2, 3))

@@ -206,3 +206,14 @@ def test_nothing_gives_nothing(device):
     assert token_preprocess([], device=device).input_ids.shape == (0, 0)
     assert token_preprocess([[], []], device=device).labels.shape == (2, 0)
     assert token_preprocess(IDS[:0].to(device)).labels.shape == (0, 3)
+
+
+@pytest.mark.parametrize("name, value", [("pad_id", 2**31), ("bos_id", 2**33), ("eos_id", -2**31 - 1),
+                                         ("ignore_index", 2**40), ("pad_id", 1.5)])
+def test_numbers_that_do_not_fit(name, value):
+    offsets = torch.tensor([0, 1, 3])
+    given = {"pad_id": 0, "offsets": offsets, name: value}
+    with pytest.raises(ValueError, match=f"token_preprocess: {name} must be an int that fits into"):
+        token_preprocess(torch.tensor([1, 2, 3], dtype=torch.int32), **given)
+    if isinstance(value, int):
+        token_preprocess(torch.tensor([1, 2, 3]), **given)

@@ -226,7 +226,8 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
 
 
 def _step(operand: Operand) -> str:
-    return "j" if operand.strides[0] == 1 else f"j * {operand.name}_s0"
+    stride = operand.strides[0]  # 0 where there is one element
+    return f"j * {operand.name}_s0" if stride > 1 else "j" if stride else "0"
 
 
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:

@@ -7,10 +7,11 @@ kills forked children (DataLoader workers), and parallel=True costs seconds to c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -36,11 +37,24 @@ def run(task: Callable[[int, int], object], size: int, parallel: bool, grain: in
         task(0, size)
         return
     bounds = [min(size, -(-size * i // (parts * grain)) * grain) for i in range(parts + 1)]
-    futures = [_executor(parts).submit(task, start, stop)
-               for start, stop in itertools.pairwise(bounds[1:])]
-    task(bounds[0], bounds[1])
-    for future in futures:
-        future.result()
+    futures: list[Future[object]] = []
+    try:
+        for start, stop in itertools.pairwise(bounds[1:]):
+            futures.append(_executor(parts).submit(task, start, stop))
+        task(bounds[0], bounds[1])
+        for future in futures:
+            future.result()
+    finally:
+        _end(futures)
+
+
+def _end(futures: Sequence[Future[object]]) -> None:
+    """Return when none of them runs: they write to memory that the caller gives back, also after Ctrl-C."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            if all(future.cancel() or future.done() for future in futures):
+                return
+            wait(futures)
 
 
 def _executor(size: int) -> ThreadPoolExecutor:

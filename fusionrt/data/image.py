@@ -148,7 +148,7 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
 def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:
     """Checked, and without gaps; channels that lie last in memory are read as they lie."""
     first = tensors[0]
-    batches = [t if t.dim() == 4 else t.unsqueeze(0) for t in tensors]
+    batches = [(t if t.dim() == 4 else t.unsqueeze(0)).resolve_neg() for t in tensors]
     channels = batches[0].shape[1 if planar else 3]
     for batch in batches:
         if batch.dtype not in DTYPES:

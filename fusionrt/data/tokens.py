@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     settings = Settings(width, limit, pad_id, padding_side == "left", *around,
                         bos_id if shift_right else None, byte_offset, vocab_size, ignore_index)
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
+    _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index)
     out = Tokens(*(torch.empty(batch.rows, width, dtype=dtype, device=batch.ids.device)
                    for _ in Tokens._fields))
     if out.labels.numel():
@@ -106,6 +108,13 @@ def _check_numbers(max_length: int | None, padding_side: str, multiple: int, pro
             raise ValueError(f"{OP}: mask_probability needs {name}")
     if not 0 <= (mask_id or 0) < (vocab_size or 0):
         raise ValueError(f"{OP}: mask_id must be in [0, vocab_size), [0, {vocab_size}), got {mask_id}")
+
+
+def _check_ids(dtype: torch.dtype, **ids: int | None) -> None:
+    limits = torch.iinfo(dtype)
+    for name, value in ids.items():
+        if value is not None and not (isinstance(value, Integral) and limits.min <= value <= limits.max):
+            raise ValueError(f"{OP}: {name} must be an int that fits into {dtype}, got {value!r}")
 
 
 # -- batches ---------------------------------------------------------------------------------------

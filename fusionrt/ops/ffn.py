@@ -105,7 +105,7 @@ def _of_products(grad_z: Tensor, x: Tensor, weights: Sequence[Tensor], needed: S
     parts, of_x = grad_z.chunk(2, 1), None
     if needed[0]:
         of_x = (parts[0] @ weights[0]).addmm_(parts[1], weights[1]).view(x.shape)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = linear.rows_of(x)
     return [of_x, *(part.t() @ rows if need else None for part, need in zip(parts, needed[1:], strict=False))]
 
 
@@ -137,7 +137,7 @@ def _inferring(operator: Operator, shape: Shape, x: Tensor, out_weight: Tensor, 
     over = operator.over({0: 0})
 
     def gated(x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
-        z = _products(shape, x.reshape(-1, x.shape[-1]), inner)
+        z = _products(shape, linear.rows_of(x), inner)
         return linear.shaped(F.linear(_hidden(over, shape, z, None), out_weight, out_bias), x)
 
     return gated
@@ -165,7 +165,7 @@ class FeedForward(torch.autograd.Function):
                 out_bias: Tensor | None, *inner: Any) -> Tensor:
         ctx.operator, ctx.shape, ctx.owned = operator, shape, linear.no_hooks()
         ctx.rng = operator.draw(x.device) if operator.streams else None
-        rows = x.reshape(-1, x.shape[-1])
+        rows = linear.rows_of(x)
         if shape.parts == 1:
             hidden, z = linear.product(operator, rows, inner[0], inner[1], None, shape.numbers, ctx.rng,
                                        linear.reads_product(operator))
@@ -187,7 +187,7 @@ class FeedForward(torch.autograd.Function):
             return None, None, None, *linear.differentiated(
                 composed, (x, out_weight, out_bias, *inner), grad_output, needed)
         owned = linear.let_go(ctx) and ctx.owned
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_output = linear.rows_of(grad_output)
         of_bias = sum_over(grad_output, 0) if needed[2] else None
         inside, missing = needed[0] or any(needed[3:]), hidden is None and needed[1]
         if missing and not inside:

@@ -82,11 +82,11 @@ def product(operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: 
     otherwise its memory is the result's."""
     way = _way(operator, x, weight, bias is not None and not keep)
     if way != KERNEL:
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        rows = rows_of(x)
         if way == EPILOGUE:
             is_gelu = operator.outputs[0] is _alone("gelu_tanh")
             return shaped(torch._addmm_activation(bias, rows, weight.t(), use_gelu=is_gelu), x), None
-        added = None if residual is None else residual.reshape(-1, weight.shape[0])
+        added = None if residual is None else rows_of(residual)
         if OWN[way].supports(rows, weight, bias, added):
             try:
                 out, z = OWN[way].linear(rows, weight, bias, operator.outputs[0], added, keep)
@@ -203,11 +203,16 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
     return [next(found) if need else None for need in needed[:len(tensors)]]
 
 
+def rows_of(t: Tensor) -> Tensor:
+    """As a matrix, also where rows have no elements."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
 def of_product(grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of x and weight, given that of x W^T."""
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = rows_of(grad)
     return [(rows @ weight).view(x.shape) if needed[0] else None,
-            rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else None]
+            rows.t() @ rows_of(x) if needed[1] else None]
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.array import converted, is_foreign
+from fusionrt.autograd import transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import Call, check_classes, checked, reducing, result_dtype
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
+from fusionrt.ops.linear import rows_of
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
 FEWEST_CHUNKS = 8         # as long as each has the rows of a matrix product's tile
@@ -196,11 +198,14 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
         return restore(linear_cross_entropy(
             *tensors[:4], class_weight=tensors[4], ignore_index=ignore_index, reduction=reduction,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap))
+    if transforms_active():
+        raise NotImplementedError(f"{op}: torch.func's transforms are not implemented; use cross_entropy of "
+                                  "torch.nn.functional.linear")
     _check_operands(op, hidden, weight, bias, target)
     for name, value in (("target", target), ("class_weight", class_weight)):
         if value is not None and value.requires_grad:
             raise ValueError(f"{op}: {name} gets no gradient here: detach it, or use cross_entropy")
-    rows, n_classes, kind = hidden.reshape(-1, hidden.shape[-1]), weight.shape[0], hidden.device.type
+    rows, n_classes, kind = rows_of(hidden), weight.shape[0], hidden.device.type
     logits = torch.empty((rows.shape[0], n_classes), dtype=hidden.dtype, device="meta")
     flat = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
     checked(op, logits, flat, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
@@ -209,7 +214,7 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
                result_dtype(hidden.device, hidden.dtype))
     if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        rows, weight, bias = (t if t is None else t.to(dtype) for t in (rows, weight, bias))
+        rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     result: Tensor = LinearCrossEntropy.apply(rows, weight, bias, flat, class_weight, options)
     return result.view(hidden.shape[:-1]) if reduction == "none" else result
 

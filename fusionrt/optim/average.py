@@ -66,11 +66,12 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:
 def _fits(average: torch.Tensor, value: torch.Tensor) -> bool:
     return (average.dtype in _FLOATS and value.dtype in _FLOATS and average.device.type in ("cpu", "cuda")
             and (average.dtype == torch.float64 or value.dtype != torch.float64)
-            and average.stride() == value.stride() and (average.is_contiguous() or is_dense(average)))
+            and average.stride() == value.stride() and not (average.is_neg() or value.is_neg())
+            and (average.is_contiguous() or is_dense(average)))
 
 
 def _by_torch(average: torch.Tensor, value: torch.Tensor, decay: float) -> None:
-    if average.is_floating_point():
+    if average.is_floating_point() or average.is_complex():
         average.lerp_(value.to(average.dtype), 1 - decay)
     else:
         average.copy_(value)

@@ -45,7 +45,7 @@ class Bucket:
         for k, (grad, (dtype, shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
             # A gradient without strides, a sparse one, raises.
             if grad is not None and (grad.layout is not torch.strided or grad.dtype is not dtype
-                                     or grad.shape != shape or grad.stride() != stride):
+                                     or grad.shape != shape or grad.stride() != stride or grad.is_neg()):
                 grads[k] = self._converted(k, grad)
                 copies.append(grads[k])
         if not copies and all(grad is not None for grad in grads):

@@ -186,7 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for member, counter in zip(members, counters, strict=True):
             states.settle(member.param, member.state, form, counter)
             if not member.state:
-                del self.state[member.param]  # torch keeps none either
+                self.state.pop(member.param, None)  # torch keeps none either; one may be given twice
 
     def _kind(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[Kind, Format]:
         owner = type(self).__name__

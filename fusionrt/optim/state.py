@@ -42,7 +42,8 @@ def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) ->
     if value.shape != param.shape:
         raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a gradient or a state of shape "
                            f"{tuple(value.shape)}")
-    if value.dtype == dtype and value.device == param.device and value.stride() == param.stride():
+    if (value.dtype == dtype and value.device == param.device and value.stride() == param.stride()
+            and not value.is_neg()):  # whose memory holds the opposite
         return value
     return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
 
