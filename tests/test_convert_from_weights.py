@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+import fusionrt as frt
 from fusionrt.convert import derived
 from fusionrt.convert.kept_masks import attention_by_kept_mask
 from fusionrt.ops.attention import attention
@@ -431,3 +432,30 @@ def test_rolls_that_stay(monkeypatch):
             assert "roll" in called(function, x)
     check(windowed, leaf(1, 8, 8, 2))
     assert "roll" in called(windowed, leaf(1, 8, 8, 2), grad=True)
+
+
+def normed(width):
+    """A convolution with a norm that is folded into it."""
+    convolution = nn.Conv2d(width, width, 3, bias=False)
+    return randomised(nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())).eval()
+
+
+def test_weights_that_are_assigned_until_an_address_comes_back():
+    model = normed(16)
+    fast, x = frt.auto_convert_model(model, validate_accuracy=False), torch.randn(2, 16, 8, 8)
+    with torch.no_grad():
+        for times in (1, 2, 3, 4, 2, 6):
+            fast(x)
+            for _ in range(times):
+                for p in fast.parameters():
+                    p.data = p.data * 0.9
+            assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_assigned_with_other_strides():
+    model = normed(4)
+    fast, x = frt.auto_convert_model(model, validate_accuracy=False), torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        fast(x)
+        fast[0].weight.data = fast[0].weight.data.transpose(2, 3)
+        assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)

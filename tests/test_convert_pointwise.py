@@ -184,3 +184,48 @@ def test_functions_are_torchs(table, size):
         for slope, expression in zip(slopes, found, strict=True):
             slope_of_ours = evaluated(expression, names | {"g": torch.ones_like(args[0])}).expand_as(slope)
             assert_close(slope_of_ours[finite], slope[finite], msg=lambda m, n=name: f"gradient of {n}: {m}")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_powers_of_negative_numbers(train):
+    """Which torch.fx writes without the parentheses."""
+    def signed(x, k):
+        return x * (-1) ** k
+
+    def of_sizes(x):
+        return x * (-2.0) ** torch.arange(x.shape[-1])
+
+    for function, inputs in ((signed, lambda n: (torch.ones(n), torch.arange(n))),
+                             (of_sizes, lambda n: (torch.ones(n),))):
+        torch._dynamo.reset()
+        run = torch.compile(function, backend="fusionrt")
+        for n in (3, 4, 6):
+            x, *rest = inputs(n)
+            x.requires_grad_(train)
+            assert_close(run(x, *rest), function(x, *rest))
+    x = torch.arange(4.0).requires_grad_(train)
+    run = torch.compile(lambda x: (-2.0) ** x, backend="fusionrt")
+    assert_close(run(x), (-2.0) ** x)
+
+
+COMPARISONS = {
+    "bfloat16 and a float32 without dimensions": (
+        lambda x, t: x >= t, torch.tensor([0.1, 0.3, 1.0], dtype=torch.bfloat16), torch.tensor(0.3)),
+    "uint8 and an int8 without dimensions": (
+        lambda x, t: x > t, torch.tensor([0, 3], dtype=torch.uint8), torch.tensor(-3, dtype=torch.int8)),
+    "float16 and an int": (lambda x: x == 2049, torch.tensor([2048.0, 2050.0], dtype=torch.float16)),
+    "uint8 and a negative int": (lambda x: x == -1, torch.tensor([255, 3], dtype=torch.uint8)),
+    "uint8 and a large int": (lambda x: x < 300, torch.tensor([255, 3], dtype=torch.uint8)),
+    "int16 and a float": (lambda x: x < 2.5, torch.tensor([2, 3], dtype=torch.int16)),
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparisons_are_in_the_common_dtype(name):
+    compare, *tensors = COMPARISONS[name]
+
+    def function(*tensors):
+        return torch.where(compare(*tensors), 1.0, 0.0) * 2
+
+    torch._dynamo.reset()
+    assert_close(torch.compile(function, backend="fusionrt")(*tensors), function(*tensors))

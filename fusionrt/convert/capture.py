@@ -7,6 +7,8 @@ Python, run as it is, in training as well. Repeated shapes are replays of CUDA g
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,6 +90,7 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
         raise TypeError(f"fusionrt: no option {unknown[0]!r}; there are {', '.join(Options._fields)}")
     chosen = options if isinstance(options, Options) else Options(**options)
     chosen = chosen._replace(cuda_graphs=chosen.cuda_graphs and _MODES[mode])
+    _correct_powers(gm)
     if not _is_plain(gm, example_inputs):
         return gm.forward
     _correct_views(gm)
@@ -126,6 +129,21 @@ def _records(gm: GraphModule) -> bool:
     """Whether its results have gradients."""
     output = next(n for n in gm.graph.nodes if n.op == "output")
     return any(t.requires_grad for n in output.all_input_nodes for t in tensors(value(n)))
+
+
+def _correct_powers(gm: GraphModule) -> None:
+    """(-1) ** x, which fx writes as -1 ** x."""
+    for part in gm.modules():
+        powers = [n for n in part.graph.nodes if n.target is operator.pow and _is_negative(n.args[0])
+                  ] if isinstance(part, GraphModule) else []
+        for n in powers:
+            n.target = pow
+        if powers:
+            part.recompile()  # type: ignore[operator]
+
+
+def _is_negative(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.copysign(1, number) < 0
 
 
 def _correct_views(gm: GraphModule) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 Tensor = torch.Tensor
@@ -22,6 +23,7 @@ class _Kept(NamedTuple):
     result: Any
     source: list[tuple[Any, ...]]
     weights: list[weakref.ref[Tensor]]
+    memory: list[StorageWeakRef]
     statistics: list[Tensor]
 
 
@@ -34,12 +36,13 @@ def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     first = weights[0]
     if any(w.is_inference() or w in _written for w in weights):  # whose versions tell nothing
         return make(*weights)
-    source = [(w._version, w.data_ptr(), w.dtype, w.shape) for w in weights]
+    source = [(w._version, w.data_ptr(), w.dtype, w.shape, w.stride()) for w in weights]
     statistics = [w for w in weights if w.device.type == "cpu" and is_statistic(w)]
     entry = kept.get(first)
     found = entry.get(make) if entry is not None else None
     if found is not None and found.source == source and all(
-            ref() is w for ref, w in zip(found.weights, weights, strict=True)) and all(
+            ref() is w for ref, w in zip(found.weights, weights, strict=True)) and not any(
+            memory.expired() for memory in found.memory) and all(
             map(torch.equal, found.statistics, statistics)):
         return found.result
     with torch.inference_mode(False), torch.no_grad():
@@ -50,7 +53,10 @@ def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
         torch.cuda.current_stream(first.device).synchronize()  # once: other streams will read it as well
     if entry is None:
         entry = kept[first] = {}
-    entry[make] = _Kept(result, source, [weakref.ref(w) for w in weights], [s.clone() for s in statistics])
+    # Another weight may be given the address of memory that was freed.
+    memory = [StorageWeakRef(w.untyped_storage()) for w in weights]
+    entry[make] = _Kept(result, source, list(map(weakref.ref, weights)), memory,
+                        [s.clone() for s in statistics])
     return result
 
 

@@ -12,10 +12,13 @@ import torch
 from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from fusionrt.autograd import is_watched
 from fusionrt.convert import capture, tracing
-from fusionrt.convert.sharing import SeparateLoads, SeparateMoves
+from fusionrt.convert.sharing import SeparateLoads, SeparateMoves, shared_clone
+from fusionrt.op import PLAIN
 
 Call = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,8 +39,20 @@ class Replicas:
         return replica
 
 
+class Scripted:
+    """Of `__prepare_scriptable__`: what torch.jit.script compiles, the uncompiled module."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def __call__(self) -> Module:
+        made = shared_clone(self.module)
+        detach(made)
+        return made
+
+
 _OWN = {"_apply": SeparateMoves, "_load_from_state_dict": SeparateLoads,
-        "_replicate_for_data_parallel": Replicas}
+        "_replicate_for_data_parallel": Replicas, "__prepare_scriptable__": Scripted}
 
 
 def attach(module: Module, options: capture.Options) -> Forward:
@@ -62,11 +77,12 @@ def detach(module: Module) -> Call | None:
 
 
 class Forward:
-    """Compiled when it is first called, and again when hooks came or went, which Dynamo does not watch.
+    """Compiled when it is first called, and again when hooks came or went or the class has another function,
+    which Dynamo does not watch.
 
     `own`: what `forward` the module itself had, where that was not its class's. `first`: is told the
-    arguments of the first call before it runs. `graphs`: what was found in each graph that the first run of
-    what was compiled needed.
+    arguments of the first call that has numbers, before it runs. `graphs`: what was found in each graph that
+    the first run of what was compiled needed.
     """
 
     def __init__(self, module: Module, options: capture.Options, own: Call | None = None,
@@ -78,6 +94,7 @@ class Forward:
     def _start(self) -> None:
         self.graphs: list[capture.Found] = []
         self._run: Call | None = None
+        self._function: Call = type(self.module).forward
         self._hooked: list[tuple[int, tuple[int, ...]]] = []
         self._last_hook = 0
         functools.update_wrapper(self, self.own or type(self.module).forward, updated=())
@@ -99,7 +116,8 @@ class Forward:
         if (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
                 or _symbolic_trace._is_fx_tracing_flag):  # by someone else
             return self.__wrapped__(*args, **kwargs)
-        if self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked:
+        if (self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked
+                and self.first is None and type(self.module).forward is self._function):
             return self._run(*args, **kwargs)
         return self._unsettled(args, kwargs)
 
@@ -109,17 +127,20 @@ class Forward:
 
     def _unsettled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call that may have to be compiled."""
-        first, self.first = self.first, None
-        if first is not None:
+        first = self.first
+        if first is not None and _has_numbers(self.module, args, kwargs):
+            self.first = None  # while it runs
             try:
                 first(args, kwargs)
             except BaseException:
                 self.first = first  # whatever it was, the model is not proven
                 raise
         self._last_hook, hooked = RemovableHandle.next_id, self._hooks()
-        if self._run is not None and hooked == self._hooked:
+        function = type(self.module).forward
+        if self._run is not None and hooked == self._hooked and function is self._function:
             return self._run(*args, **kwargs)
-        self._hooked, heard = hooked, list[capture.Found]()
+        self._hooked, self._function, heard = hooked, function, list[capture.Found]()
+        self.__wrapped__ = self.inner
         options = self.options._replace(on_graph=heard.append)
         try:
             with tracing.without_collecting():
@@ -140,6 +161,15 @@ class Forward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._start()
+
+
+def _has_numbers(module: Module, *inputs: Any) -> bool:
+    """Whether a call can be repeated and its results compared: not where it is transformed, counted or faked,
+    nor with sharded or meta tensors."""
+    if is_watched():
+        return False
+    given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    return all(type(t) in PLAIN and not t.is_meta for t in (*given, *module.parameters(), *module.buffers()))
 
 
 def _entry(inner: Call) -> Call:

@@ -130,12 +130,21 @@ def _reads(made: Member, facts: Facts) -> bool:
                 return False
             if v.dtype in _LONG and (made.rule in COMPARISONS or t.dtype == torch.bool):
                 return False
+            if made.rule in COMPARISONS and not _is_compared_exactly(v, made.node):
+                return False
             if made.rule in CONVERSIONS and not facts.classes[operand].isdisjoint(facts.classes[made.node]):
                 return False
             found = True
         elif not isinstance(v, (torch.SymInt, torch.SymFloat)):
             return False
     return found
+
+
+def _is_compared_exactly(t: torch.Tensor, comparison: Node) -> bool:
+    """Torch compares in a common dtype, to which one without dimensions is rounded."""
+    operands = [value(a) for a in comparison.all_input_nodes if isinstance(value(a), torch.Tensor)]
+    common = torch.result_type(operands[0], operands[-1])
+    return torch.promote_types(t.dtype, common) == common
 
 
 def _traceable(made: Member) -> bool:
@@ -179,8 +188,11 @@ def evaluate(made: Member, known: Mapping[Node, Any]) -> Any:
 
 
 def _rounded(number: Any, node: Node) -> Any:
-    """As torch compares: in the dtype of both operands."""
-    if isinstance(number, Expr) or not isinstance(number, float):
+    """As torch compares: in the dtype of both operands, to which whole numbers are rounded, or wrapped."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         return number
     dtype = value(next(a for a in node.all_input_nodes if isinstance(value(a), torch.Tensor))).dtype
-    return torch.tensor(number, dtype=dtype, device="cpu").item() if dtype.is_floating_point else number
+    if not dtype.is_floating_point and (isinstance(number, float) or dtype == torch.bool):
+        return number  # compared in a dtype that both become
+    exact = torch.int64 if isinstance(number, int) else torch.float64
+    return torch.tensor(number, dtype=exact, device="cpu").to(dtype).item()

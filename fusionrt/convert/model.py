@@ -37,16 +37,16 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     wrapped. Moved, cast, or loaded by `assign=True`, it takes tensors of its own while anyone holds the
     original or a part of it, so an optimizer made before goes on with the original's; where nobody does, its
     parameters stay the same objects, as torch's do. (Of one of its parts, `to`, `half` and such change the
-    original's part; `assign=True` of the original gives parameters to that alone.) What follows from weights
-    alone is kept until autograd's version of one changes: after a write that this does not see
-    (`p.data.mul_(2)`, `p.detach().numpy()`)
+    original's part; `assign=True` of the original gives parameters to that alone; a buffer registered later,
+    as torch.nn.utils.prune does, is one of both.) What follows from weights alone is kept until autograd's
+    version of one changes: after a write that this does not see (`p.data.mul_(2)`, `p.detach().numpy()`)
     call torch.autograd.graph.increment_version(p).
 
     model:              any module that is not wrapped or compiled yet.
     input_shape:        of the argument, or a list of shapes, for validation: what the model takes (floating
                         numbers or token ids) is found by trying. Tensors here are taken as example_inputs.
     example_inputs:     a tensor, a tuple of arguments, or a mapping of keyword arguments. Without either the
-                        first call's arguments serve for validation.
+                        first call's arguments serve for validation, and hooks hear the runs of it.
     device:             where the converted module goes; default: where the model is.
     validate_accuracy:  compare original and converted with a float64 run on random inputs, in evaluation
                         mode; a replacement that makes the error larger than twice the original's own is

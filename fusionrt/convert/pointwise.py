@@ -90,7 +90,7 @@ def abs_(input: Any) -> Any:
     return expr.abs_(input)
 
 
-@rule("__pow__", operators=(operator.pow,))
+@rule("__pow__", operators=(operator.pow, pow))
 def pow_(input: Any, exponent: Any) -> Any:
     return expr.power(input, exponent)
 

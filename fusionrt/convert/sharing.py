@@ -21,7 +21,8 @@ def shared_clone(model: Module) -> Module:
     """The same modules once more: of the same classes, on the same parameters and buffers, with Python
     attributes of their own.
 
-    Buffers are shared by their places: one that is assigned anew, or moved with the model, is so in both.
+    Buffers are shared by their places: one that is assigned anew, registered, or moved with the model, is so
+    in both.
     What is shared or tied within the model is so within the clone. Hooks run in both; what is registered
     or removed later concerns one of them. An attribute that cannot be copied (a lock, a handle) is shared,
     as are TorchScript's modules and those that are not among the model's own.
@@ -34,7 +35,8 @@ def shared_clone(model: Module) -> Module:
         clone = clones.get(id(module))
         if clone is not None:
             vars(clone).update({name: (_hooks if name.endswith("_hooks") else _copied)(value, memo)
-                                for name, value in vars(module).items()}, _buffers=module._buffers)
+                                for name, value in vars(module).items()}, _buffers=module._buffers,
+                               _non_persistent_buffers_set=module._non_persistent_buffers_set)
     _sharing.update(model.modules())
     _sharing.update(clones.values())
     return clones.get(id(model), model)
@@ -124,6 +126,7 @@ def own_tensors(module: Module, hooks: bool = False) -> None:
     own: dict[int, Parameter] = {}
     for part in module.modules():
         part._buffers = dict(part._buffers)
+        part._non_persistent_buffers_set = set(part._non_persistent_buffers_set)
         for name, p in part._parameters.items():
             if p is None:
                 continue

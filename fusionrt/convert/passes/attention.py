@@ -193,7 +193,7 @@ def _without_dropout(n: Any) -> tuple[Any, float]:
     if rule_of(n) is not p.dropout:
         return n, 0.0
     given = arguments(n, input=None, p=0.5, training=True, inplace=False)
-    if given is None:
+    if given is None or isinstance(given["p"], Node):  # a symbol: the probability has been changed
         return None, 0.0
     return without_conversions(given["input"]), float(given["p"]) if given["training"] else 0.0
 

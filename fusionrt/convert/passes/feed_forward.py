@@ -32,7 +32,9 @@ def feed_forward(edits: Edits) -> None:
         cluster = clusters.get(hidden)
         if given is None or cluster is None or list(hidden.users) != [n] or cluster.results != [hidden]:
             continue
-        products = [a for a in cluster.operands() if is_tensor(a)]
+        products = cluster.operands()
+        if not all(map(is_tensor, products)):  # symbols
+            continue
         if len(products) == 1:
             _plain(edits, n, given, products[0], clusters)
         elif len(products) == 2:

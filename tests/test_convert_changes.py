@@ -1,0 +1,114 @@
+"""Converted modules whose class, attributes or surroundings change between calls."""
+
+import pytest
+import torch
+from convert_net import assert_same, one_thread  # noqa: F401  (a fixture)
+from torch import nn
+from torch.func import jacrev, vmap
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fusionrt as frt
+from fusionrt.convert.model import record_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.layer(x))
+
+
+class Derived(Base):
+    def forward(self, x):
+        return torch.relu(self.layer(x)) + 1
+
+
+def test_another_class(monkeypatch):
+    model = Base()
+    fast = frt.auto_convert_model(model, example_inputs=X)
+    assert_same(fast(X), model(X))
+    fast.__class__ = Derived
+    assert_same(fast(X), model(X) + 1)
+    fast.__class__ = Base
+    assert_same(fast(X), model(X))
+    monkeypatch.setattr(Base, "forward", lambda self, x: self.layer(x) * 3)
+    assert_same(fast(X), model(X))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = 1.5
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x) * self.scale)
+
+    def change(self, value):
+        self.scale = value
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.drop = nn.Linear(8, 24), nn.Dropout(0.0)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 2, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return self.drop(F.softmax(q @ k.transpose(-1, -2) / 2.0, -1)) @ v
+
+    def change(self, value):
+        self.drop.p = value
+
+
+@pytest.mark.parametrize("make", [Gated, Attention])
+def test_numbers_that_change(make):
+    """Dynamo makes them symbols, which passes must not take for numbers."""
+    model = make()
+    fast = frt.auto_convert_model(model, validate_accuracy=False)
+    for value in (0.0, 0.3, 0.7):
+        for module in (model, fast):
+            module.train().change(value)
+        torch.manual_seed(5)
+        found = torch.autograd.grad(fast(X).sum(), list(fast.parameters()))
+        if value == 0.0 or make is Gated:
+            expected = torch.autograd.grad(model(X).sum(), list(model.parameters()))
+            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+
+
+CALLS = {
+    "vmap": lambda fast: vmap(fast)(X),
+    "jacrev": lambda fast: jacrev(fast)(X),
+    "meta": lambda fast: fast.to("meta")(X.to("meta")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_first_calls_that_cannot_be_compared(name):
+    """The first one that can is."""
+    fast = frt.auto_convert_model(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))
+    assert CALLS[name](fast).shape[0] == 4
+    assert record_of(fast).verdict is None
+    if name != "meta":
+        fast(X)
+        assert record_of(fast).verdict.accepted
+
+
+def test_the_proof_is_not_counted():
+    fast = frt.auto_convert_model(nn.Linear(8, 8))
+    with FlopCounterMode(display=False) as counter:
+        fast(X)
+    assert counter.get_total_flops() == 2 * 4 * 8 * 8
+
+
+def test_torchscript_is_of_the_uncompiled_module():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    fast = frt.auto_convert_model(model, example_inputs=X)
+    scripted = torch.jit.script(fast)
+    assert_same(scripted(X), model(X))
+    assert scripted[0].weight.data_ptr() == model[0].weight.data_ptr()
