@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -68,6 +68,11 @@ class Recorded(torch.autograd.Function):
         if plain and made is not None:
             replay.keep(op, ctx.plan, needed, made, saved, ctx.others, grads)
         return None, None, None, *(run_pass(made, rng, call) if made is not None else [None] * len(op.params))
+
+
+def no_forward_mode(op: str) -> NoReturn:
+    raise NotImplementedError(f"{op}: forward-mode differentiation (jvp, jacfwd, forward_ad) is not "
+                              "implemented; use reverse mode (grad, vjp, jacrev)")
 
 
 def is_watched() -> bool:

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from fusionrt import random
-from fusionrt.autograd import Dispatched, backward, forward_ad, restore, save, transforms_active
+from fusionrt.autograd import (
+    Dispatched,
+    backward,
+    forward_ad,
+    no_forward_mode,
+    restore,
+    save,
+    transforms_active,
+)
 from fusionrt.op import OPERATORS, SCALAR, Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
@@ -67,8 +75,7 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(f"{ctx.op.name}: forward-mode differentiation (jvp, jacfwd, forward_ad) is "
-                                  "not implemented; use reverse mode (grad, vjp, jacrev)")
+        no_forward_mode(ctx.op.name)
 
 
 def apply(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:

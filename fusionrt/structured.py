@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionrt.autograd import is_batched, is_watched, transforms_active
+from fusionrt.autograd import is_batched, is_watched, no_forward_mode, transforms_active
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -59,7 +60,8 @@ class StructuredOp:
         self._overload = getattr(torch.ops.fusionrt, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        if transforms_active():  # torch.func does not take what `register_autograd` makes
+        # torch.func does not take what `register_autograd` makes, which loses the tangents of forward mode.
+        if transforms_active() or forward_ad._current_level >= 0:
             return _Transformed.apply(self, *args)
         if is_watched():
             return self._overload(*args)
@@ -128,6 +130,10 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, *ctx.op._backward(ctx, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        no_forward_mode(ctx.op.name)
 
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")

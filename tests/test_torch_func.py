@@ -81,3 +81,28 @@ def test_forward_mode_is_refused(device):
         frt.gelu(forward_ad.make_dual(x, torch.ones_like(x)))
     with forward_ad.dual_level():
         assert_close(frt.gelu(x), F.gelu(x))
+
+
+STRUCTURED = {
+    "rotary_embedding": lambda x: frt.rotary_embedding(x),
+    "qkv_heads": lambda x: frt.qkv_heads(x.flatten(2), 1, base=1e4)[0],
+    "sliding_window": lambda x: frt.data.sliding_window(x, 2),
+    "embedding_position": lambda x: frt.embedding_position(
+        torch.zeros(2, 3, dtype=torch.int64, device=x.device), x[0, :, 0], None),
+    "attention": lambda x: frt.attention(x, x, x, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_forward_mode_of_structured_ops_is_refused(name, device):
+    """And no tangent is lost."""
+    function, x = STRUCTURED[name], torch.randn(2, 4, 3, 8, device=device)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(function, (x,), (x,))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+            function(forward_ad.make_dual(x, x))
+        plain = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(function(plain).square().sum(), plain)
+    (expected,) = torch.autograd.grad(function(plain).square().sum(), plain)
+    assert_close(grad, expected)
