@@ -270,6 +270,8 @@ def test_in_place_needs_elements_apart():
     q, _ = queries()
     with pytest.raises(ValueError, match="inplace needs a q whose elements lie apart in memory"):
         frt.rotary_embedding(q[:, :1].expand(-1, LENGTH, -1, -1), inplace=True)
+    with pytest.raises(ValueError, match="inplace needs q and k in memory of their own"):
+        frt.rotary_embedding(q, q.view(q.shape), inplace=True)
 
 
 # --- torch's machinery ----------------------------------------------------------------------------
