@@ -98,7 +98,23 @@ def kept_values(roots: Sequence[Expr], walks: Sequence[Loop]) -> dict[Expr, str]
 def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs, scratch for random numbers, kept values, turned rows;
     `integers`: sizes, strides, rows of a task, bytes of its scratch, seed, offset."""
-    return _Text(problem).kernel()
+    return _written(_formed(problem))[0]
+
+
+def _formed(problem: Problem) -> Problem:
+    """With the sizes and strides of all problems that have the same text."""
+    first, *others = problem.sizes
+    sizes = TURNED_COLUMNS + (first > TURNED_COLUMNS), *(1 for _ in others)
+    inputs, outputs = (tuple(o._replace(strides=tuple(min(s, 2) for s in o.strides)) for o in some)
+                       for some in (problem.inputs, problem.outputs))
+    return problem._replace(sizes=sizes, inputs=inputs, outputs=outputs)
+
+
+@functools.lru_cache(1024)
+def _written(problem: Problem) -> tuple[str, int]:
+    """The text, and how many rows of kept values it has."""
+    text = _Text(problem)
+    return text.kernel(), len(text.kept)
 
 
 def turned(problem: Problem) -> list[Operand]:
@@ -442,10 +458,9 @@ def _random(rng: tuple[int, int, torch.Tensor | None]) -> bytes:
 
 def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:
     """Where a task's buffers lie, and how many bytes they take."""
-    roots = spelled_out(problem.roots)
     drawn = max(512 * DRAWN_AHEAD, columns + 1024) * 2
     row = columns * (8 if problem.acc == "float64" else 4)
-    sizes = [drawn] * len(problem.streams) + [row] * len(kept_values(roots, loops(roots)))
+    sizes = [drawn] * len(problem.streams) + [row] * _written(_formed(problem))[1]
     sizes += [TURNED * (columns + PAD) * getattr(torch, o.dtype).itemsize for o in turned(problem)]
     ends = list(itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
     return ends[:-1], ends[-1]
