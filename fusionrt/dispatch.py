@@ -34,7 +34,8 @@ with contextlib.suppress(ImportError):  # private to torch: without it calls tak
 
 def guard(*tensors: torch.Tensor) -> Check:
     """A predicate: true for tensors that a plan made for `tensors` serves."""
-    if TensorGuards is None:
+    # Of those without strides the guard asks for them, which ends the process.
+    if TensorGuards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
         return lambda *tensors: False
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 

@@ -100,7 +100,7 @@ def draw_tensor(device: torch.device) -> torch.Tensor:
 
 # State in which we left the generator -> (seed, counters drawn since that seed).
 _left: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-_REMEMBERED = 4096
+_REMEMBERED = 1 << 16  # for a checkpoint to come back to
 
 
 def _draw_cpu(streams: int) -> Rng:

@@ -105,3 +105,53 @@ def test_nothing_to_attend_to(shape):
         assert out.shape == shape
         assert torch.autograd.grad(out.sum(), q)[0].shape == shape
     assert frt.attention_score(torch.ones(2, 2, 0), torch.ones(2, 3, 0)).tolist() == [[[0.0] * 3] * 2] * 2
+
+
+def strided(kind, *shape):
+    """Of other strides than a fake tensor would guess."""
+    if kind == "merged heads":
+        return torch.randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+    if kind == "transposed columns":
+        return torch.randn(*shape[:2], shape[3], shape[2]).transpose(2, 3)
+    return torch.randn(1, *shape[1:]).expand(shape)
+
+
+@pytest.mark.parametrize("kind", ["merged heads", "transposed columns", "expanded"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fake_gradients_lie_as_real_ones(kind, batch):
+    """Inductor reads them where the fake ones said that they are."""
+    q, k, v = (strided(kind, batch, 4, 16, 8) for _ in range(3))
+    mask = torch.randn(batch, 4, 16, 16).transpose(2, 3)
+    options = 0.5, -1, -1, 0, 3.0, 0.0, 8
+    forward, backward = torch.ops.fusionrt.attention_chunks, torch.ops.fusionrt.attention_chunks_backward
+    given = q, k, v, mask, None, None
+    out, most, factor = forward(*given, *options)
+    torch.library.opcheck(backward.default, (out, *given, out, most, factor, [True] * 4, *options),
+                          test_utils=("test_schema", "test_faketensor"))
+
+
+def test_autocast_leaves_chunks_their_precision():
+    q, k, v = (torch.randn(2, 4, 64, 32, dtype=torch.bfloat16) * scale for scale in (12, 1, 1))
+    found = []
+    for enabled in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = frt.attention(*leaves, softcap=50.0)
+        found.append((out, torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert_close(*found, rtol=0, atol=0)
+
+
+def test_tensors_that_are_not_dense():
+    """Also after a call with dense ones, which guards remember."""
+    q = torch.randn(2, 4, 16, 8)
+    frt.attention(q, q, q)
+    with pytest.warns(UserWarning, match="nested"):
+        nested = torch.nested.nested_tensor([torch.randn(4, 5, 8), torch.randn(4, 6, 8)])
+    with pytest.raises(TypeError, match="attention: q must be a dense tensor, got a nested one"):
+        frt.attention(nested, nested, nested)
+    with pytest.raises(TypeError, match="attention: k must be a dense tensor, got torch"):
+        frt.attention(q, q.to_sparse(), q)
+    with pytest.warns(UserWarning, match="Sparse CSR"):
+        x = torch.eye(3).to_sparse_csr()
+    for _ in range(2):
+        assert_close(frt.linear_relu(x, torch.ones(2, 3), torch.zeros(2)), torch.ones(3, 2))

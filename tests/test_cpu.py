@@ -434,3 +434,21 @@ def test_nothing_runs_on_when_a_part_has_failed():
         assert not running
     finally:
         torch.set_num_threads(before)
+
+
+def test_without_a_compiler_of_numbas(tmp_path):
+    code = "import torch, fusionrt as frt; frt.fuse(lambda a: a * 3 + 1.25)(torch.ones(3))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={
+        **os.environ, "NUMBA_DISABLE_JIT": "1", "FUSIONRT_CACHE_DIR": str(tmp_path)})
+    assert run.returncode and "fused: NUMBA_DISABLE_JIT is set" in run.stderr
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_OPT", "NUMBA_CPU_NAME"])
+def test_keys_know_numbas_options(variable, monkeypatch):
+    before = compiler.toolchain()
+    compiler.toolchain.cache_clear()
+    monkeypatch.setenv(variable, "1")
+    try:
+        assert compiler.toolchain() == f"{before} {variable}=1"
+    finally:
+        compiler.toolchain.cache_clear()

@@ -243,3 +243,11 @@ def test_in_torch_func():
     target = torch.tensor([0, 1])
     with pytest.raises(NotImplementedError, match="linear_cross_entropy: torch"):
         torch.func.grad(lambda h: frt.linear_cross_entropy(h, torch.ones(4, 3), target))(torch.ones(2, 3))
+
+
+def test_autocast_leaves_doubles_alone():
+    hidden, weight = torch.randn(4, 8).double(), torch.randn(5, 8).double()
+    target = torch.tensor([0, 1, 2, 4])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = frt.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(hidden @ weight.T, target))

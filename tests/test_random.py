@@ -299,3 +299,15 @@ def test_a_call_advances_the_generator_as_one_counter_does():
     assert generator.get_offset() == 0
     mask(x)
     assert generator.get_offset() == 4
+
+
+def test_a_state_is_known_long_after():
+    """A checkpoint comes back to it."""
+    torch.manual_seed(1)
+    frt.relu_dropout(torch.ones(4), 0.5)
+    state = torch.get_rng_state()
+    expected = frt.relu_dropout(torch.ones(1000), 0.5)
+    for _ in range(4500):
+        frt.relu_dropout(torch.ones(4), 0.5)
+    torch.set_rng_state(state)
+    assert torch.equal(frt.relu_dropout(torch.ones(1000), 0.5), expected)

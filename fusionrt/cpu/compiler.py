@@ -7,6 +7,7 @@ loads it: a warm process never imports Numba (half a second).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -23,6 +24,9 @@ from fusionrt.runtime import cache
 # Numba's calling convention: status = f(result*, exception**, arguments...)
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
                               ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
+# Of Numba's, by which machine code differs; its results do not.
+_OPTIONS = tuple(f"NUMBA_{option}" for option in (
+    "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES"))
 _SCRATCH = ctypes.create_string_buffer(64)  # result and exception of a function that has neither
 
 
@@ -56,7 +60,20 @@ def target() -> str:
     """Processor and features: object code runs on no other."""
     from llvmlite import binding
     features = sorted(f for f, on in binding.get_host_cpu_features().items() if on)
-    return f"{binding.get_host_cpu_name()} {','.join(features)}"
+    return f"{binding.get_host_cpu_name()} {','.join(features)} {_vector_library()}"
+
+
+def _vector_library() -> str:
+    """Whose functions LLVM calls, found as Numba finds them. Loaded: object code calls them by name."""
+    from llvmlite import binding
+    has_svml = getattr(binding.targets, "has_svml", lambda: False)
+    if int(os.environ.get("NUMBA_DISABLE_INTEL_SVML") or 0) or not has_svml():
+        return ""
+    for name in ("libsvml.so", "libsvml.dylib", "svml_dispmd"):
+        with contextlib.suppress(Exception):  # whatever the system raises for what is not there
+            binding.load_library_permanently(name)
+            return "svml"
+    return ""
 
 
 @functools.cache
@@ -65,8 +82,9 @@ def toolchain() -> str:
     sources = ("compiler.py", "storage.py", "reductions.py", "math16.py", "math32.py", "math64.py",
                "memory.py")
     ours = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
-    return (f"numba {importlib.metadata.version('numba')} "
-            f"llvmlite {importlib.metadata.version('llvmlite')} {ours.hexdigest()}")
+    options = [f"{name}={os.environ[name]}" for name in _OPTIONS if name in os.environ]
+    return " ".join([f"numba {importlib.metadata.version('numba')}",
+                     f"llvmlite {importlib.metadata.version('llvmlite')}", ours.hexdigest(), *options])
 
 
 def key(text: str, accuracy: str) -> str:
@@ -88,7 +106,9 @@ def cached_object(text: str, accuracy: str, name: str) -> tuple[cache.Entry, boo
 
 
 def build(text: str, accuracy: str, name: str) -> cache.Entry:
-    from numba import njit, types
+    from numba import config, njit, types
+    if config.DISABLE_JIT:
+        raise RuntimeError(f"{name}: NUMBA_DISABLE_JIT is set, so its kernel for the CPU cannot be compiled")
 
     from fusionrt.cpu import memory
     scope = memory.scope(accuracy)

@@ -31,6 +31,9 @@ def _check_operands(op: str, q: Any, k: Any, v: Any, shapes: str) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            found = "a nested one" if t.is_nested else t.layout
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {found}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")

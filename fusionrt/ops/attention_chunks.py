@@ -227,12 +227,17 @@ def _rngs(rng: Tensor | None, n: int) -> Sequence[Rng | None]:
 _TO_WIDER = hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
 
 
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Which autocast leaves alone, as all that has an `out`."""
+    return torch.bmm(a, b, out=a.new_empty((*a.shape[:2], b.shape[2])))
+
+
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_meta:
         return a.new_empty((*a.shape[:2], b.shape[2]), dtype=dtype)
     if a.dtype == dtype:
-        return torch.bmm(a, b)
-    return torch.ops.aten.bmm.dtype(a, b, dtype) if _TO_WIDER else torch.bmm(a.to(dtype), b.to(dtype))
+        return _bmm(a, b)
+    return torch.ops.aten.bmm.dtype(a, b, dtype) if _TO_WIDER else _bmm(a.to(dtype), b.to(dtype))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -257,7 +262,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | 
     for chunk, numbers in zip(call.chunks, call.rngs, strict=True):
         w, most, factor = weights(call.form, call.scores(call.q, call.k, chunk), call.values(chunk), numbers)
         rows.append((most.flatten(), factor.flatten()))
-        product = torch.bmm(call.matrix(w), call.keys(call.v, chunk))
+        product = _bmm(call.matrix(w), call.keys(call.v, chunk))
         by_groups[chunk.batch, chunk.heads, chunk.rows] = product.view(*call.shape(chunk), -1)
     return out, *(torch.cat(part) for part in zip(*rows, strict=True))
 
@@ -312,11 +317,16 @@ def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
         if dmask is not None:
             part = _part(dmask, chunk)
             part += more[0]  # type: ignore[operator]
-    dq = dq.view(b, h, s, g, -1).transpose(2, 3).reshape(q.shape)
-    found = (dq.to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype))
+    dq = dq.view(b, h, s, g, -1).transpose(2, 3)
+    found = (_as(q, dq), _as(k, dk), _as(v, dv))
     if dmask is None or mask is None:
         return *found, q.new_empty(0)
-    return *found, dmask.transpose(2, 3).reshape(mask.shape).to(mask.dtype)
+    return *found, _as(mask, dmask.transpose(2, 3))
+
+
+def _as(operand: Tensor, gradient: Tensor) -> Tensor:
+    """Contiguous, as `_fake_backward` says; an operand may be of any strides."""
+    return gradient.reshape(operand.shape).to(operand.dtype).contiguous()
 
 
 def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Any, rng: Any,

@@ -40,8 +40,11 @@ def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor 
                   logarithms: Tensor, *scoring: Any) -> tuple[Tensor, ...]:
     totals = totals_of(grad, out).reshape(q.shape[:3])
     totals = F.pad(totals, (0, logarithms.shape[2] - q.shape[2])).contiguous()
-    grad, q, k, v = (_readable(t) for t in (grad, q, k, v))
-    return kernels.backward(grad, q, k, v, _numbers(slopes), totals, logarithms, Scoring(*scoring))
+    given, read = (q, k, v), [_readable(t) for t in (q, k, v)]
+    made = kernels.backward(_readable(grad), read[0], read[1], read[2], _numbers(slopes), totals, logarithms,
+                            Scoring(*scoring))
+    return tuple(gradient if t is r else torch.empty_like(t).copy_(gradient)  # where the fake ones lie
+                 for t, r, gradient in zip(given, read, made, strict=True))
 
 
 def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from fusionrt.autograd import transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import Call, check_classes, checked, reducing, result_dtype
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
-from fusionrt.ops.linear import rows_of
+from fusionrt.ops.linear import cast_as_autocast, rows_of
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
 FEWEST_CHUNKS = 8         # as long as each has the rows of a matrix product's tile
@@ -205,16 +205,14 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
     for name, value in (("target", target), ("class_weight", class_weight)):
         if value is not None and value.requires_grad:
             raise ValueError(f"{op}: {name} gets no gradient here: detach it, or use cross_entropy")
-    rows, n_classes, kind = rows_of(hidden), weight.shape[0], hidden.device.type
+    rows, n_classes = rows_of(hidden), weight.shape[0]
     logits = torch.empty((rows.shape[0], n_classes), dtype=hidden.dtype, device="meta")
     flat = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
     checked(op, logits, flat, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
             "class_weight")
     options = (ignore_index, reduction, float(label_smoothing), float(z_loss), softcap,
                result_dtype(hidden.device, hidden.dtype))
-    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows, weight, bias = cast_as_autocast(rows, weight, bias)
     result: Tensor = LinearCrossEntropy.apply(rows, weight, bias, flat, class_weight, options)
     return result.view(hidden.shape[:-1]) if reduction == "none" else result
 
