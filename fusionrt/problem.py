@@ -79,8 +79,11 @@ class Problem(NamedTuple):
 
     @property
     def significant_bits(self) -> int:
-        """Of the widest floating output; integers and truth values want float32's accuracy."""
-        return max(_BITS.get(o.dtype, 24) for o in self.outputs)
+        """Of the widest floating output; integers and truth values want float32's accuracy, and so does what
+        is computed of float32 and then cast: a difference of two results may be all that is left of them."""
+        written = max(_BITS.get(o.dtype, 24) for o in self.outputs)
+        is_cast = any(root.op.startswith("cast_") for root in self.roots)
+        return max(written, 24) if is_cast and any(o.dtype == "float32" for o in self.inputs) else written
 
 
 def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outputs: Sequence[Output],
