@@ -40,6 +40,8 @@ _SUBMODULES = ("bench", "convert", "data", "kernels", "nn", "ops", "optim", "ref
 __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fusionrt import bench as bench
     from fusionrt import convert as convert
     from fusionrt import data as data
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from fusionrt.errors import CaptureError as CaptureError
     from fusionrt.errors import CompileError as CompileError
     from fusionrt.expr import TraceError as TraceError
-    from fusionrt.expr import abs_ as abs  # noqa: F401  public by this name
     from fusionrt.expr import cast as cast
     from fusionrt.expr import clamp as clamp
     from fusionrt.expr import cos as cos
@@ -70,8 +71,6 @@ if TYPE_CHECKING:
     from fusionrt.expr import minimum as minimum
     from fusionrt.expr import normcdf as normcdf
     from fusionrt.expr import normpdf as normpdf
-    from fusionrt.expr import power as pow  # noqa: F401  public by this name
-    from fusionrt.expr import round_ as round  # noqa: F401  public by this name
     from fusionrt.expr import rsqrt as rsqrt
     from fusionrt.expr import sin as sin
     from fusionrt.expr import sqrt as sqrt
@@ -84,6 +83,10 @@ if TYPE_CHECKING:
     from fusionrt.runtime.cache import CacheWarning as CacheWarning
     from fusionrt.runtime.cache import MissingKernelError as MissingKernelError
 
+    # An import by another name is private to type checkers.
+    abs: Callable[[Any], Any]
+    pow: Callable[[Any, Any], Any]
+    round: Callable[[Any], Any]
     CUDA_AVAILABLE: bool
     EXTENSION_LOADED: bool
 

@@ -25,6 +25,9 @@ def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
             return _from_numpy(numpy, value), _to_numpy
         if cupy is not None and isinstance(value, cupy.ndarray):
             return torch.from_dlpack(value), cupy.from_dlpack
+        if not hasattr(value, "__dlpack__"):  # a picture of Pillow's, say
+            numpy = importlib.import_module("numpy")
+            return _from_numpy(numpy, numpy.asarray(value)), _to_numpy
         return torch.from_dlpack(value), type(value).from_dlpack if hasattr(
             type(value), "from_dlpack") else _library_from_dlpack(value)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
@@ -42,15 +45,16 @@ def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any
 
 
 def check_writeable(op: str, **tensors: Any) -> None:
-    """Raises ValueError for views of read-only arrays: for what `op` is about to write to."""
+    """Raises ValueError for arrays that cannot be written to: for what `op` is about to write to."""
     if torch.compiler.is_dynamo_compiling():  # which has torch's tensors alone
         return
     for name, tensor in tensors.items():
-        if getattr(tensor, _READ_ONLY, False):
-            raise ValueError(f"{op}: {name} would be written to, but is a read-only array; pass a copy")
+        reason = getattr(tensor, _NOT_WRITEABLE, None)
+        if reason is not None:
+            raise ValueError(f"{op}: {name} would be written to, but {reason}; pass a copy")
 
 
-_READ_ONLY = "_fusionrt_read_only"
+_NOT_WRITEABLE = "_fusionrt_not_writeable"  # why
 
 
 class _Writeable:
@@ -70,11 +74,13 @@ def _from_numpy(numpy: Any, value: Any) -> torch.Tensor:
     is_bfloat16 = value.dtype.name == "bfloat16"  # ml_dtypes: NumPy itself knows no such type
     if is_bfloat16:
         value = value.view(numpy.int16)
-    is_writeable = value.flags.writeable
-    tensor = torch.from_numpy(value if is_writeable else numpy.asarray(_Writeable(value)))
+    reason = None if value.flags.writeable else "is a read-only array"
+    if any(step < 0 for step in value.strides):  # which torch has not
+        value, reason = value.copy(), "is an array with negative strides"
+    tensor = torch.from_numpy(value if value.flags.writeable else numpy.asarray(_Writeable(value)))
     tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
-    if not is_writeable:
-        setattr(tensor, _READ_ONLY, True)
+    if reason is not None:
+        setattr(tensor, _NOT_WRITEABLE, reason)
     return tensor
 
 

@@ -15,6 +15,8 @@ import click
 import fusionrt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from fusionrt.precompile import Progress, Summary
@@ -151,11 +153,15 @@ def _where() -> str:
 @cache.command()
 def path() -> None:
     """Print the directory of the cache."""
+    click.echo(_folder())
+
+
+def _folder() -> Path:
     from fusionrt.runtime import cache
     folder = cache.directory()
     if folder is None:
         raise click.ClickException("there is no directory for the cache; fusionrt doctor says why")
-    click.echo(folder)
+    return folder
 
 
 @cache.command("list")
@@ -241,6 +247,7 @@ def import_(file: str) -> None:
     The exit status is 1 when a kernel of it is refused.
     """
     from fusionrt.runtime import archive
+    _folder()  # an import into this process's memory would be of no use
     with for_users(OSError, ValueError):
         done = archive.import_from(file)
     for name, reason in done.refused:

@@ -7,10 +7,12 @@ NVRTC serves in parallel, from the first one that is listed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -172,6 +174,9 @@ def _compile(todo: Iterable[tuple[Job, str]], jobs: int, summary: Summary, progr
             else:
                 summary.present += was_there
                 summary.compiled += not was_there
+                if cache.only_remembered(job.key):
+                    summary.failed.append((names[job], job.arch, "compiled, but not kept: the cache on disk "
+                                           "cannot be written"))
                 summary.bytes += len(entry.payload)
             if progress is not None:
                 progress(done, len(futures), f"{names[job]} ({job.arch})")
@@ -351,6 +356,8 @@ def _functions(ops: Names, module: Names) -> list[Any]:
     if ops is None:
         return [*OPS.values(), *users]
     chosen = [ALIASES.get(name, name) for name in _split(ops)]
+    if not chosen:
+        raise ValueError(f"warmup: no op is given; there are {', '.join(sorted(OPS))}")
     known = [*OPS, *(f.__name__ for f in users)]
     for name in chosen:
         if name not in known:
@@ -361,7 +368,8 @@ def _functions(ops: Names, module: Names) -> list[Any]:
 def _fused_in(name: str) -> list[Any]:
     """A module's own fused functions; those of the catalogue that it imports are known already."""
     try:
-        members = vars(importlib.import_module(name)).values()
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what we do
+            members = vars(importlib.import_module(name)).values()
     except Exception as error:
         raise ValueError(f"warmup: module {name!r} cannot be imported: "
                          f"{type(error).__name__}: {error}") from error

@@ -139,6 +139,26 @@ def test_a_run_is_written_and_compared(tmp_path: Path) -> None:
     assert compared(1e-6).exit_code == 0, "without --fail-on it only says so"
     quicker = compared(1e3, "--fail-on", "10%")
     assert (quicker.exit_code, quicker.stdout.splitlines()[-1][-13:]) == (0, ": none slower")
+    earlier.write_text(json.dumps({**content, "rows": []}))
+    nothing = call("add_relu", *SMALL, "--baseline", earlier, "--fail-on", "10%")
+    assert nothing.exit_code == 1 and "--fail-on: the baseline has none of these rows" in nothing.stderr
+
+
+def test_a_full_disk_leaves_the_rows_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = quiet("full", tmp_path / "rows.json")
+    run.add(op="first")
+
+    def half(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space"):
+            run.add(op="second")
+    assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["first"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 
 def test_a_row_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -212,6 +212,15 @@ def test_cache_path_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None
         "Error: there is no directory for the cache; fusionrt doctor says why\n")
 
 
+def test_an_import_without_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "archive.zip").write_bytes(b"")
+    for name in ("FUSIONRT_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.warns(cache.CacheWarning):
+        result = call("cache", "import", tmp_path / "archive.zip")
+    assert (result.exit_code, "there is no directory for the cache" in result.stderr) == (1, True)
+
+
 def test_cache_list(home: Path) -> None:
     assert call("cache", "list").output == f"no kernels in {home}\n"
     paths = fill("older", "newer", size=2048)

@@ -434,3 +434,19 @@ def test_meta_tensors_compute_nothing():
         grads = torch.autograd.grad(y.sum(), (x, bias))
         assert [(g.shape, g.dtype) for g in grads] == [(t.shape, t.dtype) for t in (x, bias)]
         assert {g.device.type for g in grads} == {"meta"}
+
+
+def test_numbers_that_vary_are_no_graph_break(device):
+    """Dynamo makes symbols of them."""
+    x, rotary = torch.randn(2, 5, 16, device=device), frt.nn.FusedMultiheadAttention(16, 4, 0.0, rotary=True)
+    calls = {
+        "module": lambda v: rotary.to(device)(x, x, x)[0] * v,
+        "rotary": lambda v: frt.rotary_embedding(x.view(2, 5, 2, 8), base=v),
+        "quantize": lambda v: frt.quantize_int8(x, v),
+        "dequantize": lambda v: frt.dequantize_int8(torch.ones(4, dtype=torch.int8, device=device), v, v),
+    }
+    for call in calls.values():
+        torch._dynamo.reset()
+        run = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        for value in (0.25, 0.5, 2.0):
+            torch.testing.assert_close(run(value), call(value))

@@ -9,6 +9,7 @@ import torch
 from module_checks import assert_equal_state, assert_loads_both_ways, check_module, outcome
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import fusionrt
 from fusionrt import nn as fnn
@@ -497,3 +498,26 @@ def test_errors(case):
     call, kind, text = ERRORS[case]
     with pytest.raises(kind, match=text):
         call()
+
+
+COMPUTED = {
+    "linear": lambda: (nn.Linear(D, H), "weight", lambda m: fnn.FusedLinear.from_torch(m, "relu")),
+    "layer norm": lambda: (nn.LayerNorm(D), "weight", fnn.FusedLayerNorm.from_torch),
+    "attention": lambda: (nn.MultiheadAttention(H, 2), "in_proj_weight",
+                          fnn.FusedMultiheadAttention.from_torch),
+    "mlp": lambda: ((mlp := nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D)))[0], "weight",
+                    lambda m: fnn.FusedMLP.from_torch(mlp)),
+    "block": lambda: ((layer := nn.TransformerEncoderLayer(H, 2, D)).linear1, "weight",
+                      lambda m: fnn.TransformerBlock.from_torch(layer)),
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_weights_that_hooks_compute_are_refused(case):
+    """They are no parameters: what was shared would be of one moment, or of the meta device."""
+    module, name, convert = COMPUTED[case]()
+    prune.l1_unstructured(module, name, 0.5)
+    with pytest.raises(TypeError, match=f"the {name} of .* must be a parameter, not computed"):
+        convert(module)
+    prune.remove(module, name)
+    convert(module)

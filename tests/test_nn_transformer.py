@@ -524,3 +524,12 @@ def test_errors(case):
     call, kind, text = ERRORS[case]
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_positions_without_a_use():
+    x = torch.randn(1, 4, 16)
+    with pytest.raises(ValueError, match="position_ids are of a module with rotary"):
+        fnn.TransformerBlock(16, 4, 32, batch_first=True)(x, position_ids=torch.arange(4))
+    rotary = fnn.FusedMultiheadAttention(16, 4, batch_first=True, rotary=True)
+    with pytest.raises(ValueError, match="rotary needs as many queries as keys, got 4 and 5"):
+        rotary(x, *(torch.randn(1, 5, 16),) * 2)

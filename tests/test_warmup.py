@@ -156,6 +156,20 @@ def test_plans_of_earlier_calls_hide_nothing(home: Path, monkeypatch: pytest.Mon
     assert first.compiled == second.compiled == 1
 
 
+def test_kernels_that_are_not_kept_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(cache.CacheWarning):
+        summary = warmup("cpu", "add_relu", "float32", backward=False)
+    assert [reason for _, _, reason in summary.failed] == [
+        "compiled, but not kept: the cache on disk cannot be written"]
+
+
+def test_no_op_at_all() -> None:
+    with pytest.raises(ValueError, match="warmup: no op is given; there are "):
+        warmup("cpu", "", "float32")
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_progress_counts_every_kernel(jobs: int) -> None:

@@ -214,6 +214,8 @@ def _compare(content: dict[str, Any], earlier: dict[str, Any], fail_on: float | 
     from fusionrt.bench import baseline
     changes = baseline.compare(content["rows"], earlier["rows"], 0.0 if fail_on is None else fail_on)
     click.echo(baseline.report(changes, content, earlier))
+    if fail_on is not None and not changes:
+        raise click.ClickException("--fail-on: the baseline has none of these rows, and nothing was compared")
     return fail_on is not None and any(change.guilty for change in changes)
 
 

@@ -132,7 +132,7 @@ class Comparison:
         content = {"benchmark": self.title, "date": time.strftime("%Y-%m-%d", time.gmtime()),
                    "machine": results.machine(), "versions": results.versions(), "baseline": self.baseline,
                    "notes": self.notes, "rows": self.rows, "measurements": taken}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
     def to_csv(self, path: str | Path) -> None:
         """A line a row, in the units of `rows`."""
@@ -201,6 +201,10 @@ def _checked(implementations: Mapping[str, Function], args: Any, reference: Func
     if not isinstance(implementations, Mapping) or not implementations:
         raise TypeError("compare_implementations: implementations must be a mapping of names to functions, "
                         f"got {implementations!r}")
+    unnamed = [key for key in implementations if not isinstance(key, str)]
+    if unnamed:
+        raise TypeError("compare_implementations: names of implementations must be strings, got "
+                        f"{unnamed[0]!r}")
     for what, name in (("reference", reference), ("baseline", baseline)):
         if isinstance(name, str) and name not in implementations:
             raise ValueError(f"compare_implementations: {what} {name!r} is no implementation; there are "

@@ -102,12 +102,17 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
                 ) -> tuple[Tensor, Tensor | None]:
         batched, batch_first = query.dim() == 3, self.batch_first or query.dim() == 2
         _check_inputs(query, key, value)
+        if position_ids is not None and self.rotary is None:
+            raise ValueError("FusedMultiheadAttention: position_ids are of a module with rotary")
         if query is key and key is value and self.in_proj_weight is not None:
             q, k, v = self._heads_of_one(query, batch_first, position_ids)
         else:
             q, k, v = (_heads(_batch_first(t, batch_first), self.head_dim)
                        for t in self._projected(query, key, value))
             if self.rotary is not None:
+                if q.shape[2] != k.shape[2]:
+                    raise ValueError("FusedMultiheadAttention: rotary needs as many queries as keys, got "
+                                     f"{q.shape[2]} and {k.shape[2]}")
                 q, k = rotary_embedding(q, k, layout="bhsd", position_ids=position_ids, **self.rotary)
         causal, attn_mask = self._causality(is_causal, attn_mask, q.shape[2], k.shape[2])
         mask = _merged(attn_mask, key_padding_mask, q, k)

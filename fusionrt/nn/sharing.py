@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
@@ -16,6 +17,12 @@ def expect(made: type[nn.Module], module: Any, *kinds: type[nn.Module], argument
         names = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds if hasattr(nn, kind.__name__))
         raise TypeError(f"{made.__name__}: {argument} must be a {names}, not of a class derived from it, got "
                         f"{type(module).__module__}.{type(module).__qualname__}")
+    for name, value in vars(module).items():
+        # `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils: a hook makes it before each call.
+        if isinstance(value, torch.Tensor) and name.endswith(("weight", "bias")):
+            raise TypeError(f"{made.__name__}: the {name} of {argument} must be a parameter, not computed "
+                            "from others before each call: make it permanent first, as by remove_weight_norm "
+                            "or prune.remove")
 
 
 def share(made: M, module: nn.Module) -> M:

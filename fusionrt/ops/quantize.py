@@ -59,7 +59,7 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
 
 
 def _check_number(op: str, name: str, value: Any, positive: bool) -> None:
-    if isinstance(value, (float, int)) and not (math.isfinite(value) and (value > 0 or not positive)):
+    if isinstance(value, (float, int)) and not (-math.inf < value < math.inf and (value > 0 or not positive)):
         raise ValueError(f"{op}: {name} must be a finite{' positive' if positive else ''} number, "
                          f"got {value!r}")
 

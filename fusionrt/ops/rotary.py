@@ -208,7 +208,7 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
 
 def check_angles(op: str, base: float | None, scaling: float) -> None:
     """`base`: None where angles are not computed."""
-    if not all(n is None or (n > 0 and math.isfinite(n)) for n in (base, scaling)):
+    if not all(n is None or 0 < n < math.inf for n in (base, scaling)):
         raise ValueError(f"{op}: base and scaling must be positive numbers, got {base!r} and {scaling!r}")
 
 

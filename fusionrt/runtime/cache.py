@@ -161,6 +161,11 @@ def store(key: str, entry: Entry) -> bool:
     return False
 
 
+def only_remembered(key: str) -> bool:
+    """Whether an entry is lost with this process."""
+    return key in _memory
+
+
 def directory() -> Path | None:
     """The directory that new entries go to; None when the cache lives in memory only."""
     home = _home()
