@@ -96,7 +96,7 @@ def test_refuses_a_gpu_that_is_not_there() -> None:
     assert "--device: there is no CUDA GPU; fusionrt doctor says why" in call("--device", "cuda").stderr
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"rows": [1]}'])
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"rows": [1]}', '{"rows": [], "machine": 3}'])
 def test_refuses_a_baseline_that_is_no_result_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "earlier.json"
     file.write_text(text)
@@ -142,6 +142,17 @@ def test_a_run_is_written_and_compared(tmp_path: Path) -> None:
     earlier.write_text(json.dumps({**content, "rows": []}))
     nothing = call("add_relu", *SMALL, "--baseline", earlier, "--fail-on", "10%")
     assert nothing.exit_code == 1 and "--fail-on: the baseline has none of these rows" in nothing.stderr
+
+
+def test_a_result_file_that_cannot_be_written_is_no_failure_of_the_op(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(self: results.Results) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.Results, "_write", full)
+    result = call("add_relu", *SMALL, "--json", tmp_path / "f.json")
+    assert result.exit_code == 1 and "No space left on device" in result.stderr
+    assert "error=" not in result.stdout
 
 
 def test_a_full_disk_leaves_the_rows_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def load(path: Path) -> dict[str, Any]:
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f'{path} is not a result file: it has no list of "rows"')
+    for part in ("machine", "versions"):
+        if not isinstance(content.get(part, {}), dict):
+            raise ValueError(f'{path} is not a result file: "{part}" is {content[part]!r}')
     return dict(content)
 
 

@@ -93,9 +93,10 @@ def _measure(cell: Cell, into: Results, device: str) -> None:
     host = case.elements <= HOST_UP_TO if cell.host is None else cell.host
     for direction in directions:
         try:
-            into.add(**row, direction=direction, **figures(case, direction, found, into, host))
+            measured = figures(case, direction, found, into, host)
         except Exception as error:  # one row less; it says why
-            into.add(**row, direction=direction, error=why(error))
+            measured = {"error": why(error)}
+        into.add(**row, direction=direction, **measured)
 
 
 def prepared(cell: Cell, device: str) -> Case:
