@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 
 import torch
@@ -19,17 +20,29 @@ def counted(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(1024)
 def kept(start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Part of a line that is never freed: kernels of any stream may still read it."""
-    reach = max(-start, stop, 1)
+    """Part of a line that is never freed: kernels of any stream may still read it. It begins at a multiple of
+    16 bytes."""
+    reach, shift = max(-start, stop, ALIGNED), start % ALIGNED
     with _lock, torch.inference_mode(False):
-        lines = _lines.setdefault(device, [])
+        lines = _lines.setdefault((device, shift), [])
         if not lines or len(lines[-1]) < 2 * reach:
             reach = 1 << (reach - 1).bit_length()
             # Copied from the host, which waits for it: other streams may read it next.
-            lines.append(torch.arange(-reach, reach, dtype=torch.int32).to(device))
-        middle = len(lines[-1]) // 2
-        return lines[-1][middle + start:middle + stop]
+            lines.append(torch.arange(shift - reach, shift + reach, dtype=torch.int32).to(device))
+        first = len(lines[-1]) // 2 - shift + start
+        return lines[-1][first:first + stop - start]
 
 
-_lines: dict[torch.device, list[torch.Tensor]] = {}  # of -n to n - 1, each at least twice as long as the last
+ALIGNED = 4  # numbers
+# Of shift - n to shift + n - 1, each at least twice as long as the last.
+_lines: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child, whose parent's other threads may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -5,7 +5,7 @@
 //
 // The runtime puts the specialisation's constants before this file:
 //   using acc_t = float;                    // arithmetic type: float, or double for double tensors
-//   constexpr int SIGNIFICANT_BITS = 8;     // widest floating output: 8 bfloat16, 11 float16, 24, 53
+//   constexpr int SIGNIFICANT_BITS = 8;     // of results: 8 bfloat16, 11 float16, 24, 53
 // 16-bit outputs hide errors below 2^-12, so their mathematics may use the special-function unit
 // directly. float and double use CUDA's accurate functions; nothing is compiled with fast-math.
 

@@ -144,6 +144,16 @@ def test_a_run_is_written_and_compared(tmp_path: Path) -> None:
     assert nothing.exit_code == 1 and "--fail-on: the baseline has none of these rows" in nothing.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such links")
+def test_result_files_behind_links(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "file.json")
+    quiet("linked", tmp_path / "link.json").add(op="first")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "file.json").read_text())["rows"] == [{"op": "first"}]
+    quiet("nowhere", Path("/dev/null")).add(op="first")
+    assert not Path("/dev/null").is_file()
+
+
 def test_a_result_file_that_cannot_be_written_is_no_failure_of_the_op(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(self: results.Results) -> None:

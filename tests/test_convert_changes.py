@@ -1,5 +1,7 @@
 """Converted modules whose class, attributes or surroundings change between calls."""
 
+import functools
+
 import pytest
 import torch
 from convert_net import assert_same, one_thread  # noqa: F401  (a fixture)
@@ -112,3 +114,32 @@ def test_torchscript_is_of_the_uncompiled_module():
     scripted = torch.jit.script(fast)
     assert_same(scripted(X), model(X))
     assert scripted[0].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+class Partial(Base):
+    def run(self, x, scale):
+        return super().forward(x) * scale
+
+    forward = functools.partialmethod(run, scale=2.0)
+
+
+def test_a_forward_that_is_a_descriptor_is_compiled_once():
+    model = Partial()
+    fast = frt.auto_convert_model(model, example_inputs=X)
+    assert_same(fast(X), model(X))
+    run = fast.forward._run
+    for _ in range(3):
+        assert_same(fast(X), model(X))
+    assert fast.forward._run is run
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+def test_parameters_of_other_types_are_proven_too():
+    model = Base()
+    model.layer.weight = Weight(model.layer.weight.detach())
+    fast = frt.auto_convert_model(model)
+    fast(X)
+    assert record_of(fast).verdict.accepted

@@ -1,5 +1,9 @@
 """Whose parameters and buffers are whose, after moves, loads and copies."""
 
+import copy
+import pickle
+
+import pytest
 import torch
 from convert_net import Net, X, assert_same, one_thread, small_net  # noqa: F401  (fixtures)
 from torch import nn
@@ -98,3 +102,25 @@ def test_replicas_run_on_their_own_parameters(net):
     doubled.load_state_dict({k: v if "running" in k or "batches" in k or k == "scale" else 2 * v
                              for k, v in net.state_dict().items()})
     assert_same(replica(X), doubled(X))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+                         ids=["deepcopy", "pickle"])
+def test_copies_of_both_do_not_move_each_other(copied):
+    net = Pickled(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    original, fast = copied((net, converted(net)))
+    assert original[0].weight is fast[0].weight
+    fast.double()
+    assert original[0].weight.dtype == original[1].running_mean.dtype == torch.float32
+
+
+class Pickled(nn.Sequential):
+    pass
+
+
+def test_what_torch_loads_a_module_with(net):
+    missing: list[str] = []
+    state = {name: t + 1 for name, t in net.state_dict().items()}
+    converted(net)._load_from_state_dict(state, "", {}, strict=True, missing_keys=missing, unexpected_keys=[],
+                                         error_msgs=[])
+    assert not missing and torch.equal(net.scale, state["scale"])

@@ -465,10 +465,9 @@ def test_what_a_capture_makes_is_its_own():
     torch.testing.assert_close(frt.cross_entropy(*args), torch.nn.functional.cross_entropy(*args))
 
 
-@pytest.mark.gpu
-def test_classes_that_float32_does_not_tell_apart():
-    x, target = torch.zeros(1, (1 << 24) + 2, device="cuda"), torch.tensor([(1 << 24) + 1], device="cuda")
-    with pytest.raises(ValueError, match=r"cross_entropy: input must have at most 2\^24 classes on a GPU"):
+def test_classes_that_float32_does_not_tell_apart(device):
+    x, target = torch.zeros(1, (1 << 24) + 2, device=device), torch.tensor([(1 << 24) + 1], device=device)
+    with pytest.raises(ValueError, match=r"cross_entropy: input must have at most 2\^24 classes unless"):
         frt.cross_entropy(x, target)
     x = x.double()
     x[0, -1] = 20

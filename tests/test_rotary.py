@@ -274,6 +274,22 @@ def test_in_place_needs_elements_apart():
         frt.rotary_embedding(q, q.view(q.shape), inplace=True)
 
 
+def test_in_place_of_both_where_memory_has_no_address(device):
+    def turned(q, k):
+        return frt.rotary_embedding(q, k, inplace=True)
+
+    q, k = (torch.randn(2, 4, 3, 8, device=device) for _ in range(2))
+    expected = frt.rotary_embedding(q, k)
+    found = torch.compile(turned, fullgraph=True, backend="aot_eager")(q.clone(), k.clone())
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    mapped = torch.func.vmap(turned)(q[:, None].clone(), k[:, None].clone())
+    torch.testing.assert_close(mapped[1], expected[1][:, None])
+    made = turned(q.to("meta"), k.to("meta"))
+    assert [t.shape for t in made] == [q.shape, k.shape]
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        turned(torch.empty(2, 4, 3, 8), torch.empty(2, 4, 3, 8))
+
+
 # --- torch's machinery ----------------------------------------------------------------------------
 
 

@@ -409,6 +409,12 @@ def test_causal_positions_are_kept_but_not_while_a_graph_is_made():
     assert kept_numbers.cache_info().misses == 2
 
 
+def test_kept_numbers_begin_where_vectors_do(device):
+    for start, stop in ((0, 7), (99, 100), (-3, 5), (106, 4000), (-5000, -4990)):
+        found = kept_numbers(start, stop, torch.zeros(1, device=device).device)
+        assert found.tolist() == list(range(start, stop)) and found.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, device):
     def function(x, mask, bias):

@@ -84,13 +84,20 @@ class Results:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             body = ",\n".join("  " + json.dumps(row) for row in self.rows)
             head = json.dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
-            # In its place only when it is whole: a full disk or an interruption leaves the rows before.
-            whole = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-            try:
-                whole.write_text(f'{head}"rows": [\n{body}\n]}}\n')
-                whole.replace(self.path)
-            finally:
-                whole.unlink(missing_ok=True)
+            _replace(self.path.resolve(), f'{head}"rows": [\n{body}\n]}}\n')
+
+
+def _replace(path: Path, text: str) -> None:
+    """In its place only when it is whole: a full disk or an interruption leaves what was there."""
+    if path.exists() and not path.is_file():  # a device, a pipe
+        path.write_text(text)
+        return
+    whole = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        whole.write_text(text)
+        whole.replace(path)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
@@ -18,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from fusionrt.autograd import is_watched
 from fusionrt.convert import capture, tracing
 from fusionrt.convert.sharing import SeparateLoads, SeparateMoves, shared_clone
-from fusionrt.op import PLAIN
 
 Call = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -94,7 +95,7 @@ class Forward:
     def _start(self) -> None:
         self.graphs: list[capture.Found] = []
         self._run: Call | None = None
-        self._function: Call = type(self.module).forward
+        self._function = _function(self.module)
         self._hooked: list[tuple[int, tuple[int, ...]]] = []
         self._last_hook = 0
         functools.update_wrapper(self, self.own or type(self.module).forward, updated=())
@@ -117,7 +118,7 @@ class Forward:
                 or _symbolic_trace._is_fx_tracing_flag):  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if (self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked
-                and self.first is None and type(self.module).forward is self._function):
+                and self.first is None and _function(self.module) is self._function):
             return self._run(*args, **kwargs)
         return self._unsettled(args, kwargs)
 
@@ -136,7 +137,7 @@ class Forward:
                 self.first = first  # whatever it was, the model is not proven
                 raise
         self._last_hook, hooked = RemovableHandle.next_id, self._hooks()
-        function = type(self.module).forward
+        function = _function(self.module)
         if self._run is not None and hooked == self._hooked and function is self._function:
             return self._run(*args, **kwargs)
         self._hooked, self._function, heard = hooked, function, list[capture.Found]()
@@ -163,13 +164,23 @@ class Forward:
         self._start()
 
 
+def _function(module: Module) -> Any:
+    """What stands for `forward` in its class: a descriptor gives another function each time."""
+    for kind in type(module).__mro__:
+        if "forward" in vars(kind):
+            return vars(kind)["forward"]
+    return None
+
+
 def _has_numbers(module: Module, *inputs: Any) -> bool:
     """Whether a call can be repeated and its results compared: not where it is transformed, counted or faked,
     nor with sharded or meta tensors."""
     if is_watched():
         return False
-    given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    return all(type(t) in PLAIN and not t.is_meta for t in (*given, *module.parameters(), *module.buffers()))
+    sharded = sys.modules.get("torch.distributed.tensor")
+    without = (FakeTensor, *(() if sharded is None else (sharded.DTensor,)))
+    tensors = itertools.chain(pytree.tree_leaves(inputs), module.parameters(), module.buffers())
+    return not any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, without)) for t in tensors)
 
 
 def _entry(inner: Call) -> Call:

@@ -69,9 +69,15 @@ class Separate:
     def __init__(self, module: Module) -> None:
         self.module = module
 
+    is_copied = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a deep copy or a pickle: the original may have been copied along."""
+        vars(self).update(state, is_copied=True)
+
     def part(self) -> None:
         """As new tensors on the same memory. Hooks and attributes of parameters are carried over."""
-        if is_shared(self.module):
+        if self.is_copied or is_shared(self.module):
             own_tensors(self.module, hooks=True)
 
 
@@ -87,10 +93,10 @@ class SeparateMoves(Separate):
 class SeparateLoads(Separate):
     """Of `_load_from_state_dict`, for what `load_state_dict(assign=True)` puts into the places."""
 
-    def __call__(self, state: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def __call__(self, state: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             self.part()
-        type(self.module)._load_from_state_dict(self.module, state, prefix, local_metadata, *args)
+        type(self.module)._load_from_state_dict(self.module, state, prefix, local_metadata, *args, **kwargs)
 
 
 def is_shared(module: Module) -> bool:

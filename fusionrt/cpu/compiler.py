@@ -67,7 +67,7 @@ def _vector_library() -> str:
     """Whose functions LLVM calls, found as Numba finds them. Loaded: object code calls them by name."""
     from llvmlite import binding
     has_svml = getattr(binding.targets, "has_svml", lambda: False)
-    if int(os.environ.get("NUMBA_DISABLE_INTEL_SVML") or 0) or not has_svml():
+    if os.environ.get("NUMBA_DISABLE_INTEL_SVML", "0") not in ("", "0") or not has_svml():
         return ""
     for name in ("libsvml.so", "libsvml.dylib", "svml_dispmd"):
         with contextlib.suppress(Exception):  # whatever the system raises for what is not there

@@ -7,7 +7,6 @@ kills forked children (DataLoader workers), and parallel=True costs seconds to c
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -50,11 +49,17 @@ def run(task: Callable[[int, int], object], size: int, parallel: bool, grain: in
 
 def _end(futures: Sequence[Future[object]]) -> None:
     """Return when none of them runs: they write to memory that the caller gives back, also after Ctrl-C."""
+    interrupted: KeyboardInterrupt | None = None
     while True:
-        with contextlib.suppress(KeyboardInterrupt):
-            if all(future.cancel() or future.done() for future in futures):
-                return
-            wait(futures)
+        try:
+            running = [future for future in futures if not (future.cancel() or future.done())]
+            if not running:
+                break
+            wait(running)
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _executor(size: int) -> ThreadPoolExecutor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +113,14 @@ def _check_numbers(max_length: int | None, padding_side: str, multiple: int, pro
 def _check_ids(dtype: torch.dtype, **ids: int | None) -> None:
     limits = torch.iinfo(dtype)
     for name, value in ids.items():
-        if value is not None and not (isinstance(value, Integral) and limits.min <= value <= limits.max):
-            raise ValueError(f"{OP}: {name} must be an int that fits into {dtype}, got {value!r}")
+        if value is None:
+            continue
+        try:
+            fits = limits.min <= operator.index(value) <= limits.max
+        except TypeError:
+            raise TypeError(f"{OP}: {name} must be an int, got {value!r}") from None
+        if not fits:
+            raise ValueError(f"{OP}: {name} must fit into {dtype}, got {value!r}")
 
 
 # -- batches ---------------------------------------------------------------------------------------

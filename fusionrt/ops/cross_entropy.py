@@ -30,7 +30,6 @@ from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites
 from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
-from fusionrt.rehearsal import device_type
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
 
@@ -72,9 +71,8 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     n_classes = input.shape[input.dim() > 1] if input.dim() else 0
     if n_classes == 0:
         raise ValueError(f"{op}: input must have at least one class, got shape {tuple(input.shape)}")
-    if n_classes > MOST_CLASSES and device_type(input) == "cuda" and input.dtype != torch.float64:
-        raise ValueError(f"{op}: input must have at most 2^24 classes on a GPU unless it is float64, got "
-                         f"{n_classes}")
+    if n_classes > MOST_CLASSES and input.dtype != torch.float64:
+        raise ValueError(f"{op}: input must have at most 2^24 classes unless it is float64, got {n_classes}")
     if weight is not None and tuple(weight.shape) != (n_classes,):
         raise ValueError(f"{op}: {weight_name} must have one value for each of the {n_classes} classes, got "
                          f"shape {tuple(weight.shape)}")

@@ -278,5 +278,7 @@ def _check_in_place(op: str, q: Tensor, k: Tensor | None) -> None:
         if t is not None and any(stride == 0 < n - 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             raise ValueError(f"{op}: inplace needs a {name} whose elements lie apart in memory, got strides "
                              f"{t.stride()} of shape {tuple(t.shape)}")
-    if k is not None and q.numel() and q.data_ptr() == k.data_ptr():
+    # Where torch watches, both are computed before either is written, and memory has no address.
+    same = k is not None and q.numel() and not (is_watched() or q.is_meta) and q.data_ptr() == k.data_ptr()
+    if same:
         raise ValueError(f"{op}: inplace needs q and k in memory of their own: it would be turned twice")

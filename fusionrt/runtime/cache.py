@@ -163,7 +163,7 @@ def store(key: str, entry: Entry) -> bool:
 
 def only_remembered(key: str) -> bool:
     """Whether an entry is lost with this process."""
-    return key in _memory
+    return key in _memory and not any((folder / f"{key}.frt").exists() for folder in _searched())
 
 
 def directory() -> Path | None:

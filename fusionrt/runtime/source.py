@@ -60,7 +60,7 @@ def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> s
 
 
 def arithmetic(acc: str, significant_bits: int) -> list[str]:
-    """What the prelude needs to know: the dtype of the arithmetic, the bits of the widest floating output."""
+    """What the prelude needs to know: the dtype of the arithmetic, and of how many bits results are to be."""
     return [f"using acc_t = {'double' if acc == 'float64' else 'float'};",
             f"constexpr int SIGNIFICANT_BITS = {significant_bits};"]
 
