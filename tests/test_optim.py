@@ -396,3 +396,16 @@ def test_parameters_that_shrink_in_the_same_memory(device):
     p.grad = torch.full((50,), 2.0, device=device)
     optimizer.step()
     assert torch.equal(memory, torch.tensor([-3.0, -1.0], device=device).repeat_interleave(50))
+
+
+def test_a_parameter_that_is_given_twice():
+    made = []
+    for kind in (torch.optim.SGD, SGD):
+        p = torch.nn.Parameter(torch.ones(3))
+        with pytest.warns(UserWarning, match="duplicate"):
+            optimizer = kind([p, p], lr=0.1)
+        for _ in range(2):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        made.append(p.detach())
+    torch.testing.assert_close(*made)

@@ -587,16 +587,3 @@ def test_torch_compile_leaves_a_step_alone(device):
         compiled()
         reference.step()
     assert apart(ours, theirs) <= 1e-6
-
-
-def test_a_parameter_that_is_given_twice():
-    made = []
-    for of in (torch.optim, optim):
-        p = torch.nn.Parameter(torch.ones(3))
-        with pytest.warns(UserWarning, match="duplicate"):
-            optimizer = of.SGD([p, p], lr=0.1)
-        for _ in range(2):
-            p.grad = torch.ones(3)
-            optimizer.step()
-        made.append(p.detach())
-    torch.testing.assert_close(*made)

@@ -28,8 +28,8 @@ _numbers = itertools.count()
 
 
 class Replicas:
-    """Of `_replicate_for_data_parallel`, by which DataParallel makes modules on other devices:
-    the replicas run uncompiled, for what was compiled reads the parameters of the module."""
+    """In the place of `_replicate_for_data_parallel`, by which DataParallel makes modules on other devices:
+    replicas run uncompiled, for what was compiled reads the parameters of the module."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -41,7 +41,7 @@ class Replicas:
 
 
 class Scripted:
-    """Of `__prepare_scriptable__`: what torch.jit.script compiles, the uncompiled module."""
+    """In the place of `__prepare_scriptable__`, which gives torch.jit.script the uncompiled module."""
 
     def __init__(self, module: Module) -> None:
         self.module = module

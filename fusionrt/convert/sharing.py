@@ -82,7 +82,7 @@ class Separate:
 
 
 class SeparateMoves(Separate):
-    """Of `_apply`, by which torch moves and casts (`to`, `cuda`, `half`)."""
+    """In the place of `_apply`, by which torch moves and casts (`to`, `cuda`, `half`)."""
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
         if _changes(self.module, fn):
@@ -91,7 +91,7 @@ class SeparateMoves(Separate):
 
 
 class SeparateLoads(Separate):
-    """Of `_load_from_state_dict`, for what `load_state_dict(assign=True)` puts into the places."""
+    """In the place of `_load_from_state_dict`, for what `load_state_dict(assign=True)` assigns."""
 
     def __call__(self, state: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
