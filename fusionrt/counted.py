@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
-import threading
 
 import torch
 
+from fusionrt import forks
 from fusionrt.autograd import is_watched
 
 
@@ -23,7 +22,7 @@ def kept(start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Part of a line that is never freed: kernels of any stream may still read it. It begins at a multiple of
     16 bytes."""
     reach, shift = max(-start, stop, ALIGNED), start % ALIGNED
-    with _lock, torch.inference_mode(False):
+    with _lock(), torch.inference_mode(False):
         lines = _lines.setdefault((device, shift), [])
         if not lines or len(lines[-1]) < 2 * reach:
             reach = 1 << (reach - 1).bit_length()
@@ -36,13 +35,4 @@ def kept(start: int, stop: int, device: torch.device) -> torch.Tensor:
 ALIGNED = 4  # numbers
 # Of shift - n to shift + n - 1, each at least twice as long as the last.
 _lines: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """In a forked child, whose parent's other threads may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_lock = forks.Lock()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-import os
 import re
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -24,6 +23,8 @@ from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
+
+from fusionrt import forks
 
 Leaf = str
 Function = Callable[..., "Expr"]
@@ -149,16 +150,7 @@ _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
           "^": "x ^ y cannot be fused: of conditions write a != b",
           "len": "a traced value is one scalar and has no length: pass the size as an argument of its own"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
-_interning = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """In a forked child, whose parent's other threads may have held it."""
-    global _interning
-    _interning = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_interning = forks.Lock(threading.RLock)
 
 
 def node(op: str, *operands: Any) -> Expr:
@@ -169,7 +161,7 @@ def node(op: str, *operands: Any) -> Expr:
     key = (op, args)
     found = _interned.get(key)
     if found is None:
-        with _interning:  # one for all threads: derivatives are found by identity
+        with _interning():  # one for all threads: derivatives are found by identity
             found = _interned.get(key)
             if found is None:
                 found = _interned[key] = Expr(op, args)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,17 +18,10 @@ from typing import Any
 
 import torch
 
+from fusionrt import forks
+
 # A generator is read and moved on in two steps: two threads must not take the same counters.
-_lock = threading.Lock()
-
-
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread may have held it at the fork
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_lock)
+_lock = forks.Lock()
 
 # seed, offset in Philox counters, and, if those are known on the device alone, a tensor of them: the offset
 # here then counts from the one there
@@ -58,7 +50,7 @@ def _drawing_cuda(device: torch.device, streams: int) -> Callable[[], Rng]:
         if is_capturing():
             return _captured.draw(device, streams)
         _captured.forget()
-        with _lock:
+        with _lock():
             offset = offset_of()
             move(offset + step)
         return seed(), offset // 4, None
@@ -104,7 +96,7 @@ _REMEMBERED = 1 << 16  # for a checkpoint to come back to
 
 
 def _draw_cpu(streams: int) -> Rng:
-    with _lock:
+    with _lock():
         return (*_counted(streams), None)
 
 

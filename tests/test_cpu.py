@@ -208,7 +208,7 @@ def test_a_child_forked_during_a_compilation_computes(folder):
     held, done = threading.Event(), threading.Event()
 
     def holder():
-        with compiler._lock:
+        with compiler._lock():
             held.set()
             done.wait()
 

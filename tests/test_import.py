@@ -179,3 +179,15 @@ def test_isinstance_has_tuples() -> None:
         for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "isinstance":
                 assert not isinstance(n.args[1], ast.BinOp), f"{path.name}:{n.lineno}"
+
+
+def test_systems_without_forks() -> None:
+    """As Windows. (torch asks by the system's name.)"""
+    assert run("""
+import os, torch
+del os.register_at_fork
+import fusionrt as frt
+x = torch.ones(3)
+frt.cross_entropy(torch.randn(2, 5, 3), torch.zeros(2, 3, dtype=torch.int64))
+print((frt.add_relu(x, x) + 0 * frt.relu_dropout(x, 0.5)).tolist())
+""") == "[2.0, 2.0, 2.0]"

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionrt.runtime.files import whole
+
 Row = dict[str, Any]
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba", "llvmlite", "triton", "nvidia-cuda-nvrtc",
             "nvidia-cuda-nvrtc-cu12", "liger-kernel", "apex", "transformer-engine", "torchvision", "timm",
@@ -84,20 +86,10 @@ class Results:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             body = ",\n".join("  " + json.dumps(row) for row in self.rows)
             head = json.dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
-            _replace(self.path.resolve(), f'{head}"rows": [\n{body}\n]}}\n')
-
-
-def _replace(path: Path, text: str) -> None:
-    """In its place only when it is whole: a full disk or an interruption leaves what was there."""
-    if path.exists() and not path.is_file():  # a device, a pipe
-        path.write_text(text)
-        return
-    whole = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        whole.write_text(text)
-        whole.replace(path)
-    finally:
-        whole.unlink(missing_ok=True)
+            target, text = self.path.resolve(), f'{head}"rows": [\n{body}\n]}}\n'
+            is_special = target.exists() and not target.is_file()  # a device, a pipe
+            with contextlib.nullcontext(target) if is_special else whole(target) as file:
+                file.write_text(text)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -66,10 +66,10 @@ class Separate:
     """What a converted module has in place of a method of its class that changes parameters or the places of
     buffers. Where others see the same ones, the original above all, the module takes its own before."""
 
+    is_copied = False
+
     def __init__(self, module: Module) -> None:
         self.module = module
-
-    is_copied = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy or a pickle: the original may have been copied along."""

@@ -13,12 +13,11 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusionrt import collector
+from fusionrt import collector, forks
 from fusionrt.runtime import cache
 
 # Numba's calling convention: status = f(result*, exception**, arguments...)
@@ -44,15 +43,7 @@ class Function(NamedTuple):
 
 _loaded: dict[str, Function] = {}
 _engines: list[Any] = []  # they own the code
-_lock = threading.Lock()
-
-
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread may have held it at the fork
-
-
-os.register_at_fork(after_in_child=_forget_lock)
+_lock = forks.Lock()
 
 
 @functools.cache
@@ -94,7 +85,7 @@ def key(text: str, accuracy: str) -> str:
 def function(text: str, accuracy: str, name: str) -> Function:
     """The kernel as a C function of (pointers, integers, scalars, start, stop)."""
     identity = key(text, accuracy)
-    with _lock:
+    with _lock():
         if identity not in _loaded:
             cached, _ = cached_object(text, accuracy, name)
             _loaded[identity] = _load(cached)

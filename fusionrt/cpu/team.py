@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
 from typing import Any
 
 import torch
+
+from fusionrt.forks import in_child
 
 _forked = False
 _engines: list[Any] = []  # they own the code
@@ -26,7 +27,7 @@ def _note_fork() -> None:
     _forked = True
 
 
-os.register_at_fork(after_in_child=_note_fork)
+in_child(_note_fork)
 
 
 def usable() -> bool:

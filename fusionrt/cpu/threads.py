@@ -8,11 +8,12 @@ kills forked children (DataLoader workers), and parallel=True costs seconds to c
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
+
+from fusionrt.forks import in_child
 
 SERIAL_BELOW = 1 << 17  # elements: 13 us of additions, where handing over costs 5 (team) to 50
 GRAIN = 1024            # range boundaries, a multiple of every vector and of Philox's 8 elements
@@ -26,7 +27,7 @@ def _forget_pool() -> None:
     _pool = None  # its threads did not survive the fork
 
 
-os.register_at_fork(after_in_child=_forget_pool)
+in_child(_forget_pool)
 
 
 def run(task: Callable[[int, int], object], size: int, parallel: bool, grain: int) -> None:

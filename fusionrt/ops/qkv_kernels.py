@@ -15,7 +15,7 @@ from fusionrt.indices import Indices
 from fusionrt.laid import Laid, laid
 from fusionrt.ops.reduction import sum as sum_over
 from fusionrt.ops.rotary_kernels import Options as Rotary
-from fusionrt.ops.rotary_kernels import cpu_tables, is_packed, position_steps, table_steps
+from fusionrt.ops.rotary_kernels import Plan, cpu_tables, is_packed, position_steps, table_steps
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer
 
@@ -81,25 +81,15 @@ def kernel_of(form: Form) -> Kernel:
     return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=_acc(form.dtype))
 
 
-class Plan(NamedTuple):
-    """A launch but for addresses and the first position. `chunks`: rows of partial sums of a bias."""
-
-    kernel: Kernel
-    blocks: int
-    chunks: int
-    steps: tuple[int, ...]
-    numbers: tuple[float, ...]
-
-
 def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     """To heads adding the bias, or back, when the bias is what its gradient is written to."""
     q, rotary = call.heads[0], call.rotary
     tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
-    plan = _planned(bias is not None, rotary._replace(offset=0), *map(laid, tensors))
+    plan, chunks = _planned(bias is not None, rotary._replace(offset=0), *map(laid, tensors))
     partials = fault = None
     if bias is not None and rotary.inverse:
         acc = torch.promote_types(q.dtype, torch.float32)
-        partials = torch.empty((plan.chunks, call.packed.shape[2]), dtype=acc, device=q.device)
+        partials = torch.empty((chunks, call.packed.shape[2]), dtype=acc, device=q.device)
     if call.positions is not None and call.cos is not None:
         fault = indices.fault_of(q.device)
     places = [0 if t is None else t.data_ptr() for t in (*tensors[:5], partials, *tensors[5:], fault)]
@@ -112,7 +102,8 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
 
 @functools.lru_cache(1024)
 def _planned(has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid, v: Laid, bias: Laid | None,
-             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> Plan:
+             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> tuple[Plan, int]:
+    """And how many rows of partial sums a bias has."""
     batch, q_heads, length, head_dim = q.shape
     kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, _name(q)
     vec = _vector(rotary, head_dim, (packed, q, k, v), bias)
@@ -132,10 +123,10 @@ def _planned(has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid, v: 
     chunks = -(-count // rows)
     steps = (*packed.strides[:2], *(t.stride(k) for t in (q, k, v) for k in (0, 2, 1)), *table_steps(table),
              *position_steps(positions))
-    return Plan(kernel, column_blocks * chunks, chunks, steps, (
+    return Plan(kernel, column_blocks * chunks, steps, (
         2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
         *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, rows,
-        packed.shape[2], half // pairs, half, head_dim))
+        packed.shape[2], half // pairs, half, head_dim)), chunks
 
 
 def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid | None) -> int:

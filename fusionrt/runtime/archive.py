@@ -7,13 +7,13 @@ whose maker may run code as you.
 
 import os
 import re
-import secrets
 import stat
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 from fusionrt.runtime import cache
+from fusionrt.runtime.files import whole
 
 _FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed one: the same entries give the same archive
 _MEMBER_NAME = re.compile(r"([0-9a-f]+)\.frt")
@@ -27,20 +27,14 @@ class Imported(NamedTuple):
 
 def export_to(file: str | os.PathLike[str]) -> int:
     """Write every sound entry that load() could find into one archive; return their number."""
-    target = Path(file)
-    temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
     written: set[str] = set()
-    try:
-        with zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED) as archive:
-            for info, entry in cache.contents():
-                if info.key not in written:
-                    member = zipfile.ZipInfo(f"{info.key}.frt", _FIRST_ZIP_DATE)
-                    blob = cache.encode(info.key, entry)
-                    archive.writestr(member, blob, zipfile.ZIP_DEFLATED)
-                    written.add(info.key)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(Path(file)) as temporary, zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED) as archive:
+        for info, entry in cache.contents():
+            if info.key not in written:
+                member = zipfile.ZipInfo(f"{info.key}.frt", _FIRST_ZIP_DATE)
+                blob = cache.encode(info.key, entry)
+                archive.writestr(member, blob, zipfile.ZIP_DEFLATED)
+                written.add(info.key)
     return len(written)
 
 

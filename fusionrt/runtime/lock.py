@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fusionrt.forks import in_child
+
 if sys.platform != "win32":
     import fcntl
 
@@ -110,5 +112,4 @@ def _forget_in_child() -> None:
     _lock_files.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+in_child(_forget_in_child)

@@ -1,0 +1,29 @@
+"""What a forked child must not take over from its parent: locks, threads, files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def in_child(renew: Callable[[], object]) -> None:
+    """Call it in each forked child, where a system has such."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=renew)
+
+
+class Lock:
+    """`with lock():`. A child has one of its own, as a thread that it has not may have held its parent's."""
+
+    def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
+        self._make = make
+        self._renew()
+        in_child(self._renew)
+
+    def _renew(self) -> None:
+        self._lock = self._make()
+
+    def __call__(self) -> Any:
+        return self._lock
