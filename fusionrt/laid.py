@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, overload
 
 import torch
 
@@ -21,8 +22,20 @@ class Laid(NamedTuple):
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
     def stride(self, dim: int) -> int:
         return self.strides[dim]
+
+
+@overload
+def laid(t: torch.Tensor) -> Laid: ...
+
+
+@overload
+def laid(t: torch.Tensor | None) -> Laid | None: ...
 
 
 def laid(t: torch.Tensor | None) -> Laid | None:

@@ -13,6 +13,7 @@
 //   EACH                  rows of a team without a norm
 //   POSITIONS, TYPES      NONE; COUNTED: row n modulo a period (of types the first row); GIVEN
 //   ONE_POSITION          all rows of a team have the same position
+//   SCALED                rows of tokens are multiplied
 //   NORM, NORM_WEIGHT, NORM_BIAS, DROPOUT, MIN_BLOCKS
 //   GRADIENT              of a norm, instead
 
@@ -122,7 +123,8 @@ __device__ __forceinline__ void add_up(const Params& p, const Places& places, Te
 #pragma unroll
     for (int k = 0; k < PACKS; ++k)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) values[k][v] = at(terms.token[k], v) * static_cast<acc_t>(p.scale);
+        for (int v = 0; v < VEC; ++v)
+            values[k][v] = SCALED ? at(terms.token[k], v) * static_cast<acc_t>(p.scale) : at(terms.token[k], v);
     if (!TOGETHER && places.token < 0) return;
     if constexpr (HAS_POSITIONS && TOGETHER) add(terms.position, values);
     if constexpr (HAS_POSITIONS && !TOGETHER) add(p, p.position_table + places.position, terms.position, values);

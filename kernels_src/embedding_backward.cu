@@ -48,26 +48,26 @@ __device__ __forceinline__ void join_warps(Sum& sum, unsigned share) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Groups: p.share warps each, p.repeats rows
+// Groups: p.share warps each
 
 constexpr int MOST_TYPES = TYPES ? TYPES : 1;
 
 __device__ __forceinline__ void add_group(const Params& p, unsigned long long group, unsigned column, unsigned member,
                                           Sum& sum, Sum (&of_types)[MOST_TYPES]) {
-    for (unsigned b = member; b < p.repeats; b += AHEAD * p.share) {
-        unsigned long long n[AHEAD];
+    const unsigned long long apart = static_cast<unsigned long long>(p.share) * p.period, end = p.count;
+    for (unsigned long long n = group + static_cast<unsigned long long>(member) * p.period; n < end; n += AHEAD * apart) {
         int64_t types[AHEAD];
         Pack<scalar_t, VEC> rows[AHEAD];
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
-            n[a] = group + static_cast<unsigned long long>(b + a * p.share) * p.period;
-            if (n[a] >= p.count) continue;
-            if constexpr (TYPES > 0) types[a] = p.types ? static_cast<int64_t>(p.types[n[a] % p.type_period]) : 0;
-            rows[a] = load_pack<VEC>(row_of(p, p.grad, n[a], column));
+            const unsigned long long mine = n + a * apart;
+            if (mine >= end) continue;
+            if constexpr (TYPES > 0) types[a] = p.types ? static_cast<int64_t>(p.types[mine % p.type_period]) : 0;
+            rows[a] = load_pack<VEC>(row_of(p, p.grad, mine, column));
         }
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
-            if (n[a] >= p.count) continue;
+            if (n + a * apart >= end) continue;
             add(rows[a], sum);
 #pragma unroll
             for (int t = 0; t < TYPES; ++t)
@@ -150,20 +150,19 @@ __device__ __forceinline__ void flush(const Params& p, unsigned chunk, unsigned 
 __device__ __forceinline__ void take(const Params& p, unsigned chunk, unsigned column, const Window& window, int from,
                                      int to, Running& running) {
     for (int j = from; j < to; j += AHEAD) {
-        unsigned keys[AHEAD];
         Pack<scalar_t, VEC> rows[AHEAD];
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
-            keys[a] = __shfl_sync(ALL, window.key, j + a);
             const unsigned row = __shfl_sync(ALL, window.row, j + a);
             if (j + a < to && column < p.columns) rows[a] = load_pack<VEC>(row_of(p, p.grad, row, column));
         }
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
+            const unsigned key = __shfl_sync(ALL, window.key, j + a);
             if (j + a >= to) continue;
-            if (keys[a] != running.key) {
+            if (key != running.key) {
                 flush(p, chunk, column, running);
-                running.key = keys[a];
+                running.key = key;
             }
             add(rows[a], running.sum);
         }
@@ -259,7 +258,7 @@ __device__ __forceinline__ void join(const Params& p, unsigned column) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, STAGE == 0 ? 2 : 1) embedding_backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(BLOCK, STAGE > 0 ? 1 : TYPES > 0 ? 4 : 5) embedding_backward(const __grid_constant__ Params p) {
     if constexpr (STAGE == 0) {
         const unsigned blocks = p.group_blocks + p.chunk_blocks + p.zero_blocks, part = blockIdx.x / blocks;
         const unsigned block = blockIdx.x - part * blocks, column = (part * 32 + lane_id()) * VEC;

@@ -454,7 +454,7 @@ def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     full = columns % (vec * packs * threads) == 0
     dtypes, each = ("int64", "int32", "int64"), 1 if norm else 4
     form = Form(
-        dtype, dtypes, vec, packs, threads, full, each, (2, 2), not norm, norm, (norm, norm), norm
+        dtype, dtypes, vec, packs, threads, full, each, (2, 2), not norm, True, norm, (norm, norm), norm
     )
     kernels = [sum_kernel(form), *(gradient_kernel(dtype, "int32", vec, 4 * norm, stage) for stage in (0, 1))]
     shape = threads_and_packs(columns, vec, True, itemsize, True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.laid import Laid, laid
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
@@ -23,28 +24,16 @@ def acc_of(dtype: torch.dtype) -> str:
     return "float64" if dtype == torch.float64 else "float32"
 
 
-def vector_of(columns: int, tables: Sequence[Tensor]) -> int:
+def vector_of(columns: int, tables: Sequence[Laid]) -> int:
     """The widest pack that all rows are multiples of."""
     itemsize = tables[0].itemsize
-    strides = [t.stride(0) for t in tables if t.dim() > 1]
-    return math.gcd(16 // itemsize, columns, *strides, *(t.data_ptr() // itemsize for t in tables))
+    strides = [t.stride(0) for t in tables if len(t.shape) > 1]
+    return math.gcd(16 // itemsize, columns, *strides, *(t.residue // itemsize for t in tables))
 
 
 # -- indices, sorted -------------------------------------------------------------------------------
 
 MOST_BITS, SMALLEST_TILE, MOST_TILES = 9, 1 << 10, 64
-
-
-class Sorted(NamedTuple):
-    """Where `sort_indices` leaves what it found: addresses of 32-bit words, and of a byte for each row of
-    the table that says whether it occurs; a list, its length being 0."""
-
-    keys: int
-    order: int
-    present: int
-    list: int
-    listed: int
-    memory: Tensor   # which they lie in
 
 
 @functools.cache
@@ -61,33 +50,37 @@ def sort_kernel(index: str, bits: int, scatter: bool, first: bool, last: bool) -
     return Kernel("embedding_position_backward", "sort_indices", fields, constants, block=512)
 
 
-def sort_indices(index: Tensor, rows: int, padding: int, list_length: int) -> Sorted:
-    """The kernels of kernels_src/sort_indices.cu: one that counts and one for each pass."""
-    count, key_bits = index.numel(), max(1, rows.bit_length())   # `rows` is a key as well
-    passes = -(-key_bits // MOST_BITS)
-    bits = -(-key_bits // passes)
-    tile = max(SMALLEST_TILE, 1 << (-(-count // MOST_TILES) - 1).bit_length())
-    tiles = -(-count // tile)
-    table = tiles << bits
-    # What starts as 0: the counts of later passes, the list's length, the rows that occur.
-    zeros = (passes - 1) * table + 1 + -(-rows // 4)
-    memory = torch.empty(table + zeros + list_length + 4 * count, dtype=torch.int32, device=index.device)
-    places = [memory.data_ptr()]
-    for size in (table, (passes - 1) * table, 1, -(-rows // 4), list_length, *[count] * 3):
-        places.append(places[-1] + 4 * size)
-    counts, later, listed, present, listing, *places = places
-    pairs = (places[0], places[1]), (places[2], places[3])
+class Sort:
+    """The kernels of kernels_src/sort_indices.cu for so many indices of a table of `rows` rows: one that
+    counts and one for each pass. Call it with where the indices lie and where there is memory of `nbytes`;
+    `found` are the offsets of what it leaves there, 32-bit words: keys, their order, a byte for each row of
+    the table that says whether it occurs; a list of `list_length`, and its length, which is 0."""
 
-    def run(scatter: bool, k: int) -> None:
-        kernel = sort_kernel(name_of(index.dtype), bits, scatter, k == 0, k + 1 == passes)
-        kernel(index.device, tiles, index.data_ptr(), *pairs[(k + 1) % 2], *pairs[k % 2],
-               counts if k == 0 else later + 4 * (k - 1) * table, later + 4 * k * table, later, present,
-               rows, padding, count, zeros, tile.bit_length() - 1, k * bits)
+    def __init__(self, index: Laid, rows: int, padding: int, list_length: int) -> None:
+        count, key_bits = index.numel, max(1, rows.bit_length())   # `rows` is a key as well
+        self.passes = -(-key_bits // MOST_BITS)
+        bits = -(-key_bits // self.passes)
+        tile = max(SMALLEST_TILE, 1 << (-(-count // MOST_TILES) - 1).bit_length())
+        self.tiles = -(-count // tile)
+        table = self.tiles << bits
+        # What starts as 0: the counts of later passes, the list's length, the rows that occur.
+        zeros = (self.passes - 1) * table + 1 + -(-rows // 4)
+        offsets = [0]
+        for size in (table, (self.passes - 1) * table, 1, -(-rows // 4), list_length, *[count] * 4):
+            offsets.append(offsets[-1] + 4 * size)
+        counts, later, listed, present, listing, *places, self.nbytes = offsets
+        pairs = (places[0], places[1]), (places[2], places[3])
+        self.found = *pairs[(self.passes - 1) % 2], present, listing, listed
+        steps = [(False, 0), *((True, k) for k in range(self.passes))]
+        self._launches = [(
+            sort_kernel(name_of(index.dtype), bits, scatter, k == 0, k + 1 == self.passes),
+            (*pairs[(k + 1) % 2], *pairs[k % 2], counts if k == 0 else later + 4 * (k - 1) * table,
+             later + 4 * k * table, later, present),
+            (rows, padding, count, zeros, tile.bit_length() - 1, k * bits)) for scatter, k in steps]
 
-    run(False, 0)
-    for k in range(passes):
-        run(True, k)
-    return Sorted(*pairs[(passes - 1) % 2], present, listing, listed, memory)
+    def __call__(self, device: torch.device, index: int, memory: int) -> None:
+        for kernel, offsets, numbers in self._launches:
+            kernel(device, self.tiles, index, *(memory + offset for offset in offsets), *numbers)
 
 
 # -- rows of a gradient ----------------------------------------------------------------------------
@@ -95,6 +88,7 @@ def sort_indices(index: Tensor, rows: int, padding: int, list_length: int) -> So
 MOST_TYPES = 4                       # that are summed with the positions
 CHUNK, TEAMS_WANTED, MOST_WINDOWS, MOST_JOINS = 32, 1 << 11, 8, 128
 ROWS_OF_A_GROUP, FEWEST_ROWS_OF_A_GROUP = 128, 8   # of token types
+BLOCK = 128
 
 
 @functools.cache
@@ -107,71 +101,93 @@ def gradient_kernel(dtype: str, type_ids: str, vec: int, types: int, stage: int)
               *(pointer("scalar_t", name, const=False) for name in ("out", "position_out", "type_out")),
               *(Field(f"int64_t {name}", "q") for name in ("count", "rows")), Field("double scale", "d"),
               *(Field(f"unsigned {name}", "I") for name in (
-                  "columns", "windows", "period", "repeats", "share", "position_rows", "type_period",
+                  "columns", "windows", "period", "share", "position_rows", "type_period",
                   "group_blocks", "chunk_blocks", "zero_blocks", "joins"))]
     constants = [f"using scalar_t = {dtype}_t;", f"using type_t = {type_ids}_t;",
                  *(f"constexpr int {name} = {value};" for name, value in (
                      ("VEC", vec), ("TYPES", types), ("STAGE", stage)))]
     return Kernel("embedding_position_backward", "embedding_backward", fields, constants, acc=acc,
-                  block=256 if stage == 0 else 512)
+                  block=BLOCK if stage == 0 else 512)
 
 
 class Groups(NamedTuple):
     """Rows of a gradient that are summed where they stand: those `period` apart have one position, and the
-    gradient of the positions has `rows` rows. Of token types there are `types`, whose ids are `type_ids`:
+    gradient of the positions has `rows` rows. Of token types there are `types`, whose ids lie as `type_ids`:
     repeated, or all 0."""
 
     period: int
     rows: int
     types: int
-    type_ids: Tensor | None
+    type_ids: Laid | None
 
 
 NO_GROUPS = Groups(1, 0, 0, None)
 
 
-def gradients_on_gpu(grad: Tensor, index: Tensor | None, rows: int, scale: float, padding: int,
-                     groups: Groups) -> list[Tensor]:
-    """Of `rows` rows of tokens, as `sum_by_index` has them (none without an index), and of the groups."""
+class Plan(NamedTuple):
+    """Launches but for addresses: each a kernel, its grid, and the numbers of its call."""
+
+    sort: Sort | None
+    launches: tuple[tuple[Kernel, tuple[int, int], tuple[float, ...]], ...]
+    of_types: int   # where their partial sums begin, and the memory that is needed
+    nbytes: int
+
+
+@functools.lru_cache(1024)
+def _planned(grad: Laid, index: Laid | None, rows: int, scale: float, padding: int, groups: Groups) -> Plan:
     count, columns = grad.shape
-    outs = [grad.new_empty((n, columns)) for n in (rows, groups.rows, groups.types)]
-    if not grad.numel():
-        return [out.zero_() for out in outs]
     period, repeats = groups.period, -(-count // groups.period)
-    vec = vector_of(columns, (grad, *outs))
-    parts, warps = -(-columns // (32 * vec)), 8
+    acc = getattr(torch, acc_of(grad.dtype)).itemsize
+    vec = vector_of(columns, (grad,))
+    parts, warps = -(-columns // (32 * vec)), BLOCK // 32
     windows = min(MOST_WINDOWS, max(1, count // CHUNK // TEAMS_WANTED))
     chunks = -(-count // (CHUNK * windows)) if index is not None else 0
     grouped = groups.rows > 0 or groups.types > 0
     share = min(warps, 1 << (max(1, repeats // 4).bit_length() - 1))
-    acc = getattr(torch, acc_of(grad.dtype))
-    partials = torch.empty((2 * chunks + groups.types * period) * columns, dtype=acc, device=grad.device)
-    of_types = partials.data_ptr() + 2 * chunks * columns * partials.itemsize
-    order = None if index is None else sort_indices(index, rows, padding, chunks)
     joins = min(MOST_JOINS, chunks)
     blocks = (-(-max(period, groups.rows) // (warps // share)) * grouped, -(-chunks // warps),
               -(-rows // (32 * warps)) if index is not None else 0)
-    for stage in (0, 1):
-        grid = (sum(blocks) * parts, 1) if stage == 0 else (joins + groups.types, parts)
-        if not grid[0]:
-            continue
-        kernel = gradient_kernel(name_of(grad.dtype), "int64" if groups.type_ids is None else
-                                 name_of(groups.type_ids.dtype), vec, 0 if stage else groups.types, stage)
-        kernel(grad.device, grid, grad.data_ptr(), *((0, 0, 0) if order is None else order[:3]),
-               0 if groups.type_ids is None else groups.type_ids.data_ptr(),
-               *((0, 0) if order is None else order[3:5]), partials.data_ptr(), of_types,
-               *(out.data_ptr() for out in outs), count, rows, scale, columns, windows, period, repeats,
-               share, groups.rows, 1 if groups.type_ids is None else groups.type_ids.numel(), *blocks, joins)
+    dtype, ids = name_of(grad.dtype), groups.type_ids
+    numbers = (count, rows, scale, columns, windows, period, share, groups.rows,
+               1 if ids is None else ids.numel, *blocks, joins)
+    kernels = [gradient_kernel(dtype, "int64" if ids is None else name_of(ids.dtype), vec,
+                               0 if stage else groups.types, stage) for stage in (0, 1)]
+    grids = (sum(blocks) * parts, 1), (joins + groups.types, parts)
+    launches = tuple((kernel, grid, numbers) for kernel, grid in zip(kernels, grids, strict=True) if grid[0])
+    of_types = 2 * chunks * columns * acc
+    partials = of_types + groups.types * period * columns * acc
+    sort = None if index is None else Sort(index, rows, padding, chunks)
+    return Plan(sort, launches, of_types, partials + (0 if sort is None else sort.nbytes))
+
+
+def gradients_on_gpu(grad: Tensor, index: Tensor | None, rows: int, scale: float, padding: int,
+                     groups: Groups = NO_GROUPS, type_ids: Tensor | None = None) -> list[Tensor]:
+    """Of `rows` rows of tokens, as `sum_by_index` has them (none without an index), and of the groups."""
+    outs = [grad.new_empty((n, grad.shape[1])) for n in (rows, groups.rows, groups.types)]
+    if not grad.numel():
+        return [out.zero_() for out in outs]
+    plan = _planned(laid(grad), laid(index), rows, scale, padding, groups)
+    memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=grad.device)
+    partials = memory.data_ptr()
+    found: tuple[int, ...] = (0,) * 5
+    if plan.sort is not None and index is not None:
+        sorts = partials + plan.nbytes - plan.sort.nbytes
+        plan.sort(grad.device, index.data_ptr(), sorts)
+        found = tuple(sorts + offset for offset in plan.sort.found)
+    addresses = (grad.data_ptr(), *found[:3], 0 if type_ids is None else type_ids.data_ptr(), *found[3:],
+                 partials, partials + plan.of_types, *(out.data_ptr() for out in outs))
+    for kernel, grid, numbers in plan.launches:
+        kernel(grad.device, grid, *addresses, *numbers)
     return outs
 
 
 def add_partials(partials: Tensor, out: Tensor) -> None:
     """out[k] = partials[k].sum(0), of shape (kinds, rows, columns)."""
     kinds, rows, columns = partials.shape
-    vec = vector_of(columns, (out,))
+    vec = vector_of(columns, (laid(out),))
     kernel = gradient_kernel(name_of(out.dtype), "int64", vec, 0, 1)
     kernel(out.device, (kinds, -(-columns // (32 * vec))), *(0,) * 8, partials.data_ptr(), 0, 0,
-           out.data_ptr(), rows, 0, 1.0, columns, 1, rows, *(0,) * 8)
+           out.data_ptr(), rows, 0, 1.0, columns, 1, rows, *(0,) * 7)
 
 
 def sum_rows_on_gpu(grad: Tensor, tokens: Tensor, token_type: Tensor | None, period: int,
@@ -181,12 +197,12 @@ def sum_rows_on_gpu(grad: Tensor, tokens: Tensor, token_type: Tensor | None, per
     index = tokens.contiguous() if sizes[0] else None
     token_type = token_type.contiguous() if sizes[2] and token_type is not None else None
     # Partial sums of types, one a group, are few where groups are long.
-    of_types = Groups(max(1, count // ROWS_OF_A_GROUP), 0, sizes[2], token_type)
+    of_types = Groups(max(1, count // ROWS_OF_A_GROUP), 0, sizes[2], laid(token_type))
     groups = Groups(period, sizes[1], *of_types[2:]) if sizes[1] else of_types
     apart = sizes[1] and sizes[2] and count < FEWEST_ROWS_OF_A_GROUP * period
     if apart:
         groups = groups._replace(types=0, type_ids=None)
-    found = gradients_on_gpu(grad, index, sizes[0], scale, padding, groups)
+    found = gradients_on_gpu(grad, index, sizes[0], scale, padding, groups, token_type)
     if apart:
-        found[2] = gradients_on_gpu(grad, None, 0, 1.0, -1, of_types)[2]
+        found[2] = gradients_on_gpu(grad, None, 0, 1.0, -1, of_types, token_type)[2]
     return tuple(found)

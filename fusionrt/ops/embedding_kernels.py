@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +11,8 @@ import torch
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.indices import Indices
+from fusionrt.laid import Laid, laid
 from fusionrt.ops.embedding_gradients import (
-    NO_GROUPS,
     acc_of,
     add_partials,
     gradients_on_gpu,
@@ -28,7 +27,7 @@ Tensor = torch.Tensor
 NONE, COUNTED, GIVEN = range(3)      # as in the template
 MOST_ROWS = (1 << 32) - 1
 MOST_PACKS = 4                       # of a thread; with more the compiler keeps their conditions in memory
-ELEMENTS, ELEMENTS_OF_GRADIENT = 32, 16   # of a thread, as long as there can be more threads
+ELEMENTS, ELEMENTS_OF_GRADIENT = 32, 24   # of a thread, as long as there can be more threads
 # Without a norm. Longer rows are cut into parts, of which a thread has fewer packs, of more rows.
 WHOLE_ROW, PACKS_OF_A_PART = 4096, 2  # bytes
 ROWS_AT_ONCE, MOST_EACH = 4, 32      # rows of a team: of parts, with a norm
@@ -50,13 +49,12 @@ class Call(NamedTuple):
     period: int
 
     @property
-    def kinds(self) -> tuple[int, int]:
-        """Of positions and types."""
-        return _kind(self.position_weight, self.position_ids), _kind(self.token_type_weight, self.token_type)
+    def tables(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.position_weight, self.token_type_weight
 
     @property
-    def position_period(self) -> int:
-        return self.period if self.position_ids is None else self.position_ids.numel()
+    def ids(self) -> tuple[Tensor | None, ...]:
+        return self.tokens, self.position_ids, self.token_type
 
     @property
     def indices(self) -> list[Indices]:
@@ -80,10 +78,6 @@ class Dropout(NamedTuple):
     random: tuple[int, int, Tensor | None]   # as `fusionrt.random.draw` gives it
 
 
-def _kind(table: Tensor | None, ids: Tensor | None) -> int:
-    return NONE if table is None else COUNTED if ids is None else GIVEN
-
-
 # -- on a GPU: rows of tables ----------------------------------------------------------------------
 
 class Form(NamedTuple):
@@ -98,6 +92,7 @@ class Form(NamedTuple):
     each: int                # rows of a team without a norm
     kinds: tuple[int, ...]   # of positions and types
     one_position: bool       # of all rows of a team
+    scaled: bool
     norm: bool
     affine: tuple[bool, ...]
     dropout: bool
@@ -126,7 +121,8 @@ def sum_kernel(form: Form) -> Kernel:
         ("MIN_BLOCKS", max(1, _busy_threads(form) // max(128, form.threads)) if form.norm else 1),
         *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
     constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-        ("FULL", form.full), ("ONE_POSITION", form.one_position), ("NORM", form.norm),
+        ("FULL", form.full), ("ONE_POSITION", form.one_position), ("SCALED", form.scaled),
+        ("NORM", form.norm),
         *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True), ("DROPOUT", form.dropout),
         ("GRADIENT", form.gradient))]
     return Kernel("embedding_position", "embedding", fields, constants, block=max(128, form.threads),
@@ -135,7 +131,7 @@ def sum_kernel(form: Form) -> Kernel:
 
 def _busy_threads(form: Form) -> int:
     """Of a multiprocessor; without a limit the compiler takes so many registers that few have room."""
-    return 512 if form.vec * form.packs <= 24 else 384
+    return 512 if form.vec * form.packs <= (16 if form.gradient else 24) else 384
 
 
 def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int, gradient: bool = False
@@ -160,17 +156,54 @@ def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int, gradien
     return threads, min(most_packs, -(-packs // threads))
 
 
+class Rows(NamedTuple):
+    """What a launch is planned by: how the tensors of a call lie."""
+
+    tables: tuple[Laid | None, ...]     # of tokens, positions and types; as the ids
+    ids: tuple[Laid | None, ...]
+    affine: tuple[Laid | None, ...]     # the norm's weight and bias, if there is a norm
+    scaled: bool
+    norm: bool
+    dropout: bool
+    period: int
+
+    @property
+    def weight(self) -> Laid:
+        assert self.tables[0] is not None
+        return self.tables[0]
+
+    @property
+    def total(self) -> int:
+        assert self.ids[0] is not None
+        return self.ids[0].numel
+
+    @property
+    def position_period(self) -> int:
+        return self.period if self.ids[1] is None else self.ids[1].numel
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Of positions and types."""
+        return tuple(NONE if table is None else COUNTED if ids is None else GIVEN
+                     for table, ids in zip(self.tables[1:], self.ids[1:], strict=True))
+
+
+def _rows_of(call: Call, norm: Norm | None, dropout: Dropout | None = None) -> Rows:
+    affine = (None, None) if norm is None else (laid(norm.weight), laid(norm.bias))
+    return Rows(tuple(map(laid, call.tables)), tuple(map(laid, call.ids)), affine, call.scale != 1,
+                norm is not None, dropout is not None, call.period)
+
+
 def fits(call: Call, norm: Norm | None) -> bool:
     """Whether a row's norm can be in the same kernel."""
-    return norm is None or _shape_of(call, norm) is not None
+    return norm is None or _shape_of(_rows_of(call, norm), False) is not None
 
 
-def _shape_of(call: Call, norm: Norm | None, gradient: bool = False) -> tuple[int, int, int] | None:
+def _shape_of(rows: Rows, gradient: bool) -> tuple[int, int, int] | None:
     """Elements of a pack, threads of a row, packs of a thread."""
-    tables = (call.weight, call.position_weight, call.token_type_weight, *(norm[:2] if norm else ()))
-    columns = call.weight.shape[1]
-    vec = vector_of(columns, [t for t in tables if t is not None])
-    found = threads_and_packs(columns, vec, norm is not None, call.weight.itemsize, gradient)
+    columns = rows.weight.shape[1]
+    vec = vector_of(columns, [t for t in (*rows.tables, *rows.affine) if t is not None])
+    found = threads_and_packs(columns, vec, rows.norm, rows.weight.itemsize, gradient)
     return None if found is None else (vec, *found)
 
 
@@ -182,52 +215,54 @@ class Share(NamedTuple):
     one_position: bool
 
 
-def _share_of(call: Call, shape: tuple[int, int, int], most: int) -> Share:
+def _share_of(rows: Rows, threads: int, most: int) -> Share:
     """Fewer rows than `most` for each where teams would not fill a GPU. A lane knows the ids of a row."""
-    rows, period = call.tokens.numel(), call.position_period
-    each = max(1, min(most, shape[1], 32, rows // ENOUGH_TEAMS))
-    each = each if 2 * rows < MOST_ROWS else 1   # the kernel counts beyond the last row, in 32 bits
-    repeats = rows // period if call.position_weight is not None and rows % period == 0 else 0
+    count, period = rows.total, rows.position_period
+    each = max(1, min(most, threads, 32, count // ENOUGH_TEAMS))
+    each = each if 2 * count < MOST_ROWS else 1   # the kernel counts beyond the last row, in 32 bits
+    repeats = count // period if rows.tables[1] is not None and count % period == 0 else 0
     if repeats >= each:
         return Share(each, period * -(-repeats // each), True)
-    return Share(each, -(-rows // each), False)
+    return Share(each, -(-count // each), False)
 
 
-class Launch(NamedTuple):
-    """How a kernel goes over the rows of a call."""
+class Plan(NamedTuple):
+    """A launch but for addresses and the caller's numbers."""
 
-    call: Call
-    norm: Norm | None
-    dropout: Dropout | None
-    shape: tuple[int, int, int]
-    share: Share
-    gradient: bool = False
+    kernel: Kernel
+    grid: tuple[int, int]
+    of_tables: tuple[int, ...]   # strides and rows
+    of_rows: tuple[int, ...]
 
-    def __call__(self, out: Tensor, stats: Sequence[Tensor | None], fault: Tensor | None,
-                 grad: Tensor | None = None, partials: Tensor | None = None) -> None:
-        call, norm, dropout, share = self.call, self.norm, self.dropout, self.share
-        tables = call.weight, call.position_weight, call.token_type_weight
-        ids = call.tokens, call.position_ids, call.token_type
-        affine = (norm.weight, norm.bias) if norm else (None, None)
-        rows, columns, (vec, threads, packs) = call.tokens.numel(), call.weight.shape[1], self.shape
-        tile = vec * packs * threads
-        kernel = sum_kernel(Form(
-            name_of(out.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in ids), vec, packs,
-            threads, columns % tile == 0, 1 if norm else share.each, call.kinds, share.one_position,
-            norm is not None, tuple(a is not None for a in affine), dropout is not None, self.gradient))
-        seed, offset, state = dropout.random if dropout else (0, 0, None)
-        kernel(out.device, (self.blocks, -(-columns // tile)),
-               *(0 if t is None else t.data_ptr() for t in (
-                   *ids, *tables, *affine, grad, out, *stats, partials, fault, state)),
-               *(0 if t is None else t.stride(0) for t in tables),
-               *(0 if t is None else t.shape[0] for t in tables),
-               seed, offset, call.scale, norm.eps if norm else 0.0,
-               *(dropout[:2] if dropout else (0.0, 0.0)), rows, columns, call.position_period,
-               1 if ids[2] is None else ids[2].numel(), share.apart, share.each)
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.share.apart // max(1, 128 // self.shape[1]))
+@functools.lru_cache(1024)
+def _planned(rows: Rows, gradient: bool) -> Plan:
+    shape = _shape_of(rows, gradient)
+    assert shape is not None
+    vec, threads, packs = shape
+    weight, columns, tile = rows.weight, rows.weight.shape[1], vec * packs * threads
+    share = _share_of(rows, threads, MOST_EACH if rows.norm else ROWS_AT_ONCE if columns > tile else 1)
+    form = Form(name_of(weight.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in rows.ids),
+                vec, packs, threads, columns % tile == 0, 1 if rows.norm else share.each, rows.kinds,
+                share.one_position, rows.scaled, rows.norm, tuple(a is not None for a in rows.affine),
+                rows.dropout, gradient)
+    blocks = -(-share.apart // max(1, 128 // threads))
+    of_tables = *(0 if t is None else t.stride(0) for t in rows.tables), *(
+        0 if t is None else t.shape[0] for t in rows.tables)
+    return Plan(sum_kernel(form), (blocks, -(-columns // tile)), of_tables, (
+        rows.total, columns, rows.position_period, 1 if rows.ids[2] is None else rows.ids[2].numel,
+        share.apart, share.each))
+
+
+def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, out: Tensor,
+            stats: Sequence[Tensor | None], fault: Tensor | None, grad: Tensor | None = None,
+            partials: Tensor | None = None) -> None:
+    affine = (None, None) if norm is None else norm[:2]
+    seed, offset, state = (0, 0, None) if dropout is None else dropout.random
+    plan.kernel(out.device, plan.grid, *(0 if t is None else t.data_ptr() for t in (
+        *call.ids, *call.tables, *affine, grad, out, *stats, partials, fault, state)),
+        *plan.of_tables, seed, offset, call.scale, 0.0 if norm is None else norm.eps,
+        *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.of_rows)
 
 
 def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None) -> tuple[Tensor, ...]:
@@ -238,22 +273,18 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
              ] if norm else []
     if not out.numel():
         return out, *stats
-    shape = _shape_of(call, norm)
-    assert shape is not None
+    plan = _planned(_rows_of(call, norm, dropout), False)
     # What a graph's replays find is not looked at.
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     fault = None if captured else indices.fault_of(device)
-    in_parts = call.weight.shape[1] > math.prod(shape)
-    most = MOST_EACH if norm else ROWS_AT_ONCE if in_parts else 1
-    launch = Launch(call, norm, dropout, shape, _share_of(call, shape, most))
-    launch(out, stats or (None, None), fault)
+    _launch(plan, call, norm, dropout, out, stats or (None, None), fault)
     if fault is not None:
         indices.check_later(call.op, fault, call.indices)
     return out, *stats
 
 
 def norm_gradient_fits(call: Call, norm: Norm) -> bool:
-    return _shape_of(call, norm, True) is not None
+    return _shape_of(_rows_of(call, norm._replace(bias=None)), True) is not None
 
 
 def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: Tensor, mean: Tensor,
@@ -263,12 +294,10 @@ def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: 
     out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
     if not grad.numel():
         return out, affine.zero_()
-    shape = _shape_of(call, norm, True)
-    assert shape is not None
-    share = _share_of(call, shape, MOST_EACH)
-    launch = Launch(call, norm._replace(bias=None), dropout, shape, share, True)
-    partials = torch.empty((2, launch.blocks, grad.shape[1]), dtype=mean.dtype, device=grad.device)
-    launch(out, (mean, rstd), None, grad, partials)
+    norm = norm._replace(bias=None)
+    plan = _planned(_rows_of(call, norm, dropout), True)
+    partials = torch.empty((2, plan.grid[0], grad.shape[1]), dtype=mean.dtype, device=grad.device)
+    _launch(plan, call, norm, dropout, out, (mean, rstd), None, grad, partials)
     add_partials(partials, affine)
     return out, affine
 
@@ -280,7 +309,7 @@ def sum_by_index(grad: Tensor, index: Tensor, rows: int, scale: float, padding: 
     grad, index = grad.contiguous(), index.contiguous()
     if device_type(grad) == "cpu":
         return _gradient_on_cpu(grad, index, rows, scale, padding)
-    return gradients_on_gpu(grad, index, rows, scale, padding, NO_GROUPS)[0]
+    return gradients_on_gpu(grad, index, rows, scale, padding)[0]
 
 
 # -- on a CPU --------------------------------------------------------------------------------------
