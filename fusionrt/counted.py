@@ -27,7 +27,8 @@ def kept(start: int, stop: int, device: torch.device) -> torch.Tensor:
         if not lines or len(lines[-1]) < 2 * reach:
             reach = 1 << (reach - 1).bit_length()
             # Copied from the host, which waits for it: other streams may read it next.
-            lines.append(torch.arange(shift - reach, shift + reach, dtype=torch.int32).to(device))
+            on_host = torch.arange(shift - reach, shift + reach, dtype=torch.int32, device="cpu")
+            lines.append(on_host.to(device))
         first = len(lines[-1]) // 2 - shift + start
         return lines[-1][first:first + stop - start]
 

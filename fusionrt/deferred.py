@@ -29,7 +29,8 @@ class _Host:
     """Memory that a GPU writes to, and the same as NumPy sees it: reading an element there costs least."""
 
     def __init__(self) -> None:
-        memory = torch.full((ON_THEIR_WAY,), _UNKNOWN, dtype=torch.int64, pin_memory=True)
+        memory = torch.full((ON_THEIR_WAY,), _UNKNOWN, dtype=torch.int64, device="cpu",
+                            pin_memory=True)
         self.counts, self.places, self.next = memory.numpy(), memory.unbind(), 0
 
 

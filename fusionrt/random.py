@@ -108,8 +108,9 @@ def _counted(streams: int) -> tuple[int, int]:
     elif before == _digest(torch.Generator().manual_seed(generator.initial_seed())):
         seed, offset = generator.initial_seed(), 0
     else:  # others have drawn from it: any value that follows from its state will do
-        seed, offset = int(torch.randint(2**63 - 1, ()).item()), 0
-    torch.rand(())  # advance it, so that a saved and restored state repeats the mask
+        seed, offset = int(torch.randint(2**63 - 1, (), device="cpu").item()), 0
+    # Advance it, so that a saved and restored state repeats the mask.
+    torch.rand((), dtype=torch.float32, device="cpu")
     _left[_digest(generator)] = seed, offset + streams
     if len(_left) > _REMEMBERED:
         _left.popitem(last=False)

@@ -61,7 +61,7 @@ __device__ __forceinline__ void update(acc_t& x, acc_t g, acc_t (&s)[KEPT], cons
         x = mul_rn(x, k.decay) - (c > acc_t(0) ? k.size : c < acc_t(0) ? -k.size : c * k.size);  // 0 and NaN stay
         s[0] += p.weight2 * (g - s[0]);
     } else if constexpr (RULE == AVERAGE) {
-        x += p.weight1 * (g - x);
+        x = p.weight1 < acc_t(0.5) ? x + p.weight1 * (g - x) : g - p.beta1 * (g - x);  // as torch's lerp
     } else {  // SCALE: the parameter is the gradient
         x = g;
     }

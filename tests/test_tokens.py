@@ -98,6 +98,15 @@ def test_bytes_are_ids_above_those_of_special_tokens(device, texts):
     assert out.attention_mask.sum(-1).tolist() == [5, 1, 4]
 
 
+def test_only_ids_of_results_have_to_be_in_the_vocabulary():
+    ids, offsets = torch.tensor([999, 1, 2, 999]), torch.tensor([1, 3])
+    assert token_preprocess(ids, offsets=offsets, vocab_size=10).input_ids.tolist() == [[1, 2]]
+    assert token_preprocess([[1, 2, 999]], max_length=2, vocab_size=10).input_ids.tolist() == [[1, 2]]
+    for given in ([[1, 2, 999]], [[1]]):
+        with pytest.raises(IndexError, match="token_preprocess: ids"):
+            token_preprocess(given, eos_id=None if len(given[0]) > 1 else 50, vocab_size=10)
+
+
 def test_a_tensor_of_bytes(device):
     raw = torch.arange(256, dtype=torch.uint8, device=device).view(2, 128)
     out = token_preprocess(raw, byte_offset=3)

@@ -215,8 +215,8 @@ def _cold(args: tuple[Any, ...], kwargs: dict[str, Any], nbytes: int
     if len(sets) == count:
         return sets, None, f"; L2 cold: {count} input sets in rotation"
     # Read, not written: dirty lines would be written back in the time of the call.
-    buffer = torch.zeros(wanted // 4, device="cuda")
-    result = torch.empty((), device="cuda")
+    buffer = torch.zeros(wanted // 4, dtype=torch.float32, device="cuda")
+    result = torch.empty((), dtype=torch.float32, device="cuda")
     return sets[:1], lambda: torch.sum(buffer, 0, out=result), "; L2 cold: flushed before every sample"
 
 

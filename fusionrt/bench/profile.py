@@ -52,7 +52,7 @@ def kernels(call: Callable[[], object], device: torch.device, calls: int = 10) -
 def _start_profiler() -> None:
     """The first profile of a process may miss kernels that run while CUPTI starts."""
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
 
 

@@ -135,7 +135,7 @@ def _pool(device: int) -> tuple[Any, torch.cuda.CUDAGraph]:
     """
     pool, keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     keeper.capture_begin(pool=pool)
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, dtype=torch.uint8, device="cuda")
     keeper.capture_end()
     return pool, keeper
 
@@ -249,8 +249,8 @@ def copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
 
 @functools.cache
 def _copy_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
-    pairs = [(torch.randn(nbytes // 8, device="cuda"), torch.empty(nbytes // 8, device="cuda"))
-             for _ in range(n_sets(nbytes))]
+    read = [torch.randn(nbytes // 8, dtype=torch.float32, device="cuda") for _ in range(n_sets(nbytes))]
+    pairs = [(one, torch.empty_like(one)) for one in read]
     chosen = [pairs[i % len(pairs)] for i in range(n_calls(nbytes))]
 
     def copies() -> list[Call]:
@@ -279,8 +279,8 @@ def _read_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
     blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     read = Kernel("read", "read", [pointer("unsigned", "x"), pointer("unsigned", "out", const=False),
                                    Field("long long vectors", "q"), Field("unsigned never", "I")])
-    sets = [torch.randn(nbytes // 4, device="cuda") for _ in range(n_sets(nbytes))]
-    out = torch.zeros(1, device="cuda")
+    sets = [torch.randn(nbytes // 4, dtype=torch.float32, device="cuda") for _ in range(n_sets(nbytes))]
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
     never = (1 << 32) - 1
     calls = [functools.partial(read, out.device, blocks, sets[i % len(sets)].data_ptr(), out.data_ptr(),
                                nbytes // 16, never) for i in range(n_calls(nbytes))]
@@ -290,7 +290,7 @@ def _read_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
 
 def cpu_copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
     """The same on the CPU: `copy_` with torch's threads, into memory that is there already."""
-    src = torch.randn(nbytes // 8)
+    src = torch.randn(nbytes // 8, dtype=torch.float32, device="cpu")
     dst = torch.empty_like(src)
     us = cpu({"": lambda: dst.copy_(src)})[""].us
     return {"bytes": nbytes, "us": us, "GB/s": round(nbytes / us / 1e3, 2), "by": "copy_"}

@@ -106,7 +106,7 @@ def _opened(stream: Any) -> tuple[Any, Any]:
     """A pool of memory, and the empty graph that keeps it."""
     pool, keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        into(keeper, pool, lambda: torch.zeros(1, device="cuda"))
+        into(keeper, pool, lambda: torch.zeros(1, dtype=torch.uint8, device="cuda"))
     return pool, keeper
 
 

@@ -108,8 +108,8 @@ def _candidates(model: Module, shapes: Sequence[tuple[int, ...]], device: torch.
 
     def tensor(shape: tuple[int, ...], integer: bool, size: int) -> Tensor:
         if integer:
-            return torch.randint(size, shape, generator=random).to(device)
-        return torch.randn(shape, generator=random).to(device, floating)
+            return torch.randint(size, shape, generator=random, device="cpu").to(device)
+        return torch.randn(shape, generator=random, device="cpu").to(device, floating)
 
     trials = itertools.product(sizes, itertools.product((likely, not likely), repeat=len(shapes)))
     for size, kinds in trials:
@@ -169,10 +169,10 @@ def _other(t: Tensor, random: torch.Generator) -> Tensor:
     if not t.is_floating_point():
         if bool(((t == 0) | (t == 1)).all()):
             return t
-        return t.flatten()[torch.randint(t.numel(), t.shape, generator=random).to(t.device)]
+        return t.flatten()[torch.randint(t.numel(), t.shape, generator=random, device="cpu").to(t.device)]
     largest = t.abs().max().item()
     if not math.isfinite(largest) or largest > PLAIN or bool((t == t.flatten()[0]).all()):
         return t
     mean, deviation = t.double().mean().item(), t.double().std().item()
-    other = (torch.randn(t.shape, generator=random) * deviation + mean).to(t.device, t.dtype)
+    other = (torch.randn(t.shape, generator=random, device="cpu") * deviation + mean).to(t.device, t.dtype)
     return torch.empty_like(t).copy_(other)  # of its layout

@@ -162,7 +162,7 @@ def randomise(model: Module, seed: int = 0) -> None:
     random = torch.Generator().manual_seed(seed)
 
     def vary(t: torch.Tensor, deviation: float) -> None:
-        t.add_((torch.randn(t.shape, generator=random) * deviation).to(t.device, t.dtype))
+        t.add_((torch.randn(t.shape, generator=random, device="cpu") * deviation).to(t.device, t.dtype))
 
     with torch.no_grad():
         for p in model.parameters():
@@ -173,7 +173,7 @@ def randomise(model: Module, seed: int = 0) -> None:
                 mean, variance = module.running_mean, module.running_var
                 if mean is not None and variance is not None:
                     vary(mean, 0.1)
-                    variance.copy_(0.5 + torch.rand(variance.shape, generator=random))
+                    variance.copy_(0.5 + torch.rand(variance.shape, generator=random, device="cpu"))
 
 
 def example_inputs(name: str, model: Module, batch: int, device: torch.device | str = "cpu") -> Inputs:
@@ -185,8 +185,8 @@ def example_inputs(name: str, model: Module, batch: int, device: torch.device | 
     random = torch.Generator().manual_seed(0)
     if entry.package != "transformers":
         dtype = next(p.dtype for p in model.parameters())
-        return Inputs((torch.randn(batch, *entry.shape, generator=random).to(device, dtype),))
+        return Inputs((torch.randn(batch, *entry.shape, generator=random, device="cpu").to(device, dtype),))
     config: Any = model.config
-    ids = torch.randint(config.vocab_size, (batch, *entry.shape), generator=random).to(device)
+    ids = torch.randint(config.vocab_size, (batch, *entry.shape), generator=random, device="cpu").to(device)
     more: dict[str, Any] = {"decoder_input_ids": ids.clone()} if config.is_encoder_decoder else {}
     return Inputs((), {"input_ids": ids, **more, "use_cache": False})

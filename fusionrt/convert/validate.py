@@ -58,7 +58,7 @@ def leaves(output: Any, name: str = "output", inside: tuple[Any, ...] = ()) -> I
     float is a tensor too: it may be as inexact. Sparse tensors are compared as dense ones, nested ones by
     their parts."""
     if isinstance(output, float):
-        yield name, torch.tensor(output, dtype=torch.float64)
+        yield name, torch.tensor(output, dtype=torch.float64, device="cpu")
     elif isinstance(output, Tensor) and output.is_nested:
         for k, part in enumerate(output.unbind()):
             yield f"{name} (nested)[{k}]", part

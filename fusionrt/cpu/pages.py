@@ -21,7 +21,7 @@ _MADV_HUGEPAGE = 14
 
 def allocator(shape: Ints, strides: Ints, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """Of memory for a result, not initialised."""
-    make = functools.partial(torch.empty_strided, shape, strides, dtype=dtype)
+    make = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu")
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if extent * dtype.itemsize < LARGE or (advise := _madvise()) is None:
         return make

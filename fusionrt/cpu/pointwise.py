@@ -298,7 +298,7 @@ def _summing(run: compiler.Function, problem: Problem, inputs: list[int], output
              constants: bytes, numbers: bytes, buffers: int, tasks: int, sums_of: list[int],
              kept_strides: Sequence[Ints]) -> None:
     ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
-    memory = torch.empty(ends[-1] + tasks * buffers * BUFFER // 8, dtype=torch.float64)
+    memory = torch.empty(ends[-1] + tasks * buffers * BUFFER // 8, dtype=torch.float64, device="cpu")
     base, places = memory.data_ptr(), iter(ends)
     pointers = [base + 8 * next(places) if reduced else o.data_ptr()
                 for o, reduced in zip(outputs, problem.reduced, strict=True)]

@@ -431,7 +431,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
         chunk, tasks, constants = divided(torch.get_num_threads() if parallel else 1)
         pointers = [args[k].data_ptr() for k in positions] + [o.data_ptr() for o in outputs]
         if share:
-            scratch = torch.empty(share * tasks, dtype=torch.uint8)
+            scratch = torch.empty(share * tasks, dtype=torch.uint8, device="cpu")
             pointers += [scratch.data_ptr() + place for place in places]
         table = addresses(*pointers)
         constants += _random(args[n_args]) if problem.streams else NOTHING_RANDOM

@@ -51,7 +51,8 @@ def random_parameters(images: Any, *, layout: str = "NHWC", scale: tuple[float, 
               zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True)}
     if not 0 <= flip <= 1:
         raise ValueError(f"random_parameters: flip must be a probability, got {flip!r}")
-    numbers = torch.rand(len(sizes), 4 * ATTEMPTS + 9, dtype=torch.float64, generator=generator).numpy()
+    numbers = torch.rand(len(sizes), 4 * ATTEMPTS + 9, dtype=torch.float64, generator=generator,
+                         device="cpu").numpy()
     tries, rest = numbers[:, :4 * ATTEMPTS].reshape(-1, ATTEMPTS, 4), numbers[:, 4 * ATTEMPTS:]
     boxes = None
     if scale is not None:

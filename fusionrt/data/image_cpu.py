@@ -301,10 +301,11 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     tasks = min(lines, TASKS * torch.get_num_threads())
     numbers = np.stack([rows[name].astype(np.int64) for name in NUMBERS], 1)
     factors = np.ascontiguousarray(np.stack([rows[name] for name in ADJUSTMENTS], 1))
-    between = torch.empty(lines * recipe.channels * width if recipe.contrast else 0)
-    sums = torch.empty(lines if recipe.contrast else 0, dtype=torch.float64)
+    between = torch.empty(lines * recipe.channels * width if recipe.contrast else 0,
+                          dtype=torch.float32, device="cpu")
+    sums = torch.empty(lines if recipe.contrast else 0, dtype=torch.float64, device="cpu")
     limit, share = _scratch(recipe, rows, width)
-    scratch = torch.empty(tasks * share, dtype=torch.uint8)
+    scratch = torch.empty(tasks * share, dtype=torch.uint8, device="cpu")
     pointers = [numbers.ctypes.data, factors.ctypes.data,
                 *(0 if t.is_meta else t.data_ptr() for t in (out, between, sums, scratch))]
     integers = (height, width, lines, tasks, limit, share)

@@ -45,8 +45,8 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     height, width = size
     area, tiles = height * width, -(-width // TILE)
     count = min(LAUNCH, len(rows)) if recipe.contrast else 0  # one launch's: the next one follows it
-    between = torch.empty(count * area * recipe.channels, device=out.device)
-    sums = torch.empty(count * height * tiles, device=out.device)
+    between = torch.empty(count * area * recipe.channels, dtype=torch.float32, device=out.device)
+    sums = torch.empty(count * height * tiles, dtype=torch.float32, device=out.device)
     addresses = [0 if t.is_meta else t.data_ptr() for t in (between, sums)]
     numbers = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
     for at in range(0, len(rows), LAUNCH):

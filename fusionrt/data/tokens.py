@@ -140,7 +140,8 @@ def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) 
     else:
         flat, lengths = _joined(ids)
     flat = flat if device is None else flat.to(device)
-    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64).to(flat.device, non_blocking=True)
+    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
+    places = places.to(flat.device, non_blocking=True)
     return Batch(flat, places, len(lengths), max(lengths, default=0))
 
 
@@ -150,8 +151,9 @@ def _joined_bytes(texts: Sequence[Any]) -> tuple[Tensor, list[int]]:
             raise TypeError(f"{OP}: ids must all be bytes or str, got {type(text).__name__} as well")
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
     joined = bytearray().join(encoded)
-    flat = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    return flat, [len(text) for text in encoded]
+    flat = (torch.frombuffer(joined, dtype=torch.uint8) if joined else
+            torch.empty(0, dtype=torch.uint8, device="cpu"))
+    return flat.to(torch.get_default_device()), [len(text) for text in encoded]
 
 
 def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
@@ -166,7 +168,9 @@ def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
     for s in sequences:
         if not isinstance(s, (list, tuple, range)) or not all(isinstance(i, int) for i in s):
             raise TypeError(f"{OP}: ids must be sequences of ints, got {s!r}"[:200])
-    return torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64), [len(s) for s in sequences]
+    flat = torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64,
+                        device=torch.get_default_device())
+    return flat, [len(s) for s in sequences]
 
 
 def _check_dtype(ids: Tensor) -> None:

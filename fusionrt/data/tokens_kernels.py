@@ -178,7 +178,7 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
     if device_type(batch.ids) == "cpu":
         if settings.vocab_size is not None:
             indices.check("token_preprocess", [checked])
-        table = torch.tensor(special, dtype=torch.int64)
+        table = torch.tensor(special, dtype=torch.int64, device="cpu")
         _cpu_kernel(source, index, flags)(device, batch.rows, [*addresses, table.data_ptr()],
                                           [*numbers, _signed(seed), _signed(offset)], work=4 * settings.width)
         return
@@ -192,12 +192,18 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
 
 
 def _real_ids(batch: Batch, settings: Settings) -> Any:
-    """Those that have to be in the vocabulary: of a tensor on a CPU, which is checked before."""
+    """Those of results, which have to be in the vocabulary: of a tensor on a CPU, which is checked before."""
     if batch.ids.device.type != "cpu":
         return None
-    if batch.is_ragged:
-        return batch.ids.long() + settings.shift if batch.ids.dtype == torch.uint8 else batch.ids
-    return batch.ids[batch.ids != settings.pad]
+    offsets = batch.offsets
+    if offsets is None:
+        ids = batch.ids[:, :settings.limit]
+        return ids[ids != settings.pad]
+    around = [t for t in (settings.bos, settings.eos) if t is not None]
+    counts = (offsets.diff() + len(around)).clamp(max=settings.limit).sub(len(around)).clamp(min=0)
+    first = (offsets[:-1] - counts.cumsum(0) + counts).repeat_interleave(counts)
+    ids = batch.ids.view(-1)[first + torch.arange(len(first), device="cpu")].long() + settings.shift
+    return torch.cat([ids, ids.new_tensor(around)])
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -154,7 +154,7 @@ def _backward_gradients(saved: Sequence[Any], args: Sequence[Any], grads: Sequen
 
 def _gathered(table: Tensor, index: Tensor, scale: float, padding: int) -> Any:
     if padding >= 0:
-        table = table.index_fill(0, torch.full((1,), padding, device=table.device), 0)
+        table = table.index_fill(0, torch.full((1,), padding, dtype=torch.int64, device=table.device), 0)
     return _sum(index, table.contiguous(), None, None, None, None, scale, -1, table.shape[0], 0, 0)
 
 

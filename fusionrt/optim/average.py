@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Kind
@@ -67,7 +68,8 @@ def _fits(average: torch.Tensor, value: torch.Tensor) -> bool:
     return (average.dtype in _FLOATS and value.dtype in _FLOATS and average.device.type in ("cpu", "cuda")
             and (average.dtype == torch.float64 or value.dtype != torch.float64)
             and average.stride() == value.stride() and not (average.is_neg() or value.is_neg())
-            and (average.is_contiguous() or is_dense(average)))
+            and (average.is_contiguous() or is_dense(average))
+            and not is_traceable_wrapper_subclass(average) and not is_traceable_wrapper_subclass(value))
 
 
 def _by_torch(average: torch.Tensor, value: torch.Tensor, decay: float) -> None:
@@ -80,4 +82,5 @@ def _by_torch(average: torch.Tensor, value: torch.Tensor, decay: float) -> None:
 def _launch(kind: Kind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], decay: float) -> None:
     table = shared_table(pairs[0][0].device, tuple(average.data_ptr() for average, _ in pairs),
                          tuple(average.numel() for average, _ in pairs))
-    kernels.step(table, kind, [value.data_ptr() for _, value in pairs], Coefficients(weight1=1 - decay))
+    coefficients = Coefficients(beta1=decay, weight1=1 - decay)
+    kernels.step(table, kind, [value.data_ptr() for _, value in pairs], coefficients)

@@ -23,6 +23,10 @@ class Member(NamedTuple):
     name: str
 
 
+class WiderGradient(Exception):
+    """Of float32, where those of 16 bits were expected: it takes another kernel, or would be rounded."""
+
+
 class Bucket:
     """At most CAPACITY of them. The table is of now: a parameter or state that moves needs another bucket."""
 
@@ -32,7 +36,8 @@ class Bucket:
         self.device = members[0].param.device
         rows = [states.row(m.param, m.state, form, m.position) for m in members]
         self.table = Table(self.device, rows)
-        self._expected = [(m.param.dtype, m.param.shape, m.param.stride()) for m in members]
+        self._dtype: torch.dtype = getattr(torch, kind.grad)
+        self._expected = [(m.param.shape, m.param.stride()) for m in members]
         self._guard: dispatch.Check | None = None  # true for gradients as usual
         self._versions = self._now()
 
@@ -42,9 +47,9 @@ class Bucket:
         if self._guard is not None and self._guard(*grads):  # a third of the time
             return [grad.data_ptr() for grad in grads], []
         copies = []
-        for k, (grad, (dtype, shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
+        for k, (grad, (shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
             # A gradient without strides, a sparse one, raises.
-            if grad is not None and (grad.layout is not torch.strided or grad.dtype is not dtype
+            if grad is not None and (grad.layout is not torch.strided or grad.dtype is not self._dtype
                                      or grad.shape != shape or grad.stride() != stride or grad.is_neg()):
                 grads[k] = self._converted(k, grad)
                 copies.append(grads[k])
@@ -74,4 +79,6 @@ class Bucket:
             raise RuntimeError(f"{self.owner}: the gradient of {name} is sparse ({grad.layout}), expected a "
                                "dense one; make it so with sparse=False of its embedding, or use "
                                "torch.optim's")
-        return states.as_dense_as(param, grad, param.dtype)
+        if grad.dtype == torch.float32 and self._dtype.itemsize == 2:
+            raise WiderGradient
+        return states.as_dense_as(param, grad, self._dtype)

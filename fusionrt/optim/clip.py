@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
@@ -21,7 +22,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
     Returns the norm over all of them before, on the first one's device, in float32, or float64 if a
     gradient is. Gradients that need no scaling are read once and not written. A `norm_type` other than 2,
-    gradients on several devices, sparse ones and ones that do not fill their memory are torch's business.
+    gradients on several devices, sparse ones, DTensors and ones that do not fill their memory are torch's
+    business.
     `foreach` changes nothing. Raises RuntimeError if `error_if_nonfinite` and the norm is not finite; that
     alone waits for the device. Inside of a step, `clip_grad_norm=` of the optimizers saves the second pass.
 
@@ -40,7 +42,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if error_if_nonfinite and not squares.sum().isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(squares.sum().sqrt())}, so "
                            "they cannot be clipped; to scale them anyway, set error_if_nonfinite=False")
-    norms = {dtype: torch.empty((), dtype=getattr(torch, dtype), device=device)
+    norms = {dtype: torch.zeros((), dtype=getattr(torch, dtype), device=device)
              for dtype in ("float32", "float64")}
     for table, dtype, addresses in launches:
         kind = Kind("SCALE", dtype, dtype)
@@ -54,7 +56,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
 def _is_plain(grad: torch.Tensor) -> bool:
     return (grad.layout is torch.strided and grad.device.type in ("cpu", "cuda") and grad.is_floating_point()
-            and grad.itemsize > 1 and (grad.is_contiguous() or is_dense(grad)))
+            and grad.itemsize > 1 and (grad.is_contiguous() or is_dense(grad))
+            and not is_traceable_wrapper_subclass(grad))
 
 
 def _launches(grads: Iterable[torch.Tensor]) -> list[tuple[Table, str, list[int]]]:

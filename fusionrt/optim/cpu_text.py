@@ -175,7 +175,8 @@ c = s0 + weight1 * (g - s0)
 x = x * decay - where(c > 0, size, where(c < 0, -size, c * size))
 s0 = s0 + weight2 * (g - s0)
 """
-    return {"AVERAGE": "x = x + weight1 * (g - x)", "SCALE": "x = g * factor"}[kind.rule]
+    return {"AVERAGE": "x = where(weight1 < 0.5, x + weight1 * (g - x), g - beta1 * (g - x))",
+            "SCALE": "x = g * factor"}[kind.rule]
 
 
 _HEAD = """

@@ -13,7 +13,7 @@ import torch
 from fusionrt import dispatch
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
-from fusionrt.optim.bucket import Bucket, Member
+from fusionrt.optim.bucket import Bucket, Member, WiderGradient
 from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
 from fusionrt.optim.quantised import SMALLEST
 from fusionrt.optim.state import Format
@@ -33,7 +33,8 @@ class Held(NamedTuple):
     groups: list[dict[str, Any]]
     params: list[torch.Tensor]
     values: list[Any]            # of all states
-    addresses: list[int]         # of the parameters
+    tensors: list[torch.Tensor]  # parameters and states
+    addresses: list[int]
     layouts: list[Any]
     guard: dispatch.Check        # true where the layouts are these: a quarter of the time that lists take
     options: list[Any]           # of each group
@@ -45,14 +46,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     """What the optimizers of fusionrt.optim have in common. Beside torch.optim's own arguments each takes
 
     * `master_weights`: keep a float32 copy of float16 and bfloat16 parameters and update that. It follows
-      what others write into a parameter, as `load_state_dict` of the model does.
+      what others write into a parameter, as `load_state_dict` of the model does, but not what autograd does
+      not see: writes through `.data`, or between replays of a CUDA graph.
     * `state_dtype`: of the moments. None: the parameter's, as torch. torch.float32. torch.bfloat16: with
       stochastic rounding, so that changes below its resolution are kept on average. "8bit": one byte an
       element (fusionrt/optim/quantised.py); parameters of less than 4096 elements keep float32.
     * `clip_grad_norm`: scale the gradients so that their norm, over all groups that have this option, is at
       most this, as torch.nn.utils.clip_grad_norm_ but inside of the step. The gradients stay as they are.
     * `skip_nonfinite`: do nothing in a step one of whose gradients, in any group that has this option or
-      clips, is NaN or infinite, or of more than 1e19. One pass over the gradients serves this and clipping.
+      clips, is NaN or infinite (of float32 or less, what is beyond 1e19 may count as that). One pass over the
+      gradients serves this and clipping.
 
     They work with torch.amp.GradScaler as torch's fused ones do: the step unscales, and does nothing if an
     infinity was found. No step waits for the device. A step in a CUDA graph needs one before the capture.
@@ -94,8 +97,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = self._buckets()
-        gathered = [bucket.gradients() for bucket in buckets]  # with copies, which have to live until the end
+        try:
+            buckets, gathered = self._gathered()
+        except WiderGradient:
+            self._held = None
+            buckets, gathered = self._gathered()
         work = [(bucket, addresses) for bucket, (addresses, _) in zip(buckets, gathered, strict=True)
                 if any(addresses)]
         squares = _squares([(b, g) for b, g in work if _needs_norm(b.group)])
@@ -107,6 +113,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             kernels.step(bucket.table, bucket.kind, addresses, coefficients, scalars, SEED)
             bucket.written(addresses)
         return loss
+
+    def _gathered(self) -> tuple[list[Bucket], list[tuple[list[int], list[torch.Tensor]]]]:
+        """With the gradients of each, and their copies, which have to live until the end."""
+        buckets = self._buckets()
+        return buckets, [bucket.gradients() for bucket in buckets]
 
     def _common(self, bucket: Bucket, squares: Squares | None) -> Common:
         group = bucket.group
@@ -129,18 +140,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         return (self._state_names(group), self._flags(group), group["state_dtype"], group["master_weights"])
 
     def _values(self) -> list[Any]:
-        return [value for state in self.state.values() for value in state.values()]
+        # What is no parameter's is somebody else's, such as a number of steps.
+        return [value for state in self.state.values() if isinstance(state, dict) for value in state.values()]
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _is_current(self, held: Held) -> bool:
-        """Whether nothing but gradients has changed since. Every step asks: it costs a third of a microsecond
-        a parameter."""
+        """Whether nothing but gradients has changed since. Every step asks: it costs half a microsecond a
+        parameter. A state that is the same tensor may have moved (`.data =`, `share_memory_`)."""
         params = self._params()
         return (_same(self.param_groups, held.groups) and _same(params, held.params)
                 and _same(self._values(), held.values)
-                and [param.data_ptr() for param in params] == held.addresses
+                and list(map(torch.Tensor.data_ptr, held.tensors)) == held.addresses
                 and (held.guard(*params) or list(map(_layout, params)) == held.layouts)
                 and [self._options(group) for group in self.param_groups] == held.options
                 and not any(param.grad is not None for param in held.waiting))
@@ -170,8 +182,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._settle(device, form, members)
                 buckets += [Bucket(type(self).__name__, group, kind, form, members[k:k + CAPACITY])
                             for k in range(0, len(members), CAPACITY)]
-        params = self._params()
-        return Held(list(self.param_groups), params, self._values(), [param.data_ptr() for param in params],
+        params, values = self._params(), self._values()
+        tensors = params + [value for value in values if isinstance(value, torch.Tensor)]
+        return Held(list(self.param_groups), params, values, tensors, [t.data_ptr() for t in tensors],
                     list(map(_layout, params)), dispatch.guard(*params),
                     [self._options(group) for group in self.param_groups], waiting, buckets)
 
@@ -182,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return any(member.param is param for bucket in stateless for member in bucket.members)
 
     def _settle(self, device: torch.device, form: Format, members: Sequence[Member]) -> None:
-        counters = torch.zeros(len(members), device=device).unbind()
+        counters = torch.zeros(len(members), dtype=torch.float32, device=device).unbind()
         for member, counter in zip(members, counters, strict=True):
             states.settle(member.param, member.state, form, counter)
             if not member.state:
@@ -202,9 +215,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif chosen is None and group["master_weights"] and half:
             dtype = torch.float32
         master = bool(group["master_weights"] and half)
+        wide = half and param.grad is not None and param.grad.dtype == torch.float32
         stored = _name(param.dtype)
-        kind = Kind(self.rule, stored, stored, _name(dtype) if names else "float32", len(names), master,
-                    stochastic=bool(names) and chosen == torch.bfloat16, **self._flags(group))
+        kind = Kind(self.rule, stored, "float32" if wide else stored, _name(dtype) if names else "float32",
+                    len(names), master, stochastic=bool(names) and chosen == torch.bfloat16,
+                    **self._flags(group))
         return kind, Format(names, dtype, master)
 
     # -- torch's protocol --------------------------------------------------------------------------
@@ -265,9 +280,6 @@ def _in_torch_terms(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> 
              zip(given["param_groups"], optimizer.param_groups, strict=True) for key in saved["params"]}
     given["state"] = {key: states.in_float(state, names[key]) if key in names else state
                       for key, state in given["state"].items()}
-    for group in given["param_groups"]:
-        for option in _STORAGE:
-            group.pop(option, None)
     return given
 
 
@@ -303,7 +315,7 @@ def _of_all_devices(found: dict[torch.device, Squares]) -> dict[torch.device, Sq
 
 
 def _layout(param: torch.Tensor) -> tuple[Any, ...]:
-    return param.shape, param.stride()
+    return param.shape, param.stride(), param.dtype, param.device
 
 
 def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
@@ -350,6 +362,9 @@ def _check_parameter(owner: str, param: torch.Tensor, name: str) -> None:
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(param):
         raise TypeError(f"{owner}: {name} is a {type(param).__name__}, which has no memory of its own; "
                         "expected a plain tensor")
+    if param.is_neg():
+        raise ValueError(f"{owner}: {name} is a view that negates what its memory holds, expected a plain "
+                         "tensor; make it one with resolve_neg()")
     if not states.is_dense(param):
         raise ValueError(f"{owner}: {name} of shape {tuple(param.shape)} has strides {param.stride()}, "
                          "expected a tensor that fills its memory; make it contiguous")

@@ -24,7 +24,7 @@ HALF = ("float16", "bfloat16")
 def kinds(dtypes: Iterable[str], state_dtypes: Sequence[Any] = (None,)) -> Iterator[Kind]:
     """Those of `USUAL`, with master weights too for 16 bits, of `clip_grad_norm_` and of `ema_update_`."""
     for dtype in dtypes:
-        param = torch.nn.Parameter(torch.empty(SMALLEST, dtype=getattr(torch, dtype)))
+        param = torch.nn.Parameter(torch.empty(SMALLEST, dtype=getattr(torch, dtype), device="cpu"))
         for rule, options in USUAL:
             for state_dtype in state_dtypes if dtype != "float64" else (None,):
                 for master in (False, True) if dtype in HALF else (False,):

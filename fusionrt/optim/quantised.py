@@ -54,7 +54,7 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tens
     flat = in_memory_order(codes).int()
     top, level = (127, flat & 127) if signed else (255, flat)
     wide = scale.repeat_interleave(BLOCK)[:len(flat)]
-    value = torch.exp2((level - top) / OCTAVE) * wide
+    value = torch.exp2((level - top).float() / OCTAVE) * wide
     value = torch.where(level == 0, wide * 0, value)  # NaN where the block has met what is not finite
     out = torch.empty_like(codes, dtype=torch.float32)
     in_memory_order(out).copy_(torch.where(flat >= 128, -value, value) if signed else value)

@@ -58,12 +58,13 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
     begun = any(state.get(name) is not None for name in form.names)
     # SGD of torch does not count; ours does without a momentum too, whose first step is special.
     if STEP not in state or (form.names and not begun):
-        state[STEP] = torch.zeros((), device=param.device) if counter is None else counter
+        state[STEP] = counter if counter is not None else torch.zeros((), dtype=torch.float32,
+                                                                      device=param.device)
         if begun:
             state[STEP].fill_(1.0)
     step = state[STEP]
     if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.device != param.device:
-        state[STEP] = torch.as_tensor(step, dtype=torch.float32).to(param.device)
+        state[STEP] = torch.as_tensor(step, dtype=torch.float32, device=param.device)
     for position, name in enumerate(form.names):
         _settle_one(param, state, name, form.dtype, signed=position == 0)
     if form.master:
@@ -81,7 +82,7 @@ def follow(param: torch.Tensor, master: torch.Tensor) -> None:
 
 def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
                 ) -> None:
-    value, scale = state.get(name), state.get(name + SCALE)
+    value, scale = state.get(name), _scale(state, name)
     if value is not None and value.shape != param.shape:
         raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a state {name} of shape "
                            f"{tuple(value.shape)}")
@@ -89,7 +90,8 @@ def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: to
     if value is None:
         state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         if quantise:
-            state[name + SCALE] = torch.zeros(quantised.n_blocks(param.numel()), device=param.device)
+            state[name + SCALE] = torch.zeros(quantised.n_blocks(param.numel()), dtype=torch.float32,
+                                              device=param.device)
         return
     if scale is not None:
         if quantise and value.stride() == torch.empty_like(param, device="meta").stride():
@@ -98,15 +100,23 @@ def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: to
     if quantise:
         state[name], state[name + SCALE] = quantised.encode(as_dense_as(param, value, torch.float32), signed)
     else:
+        state.pop(name + SCALE, None)
         state[name] = as_dense_as(param, value, dtype)
+
+
+def _scale(state: dict[str, Any], name: str) -> torch.Tensor | None:
+    """Of an 8-bit state; torch's flattened checkpoints leave an empty entry in its place."""
+    found = state.get(name + SCALE)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def in_float(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """A copy for a checkpoint, that torch.optim can load: without codes."""
-    plain = {key: value for key, value in state.items() if not key.endswith(SCALE)}
+    plain = {key: value for key, value in state.items() if key not in [name + SCALE for name in names]}
     for position, name in enumerate(names):
-        if name + SCALE in state:
-            plain[name] = quantised.decode(state[name], state[name + SCALE], signed=position == 0)
+        scale = _scale(state, name)
+        if scale is not None:
+            plain[name] = quantised.decode(state[name], scale, signed=position == 0)
     return plain
 
 

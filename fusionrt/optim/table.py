@@ -37,10 +37,10 @@ class Table:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("fusionrt.optim: the table of the tensors cannot be made while a CUDA graph "
                                "is being captured; take one step with the same parameters before the capture")
-        chunks = [torch.stack([torch.full((n,), t), torch.arange(n)], dim=1)
+        chunks = [torch.stack([torch.full((n,), t, device="cpu"), torch.arange(n, device="cpu")], dim=1)
                   for t, n in enumerate(-(-row.numel // CHUNK) for row in rows)]
         self.device, self.n_tensors = device, len(rows)
-        self.tensors = torch.tensor(rows, dtype=torch.int64).to(device)
+        self.tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self.chunks = torch.cat(chunks).to(torch.int32).to(device)
         self.n_chunks = len(self.chunks)
         self.work = sum(row.numel for row in rows) // max(1, self.n_chunks)  # of a chunk, on average

@@ -176,4 +176,4 @@ def bind_context(device: int) -> None:
     number does not change; filling one element is such a call.
     """
     if not driver().ctxGetCurrent():
-        torch.zeros((), device=f"cuda:{device}")
+        torch.zeros((), dtype=torch.uint8, device=f"cuda:{device}")

@@ -77,11 +77,11 @@ def _copies(steps: list[Node]) -> list[Node]:
 def _order(steps: list[Node], x: torch.Tensor) -> torch.Tensor | None:
     """Which rows of x come one after the other; None where rows are torn apart."""
     width = x.shape[-1]
-    moved: Any = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
+    moved: Any = torch.arange(x.numel(), dtype=torch.int32, device="cpu").view(x.shape)
     for s in steps:
         target: Any = getattr(torch.Tensor, s.target) if isinstance(s.target, str) else s.target
         moved = target(moved, *s.args[1:], **s.kwargs)
-    rows, within = moved.reshape(-1, width), torch.arange(width, dtype=torch.int32)
+    rows, within = moved.reshape(-1, width), torch.arange(width, dtype=torch.int32, device="cpu")
     first = rows[:, :1]
     is_whole = bool((first % width == 0).all()) and torch.equal(rows, first + within)
     return first.flatten() // width if is_whole else None
