@@ -38,10 +38,16 @@ def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
 def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any], Any]]:
     """All as torch tensors, and what a result becomes: torch's among other arrays decide, as they may
     need a gradient."""
-    found = {name: to_torch(a, op, name) if is_foreign(a) else (a, None) for name, a in arrays.items()}
-    restore = next(back for _, back in found.values() if back is not None)
-    has_torch = any(isinstance(a, torch.Tensor) for a in arrays.values())
-    return [a for a, _ in found.values()], (lambda result: result) if has_torch else restore
+    has_torch, numpy = any(isinstance(a, torch.Tensor) for a in arrays.values()), sys.modules.get("numpy")
+
+    def as_torch(name: str, a: Any) -> tuple[Any, Any]:
+        if has_torch and numpy is not None and isinstance(a, numpy.generic):
+            return a.item(), None  # a number beside tensors, on whatever device these are
+        return to_torch(a, op, name) if is_foreign(a) else (a, None)
+
+    found = [as_torch(name, a) for name, a in arrays.items()]
+    backs = [back for _, back in found if back is not None]
+    return [a for a, _ in found], (lambda result: result) if has_torch else backs[0]
 
 
 def check_writeable(op: str, **tensors: Any) -> None:

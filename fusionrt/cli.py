@@ -75,12 +75,13 @@ def for_users(*expected: type[Exception]) -> Iterator[None]:
 @click.option("--dtypes", metavar="NAMES",
               help="all adds float64.  [default: float32,bfloat16,float16]")
 @click.option("--columns", metavar="NUMBERS", help="Lengths of the last dimension.  [default: 4096]")
+@click.option("--rows", metavar="NUMBERS", help="How many rows calls have, beside thousands: 1,64.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile on so many threads.")
 @click.option("--module", metavar="NAMES", help="Modules with fused functions of your own.")
 @click.option("--no-backward", is_flag=True, help="For inference: no gradients.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, jobs: int | None,
-           module: str | None, no_backward: bool, as_json: bool) -> None:
+def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, rows: str | None,
+           jobs: int | None, module: str | None, no_backward: bool, as_json: bool) -> None:
     """Compile kernels into the cache; needs no GPU.
 
     The exit status is 1 when a kernel could not be compiled.
@@ -90,7 +91,8 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, 
     with for_users(ValueError), progress_bar("looking for kernels", hidden=as_json) as progress:
         from fusionrt.precompile import COLUMNS
         from fusionrt.precompile import warmup as run
-        summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress, columns or COLUMNS)
+        summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress, columns or COLUMNS,
+                      rows or ())
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary)))
     else:

@@ -452,16 +452,17 @@ _TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False}
 def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:
     """Every node that the roots need beside the given ones, operands first."""
     order: dict[Expr, None] = {}
-
-    def visit(n: Expr) -> None:
-        if n not in order and n not in given:
-            for a in n.args:
-                if isinstance(a, Expr):
-                    visit(a)
-            order[n] = None
-
-    for root in roots:
-        visit(root)
+    pending = list(roots)[::-1]
+    while pending:  # not by recursion: a loop that a function unrolls makes long chains
+        n = pending[-1]
+        operands = [] if n in order or n in given else [
+            a for a in n.args if isinstance(a, Expr) and a not in order and a not in given]
+        if operands:
+            pending += operands[::-1]
+            continue
+        pending.pop()
+        if n not in given:
+            order.setdefault(n)
     return list(order)
 
 

@@ -78,7 +78,9 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     broadcast, of dtype float16, bfloat16, float32, float64, an integer or bool; or Python numbers,
     whose value can change without a recompilation. Results have torch's promoted dtype, bool for
     comparisons, or that of an outermost `cast`; 16-bit types are computed in float32, so are integers beside
-    float32 (ids above 2^24 lose bits there); integers alone in float64, which has all of 53 bits.
+    float32 (ids above 2^24 lose bits there); int32 and int64 alone, and what gives integers of 16 bits or
+    more, in float64, which has all of 53 bits. Of several results of 16 bits, one that others follow from is
+    rounded before they do.
 
     Raises TraceError where the function cannot become one kernel, and says what to write instead;
     TypeError and ValueError name the argument of a call that cannot be served.
@@ -110,6 +112,10 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
         if p.default is not p.empty and not isinstance(p.default, numbers.Real):
             raise TraceError(f"{name}: the default of {p.name} must be a number, got {p.default!r}")
+    # Defaults as Python's own numbers: no fractions, not NumPy's.
+    own = [p if p.default is p.empty or isinstance(p.default, (int, float)) else
+           p.replace(default=float(p.default)) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=own)
     if not name.isidentifier():
         name = "fused"  # a lambda
     params = list(signature.parameters)

@@ -19,15 +19,16 @@ from fusionrt.runtime import cache, compiler, source
 KERNEL = "list of a warm-up"
 
 
-def identity(architectures: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], backward: bool
-             ) -> str:
+def identity(architectures: Sequence[str], dtypes: Sequence[str], widths: Sequence[int],
+             heights: Sequence[int], backward: bool) -> str:
     """The key of such a list."""
     tools = [torch.__version__, compiler.toolchain()]
     if "cpu" in architectures:
         from fusionrt.cpu import compiler as cpu
         tools += [cpu.target(), cpu.toolchain()]
-    return cache.key(package=_package(), tools=tools, architectures=architectures, dtypes=dtypes,
-                     widths=[str(n) for n in widths], backward=str(backward), kind=KERNEL)
+    sizes = {"widths": [str(n) for n in widths], "heights": [str(n) for n in heights]}
+    return cache.key(package=_package(), tools=tools, architectures=architectures, dtypes=dtypes, **sizes,
+                     backward=str(backward), kind=KERNEL)
 
 
 @functools.cache

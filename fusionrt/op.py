@@ -22,12 +22,13 @@ import torch
 from fusionrt import dispatch, layout, random, rehearsal
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_watched, record
-from fusionrt.expr import Expr, argument, emit, gradients, leaves, substitute, through_output, toposort
+from fusionrt.expr import Expr, argument, cast, emit, gradients, leaves, substitute, through_output, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
 from fusionrt.rowwise import schedule
 
 Args = Sequence[Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
 EXACT = (torch.bool, torch.int16, torch.int32, torch.int64)  # results of integers that float32 may miss
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A number is what a traced graph can hold of an operator.
@@ -324,7 +325,17 @@ class Operator:
         outputs = self.allocate(args, shape)
         if 0 in shape:
             return lambda *args: pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
-        return self.build(args, shape, outputs, alignment)
+        return self._of_what_is_written(outputs).build(args, shape, outputs, alignment)
+
+    def _of_what_is_written(self, outputs: Sequence[torch.Tensor]) -> Operator:
+        """The same, but what follows from an output of 16 bits (the norm of a sum with a residual) is of its
+        rounded values: a gradient reads those, and far from 0 the exact ones have other statistics."""
+        inner = {a for root in self.outputs for n in toposort([root]) for a in n.args}
+        rounded = {root: cast(root, o.dtype) for root, o, target in zip(
+            self.outputs, outputs, self.targets, strict=True)
+            if target is None and root in inner and not root.uniform and o.dtype in HALF
+            and not root.op.startswith("cast_")}
+        return self._variant(outputs=tuple(substitute(self.outputs, rounded))) if rounded else self
 
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ FEW_ROWS = 512  # of which kernels over rows give each to more threads
 VARIANTS = {"approximate": ("none", "tanh"), "training": (True, False), "bias_first": (True, False)}
 
 Names = str | Iterable[Any] | None
+Sizes = int | str | Sequence[int]
 Progress = Callable[[int, int, str], object]  # kernels done, kernels in all, name of the last one
 Failure = tuple[str, str, str]  # kernel or op, architecture, reason
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Job(NamedTuple):
 
 def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
            module: Names = None, backward: bool = True, progress: Progress | None = None,
-           columns: int | str | Sequence[int] = COLUMNS) -> Summary:
+           columns: Sizes = COLUMNS, rows: Sizes = ()) -> Summary:
     """Compile the kernels of the catalogue and of the optimizers into the cache; those that are there cost
     nothing.
 
@@ -100,31 +101,35 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     float16 by default, or "all", which adds float64. `module`: modules whose fused functions to compile
     as well; such a function may have an attribute `example`, as the ops of the catalogue have.
     `backward`: gradients too. `jobs`: threads; by default one more than processors, as one waits for the
-    disk, and at most 9. `columns`: lengths of the last dimension, as 768 or "768,3072".
+    disk, and at most 9. `columns`: lengths of the last dimension, as 768 or "768,3072". `rows`: how many of
+    them calls will have, as 1 or "1,64", beside thousands.
 
-    Kernels depend on the kind of layout, not on sizes, but those over rows on the rows' length: what is
-    compiled serves contiguous arguments of an op's usual shapes with so many columns. Any other call
-    compiles its kernel at its first use.
+    Kernels depend on the kind of layout, not on sizes, but those over rows on the rows' length, and where
+    there are few on their number (one row is a layout of its own): what is compiled serves contiguous
+    arguments of an op's usual shapes with so many columns, of thousands of rows and of those given. Any
+    other call compiles its kernel at its first use.
 
     Raises ValueError for an unknown architecture, op, dtype or module, and says what there is.
 
         fusionrt.warmup("sm_80,sm_90", ops=["bias_gelu"], dtypes="bfloat16")
     """
     start = time.perf_counter()
-    architectures, wanted, widths = _architectures(arch), _dtypes(dtypes), _widths(columns)
+    architectures, wanted = _architectures(arch), _dtypes(dtypes)
+    widths, heights = _sizes("columns", columns), _sizes("rows", rows) if rows else []
     if jobs is None:
         jobs = min(compiler.MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
     if jobs < 1:
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     summary, whole = Summary(), None
     if ops is None and module is None:
-        whole = inventory.identity(architectures, [_name(d) for d in wanted], widths, backward)
+        whole = inventory.identity(architectures, [_name(d) for d in wanted], widths, heights, backward)
         entries = inventory.entries(whole)
         if entries is not None:
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
             summary.seconds = time.perf_counter() - start
             return summary
-    todo = _todo(_functions(ops, module), wanted, widths, architectures, backward, ops is None, summary)
+    todo = _todo(_functions(ops, module), wanted, widths, heights, architectures, backward, ops is None,
+                 summary)
     done = _compile(_elsewhere(todo), jobs, summary, progress)
     if whole is not None and not summary.failed:
         inventory.keep(whole, {job.key for job in done}, architectures)
@@ -133,12 +138,12 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
 
 
 def _todo(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
-          architectures: Sequence[str], backward: bool, optimizers: bool, summary: Summary
-          ) -> Iterator[tuple[Job, str]]:
+          heights: Sequence[int], architectures: Sequence[str], backward: bool, optimizers: bool,
+          summary: Summary) -> Iterator[tuple[Job, str]]:
     """Kernels and their names, some of them twice; `summary` hears of the examples that fail."""
     for kind in dict.fromkeys("cpu" if a == "cpu" else "cuda" for a in architectures):
         group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
-        yield from _jobs(functions, dtypes, widths, kind, group, backward, summary)
+        yield from _jobs(functions, dtypes, widths, heights, kind, group, backward, summary)
         if optimizers:
             yield from _of_optimizers(dtypes, kind, group)
 
@@ -192,16 +197,18 @@ def _reason(error: Exception) -> str:
 
 # -- what there is to compile ----------------------------------------------------------------------
 
-def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int], kind: str,
-          group: Sequence[str], backward: bool, summary: Summary) -> Iterator[tuple[Job, str]]:
+def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
+          heights: Sequence[int], kind: str, group: Sequence[str], backward: bool, summary: Summary
+          ) -> Iterator[tuple[Job, str]]:
     """The kernels that the functions' examples need."""
     seen: set[Problem | Source] = set()
     for function, dtype, columns in itertools.product(functions, dtypes, widths):
         try:
             with collecting(kind) as needed:
                 _rehearse(function, dtype, ROWS, columns, backward)
-                if any(isinstance(p, Problem) and (p.row_dims or _masks(p)) for p in needed):
-                    _rehearse(function, dtype, FEW_ROWS, columns, backward)
+                few = any(isinstance(p, Problem) and (p.row_dims or _masks(p)) for p in needed)
+                for rows in (*[FEW_ROWS] * few, *heights):
+                    _rehearse(function, dtype, rows, columns, backward)
             new = [p for p in dict.fromkeys(needed) if p not in seen]
             seen.update(new)
             texts = [(*text, p.name) for p in new for text in _texts(p, kind)]
@@ -305,14 +312,14 @@ def _dtypes(dtypes: Names) -> list[torch.dtype]:
     return [getattr(torch, name) for name in dict.fromkeys(chosen)]
 
 
-def _widths(columns: int | str | Sequence[int]) -> list[int]:
+def _sizes(option: str, given: Sizes) -> list[int]:
     try:
-        widths = [columns] if isinstance(columns, int) else [int(n) for n in _split(columns)]
+        sizes = [given] if isinstance(given, int) else [int(n) for n in _split(given)]
     except ValueError:
-        widths = []
-    if not widths or min(widths) < 1:
-        raise ValueError(f"warmup: columns must be positive integers, got {columns!r}")
-    return widths
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"warmup: {option} must be positive integers, got {given!r}")
+    return sizes
 
 
 def _architectures(arch: Names) -> list[str]:

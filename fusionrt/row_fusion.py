@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusionrt import dispatch, library
-from fusionrt.expr import Expr, argument
+from fusionrt.expr import Expr, argument, where
 from fusionrt.fusion import trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
@@ -72,7 +73,10 @@ def finished(op: str, y: Expr, epilogue: Epilogue) -> Any:
     if not callable(epilogue):
         raise TypeError(f"{op}: epilogue must be a function of one traced value, got "
                         f"{type(epilogue).__name__}")
-    return epilogue(y)
+    result = epilogue(y)
+    if isinstance(result, numbers.Real) or (isinstance(result, Expr) and result.uniform and not y.uniform):
+        return where(y == y, result, result)  # of every element, whatever that is
+    return result
 
 
 def per_call(make: Run) -> Run:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusionrt import layout, stages
-from fusionrt.expr import REDUCTIONS, Expr, cast, row_sum, substitute, toposort
+from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
 from fusionrt.op import SCALAR, Args, Operator, pack, unpack
 from fusionrt.problem import Output, Problem, pose
@@ -24,7 +24,6 @@ from fusionrt.rehearsal import device_type, stands_for
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
 ROW_SHARED, MANY_THREADS, FEW_COLUMNS = 4096, 1 << 17, 1 << 15
-HALF = (torch.float16, torch.bfloat16)
 _BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
 _OF_ROWS = frozenset({*REDUCTIONS, *_BY_COLUMN, "row_size"})
 
@@ -102,9 +101,6 @@ class RowOperator(Operator):
 
     def build(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
-        written = self._of_what_is_written(outputs)
-        if written is not self:
-            return written.build(args, shape, outputs, alignment)
         order = self.walk(args, shape, outputs)
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
@@ -124,16 +120,6 @@ class RowOperator(Operator):
             return pack(found)
 
         return run
-
-    def _of_what_is_written(self, outputs: Sequence[torch.Tensor]) -> Operator:
-        """The same, but reductions of an output of 16 bits (the sum of x and a residual) are of its rounded
-        values: a gradient reads those, with the statistics, and far from 0 the exact ones have others."""
-        inner = {a for root in self.outputs for n in toposort([root]) for a in n.args}
-        rounded = {root: cast(root, o.dtype) for root, o, target in zip(
-            self.outputs, outputs, self.targets, strict=True)
-            if target is None and root in inner and not root.uniform and o.dtype in HALF
-            and not root.op.startswith("cast_")}
-        return self._variant(outputs=tuple(substitute(self.outputs, rounded))) if rounded else self
 
     def _lie_across(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int]
                     ) -> bool:

@@ -312,3 +312,21 @@ def test_meta_and_cpu_tensors_do_not_share_plans():
         assert torch.equal(frt.add_relu(x, x), torch.relu(x + x))
         with pytest.raises(ValueError, match="all tensors must be on one device"):
             frt.add_relu(x, x.to("meta"))
+
+
+@pytest.mark.parametrize("dim", [1.0, "a", None])
+def test_a_dimension_that_is_no_integer(dim):
+    x = torch.randn(4, 8)
+    frt.ops.sum(x, 1), frt.softmax(x, 1)
+    with pytest.raises(TypeError, match=f"softmax: dim must be an integer, got {dim!r}"):
+        frt.softmax(x, dim)
+    if dim is not None:
+        with pytest.raises(TypeError, match=f"sum: dim must be None, an int or ints, got {dim!r}"):
+            frt.ops.sum(x, dim)
+
+
+def test_epilogues_of_nothing():
+    x = torch.randn(4, 8)
+    for epilogue in (lambda v: 1.0, lambda v: frt.exp(v * 0 + 1) * 0 + 1):
+        assert torch.equal(frt.softmax(x, epilogue=epilogue), torch.ones(4, 8))
+        assert torch.equal(frt.layer_norm(x, 8, epilogue=epilogue), torch.ones(4, 8))

@@ -559,3 +559,14 @@ def test_options_that_are_false():
     torch.testing.assert_close(frt.fuse(lambda a: torch.nn.functional.relu(a, inplace=False))(x), x.relu())
     with pytest.raises(frt.TraceError):
         frt.fuse(lambda a: torch.nn.functional.relu(a, inplace=True))(x)
+
+
+def test_long_chains():
+    def root(x):
+        y = x
+        for _ in range(500):
+            y = 0.5 * (y + x / y)
+        return y
+
+    x = torch.rand(5) + 0.5
+    assert_close(frt.fuse(root)(x), x.sqrt())

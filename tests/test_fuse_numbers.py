@@ -1,7 +1,9 @@
 """`fuse` on numbers of every kind: Python's beside tensors, integers, truth values, float64's range."""
 
+import fractions
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -94,3 +96,24 @@ def test_numbers_beyond_float32(number, device):
         torch.testing.assert_close(scaled(x, number), x * number, equal_nan=True)
     assert frt.quantize_int8(x, 1e-39).tolist() == [127, -128, 0, 127]
     torch.testing.assert_close(frt.softmax(x, scale=number), torch.softmax(x * number, -1), equal_nan=True)
+
+
+def test_numbers_of_other_kinds():
+    x = torch.randn(4, 5)
+    halved = frt.fuse(lambda x, y=fractions.Fraction(1, 2), z=np.float32(3): x * y + z)
+    assert_close(halved(x), x / 2 + 3)
+    # Beside tensors NumPy's scalars are numbers: no operands, on whatever device the tensors are.
+    assert halved(x.to("meta"), np.float64(2), np.int64(1)).dtype == torch.float32
+    assert isinstance(halved(x.numpy(), np.float32(2)), np.ndarray)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_follows_from_a_result_is_of_the_value_that_is_returned(dtype, device):
+    """Or the gradient, which reads that, is another function's."""
+    both = frt.fuse(lambda x: (x + 256, ((x + 256) - 256) ** 2))
+    x = torch.tensor([0.3, -0.7, 1.4], dtype=dtype, device=device, requires_grad=True)
+    total, squares = both(x)
+    assert_close(total, x + 256, rtol=0, atol=0)
+    assert_close(squares, (total.double() - 256).square().to(dtype))
+    found, = torch.autograd.grad(squares.sum(), x)
+    assert_close(found, (2 * (total.double() - 256)).to(dtype))

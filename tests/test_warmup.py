@@ -227,7 +227,7 @@ torch.manual_seed(0)
 for name in {ops}:
     for dtype in (torch.float32, torch.bfloat16):
         def make(*shape, dtype=dtype, **_):
-            shape = [{{8192: 512, 4096: 256}}.get(n, n) for n in shape]
+            shape = [{{8192: {rows}, 4096: 256}}.get(n, n) for n in shape]
             if not dtype.is_floating_point:
                 return torch.ones(shape, dtype=dtype, device={device!r})
             return torch.randn(shape, device={device!r}).to(dtype).requires_grad_()
@@ -244,9 +244,9 @@ for name in {ops}:
 """
 
 
-def call_without_compiling(ops: list[str], device: str) -> list[str]:
+def call_without_compiling(ops: list[str], device: str, rows: int = 512) -> list[str]:
     env = {**os.environ, "FUSIONRT_DISABLE_JIT": "1"}
-    run = subprocess.run([sys.executable, "-c", CALLS.format(ops=ops, device=device)], env=env,
+    run = subprocess.run([sys.executable, "-c", CALLS.format(ops=ops, device=device, rows=rows)], env=env,
                          capture_output=True, text=True, cwd=Path(frt.__file__).parents[1])
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
@@ -268,6 +268,16 @@ def test_gpu_kernels_serve_calls() -> None:
 
     assert summary.compiled > 0 and summary.failed == []
     assert call_without_compiling(ops, "cuda") == ops
+
+
+def test_kernels_of_few_rows_serve_calls(device: str) -> None:
+    ops = ["softmax", "layer_norm", "sum", "bias_gelu", "cross_entropy", "embedding_position"]
+    summary = warmup("cpu" if device == "cpu" else "native", ops, "float32,bfloat16", columns=256,
+                     rows="1, 64")
+
+    assert summary.compiled > 0 and summary.failed == []
+    for rows in (1, 64):
+        assert call_without_compiling(ops, device, rows) == ops
 
 
 def test_native_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +341,7 @@ def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
      "warmup: module 'json' has no function made by fusionrt.fuse"),
     ({"arch": "cpu", "columns": "4,x"}, "warmup: columns must be positive integers, got '4,x'"),
     ({"arch": "cpu", "columns": 0}, "warmup: columns must be positive integers, got 0"),
+    ({"arch": "cpu", "rows": "0"}, "warmup: rows must be positive integers, got '0'"),
     ({"arch": "cpu", "jobs": 0}, "warmup: jobs must be at least 1, got 0"),
 ])
 def test_unknown_names_are_answered_with_what_there_is(arguments: dict, message: str) -> None:

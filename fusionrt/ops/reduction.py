@@ -157,7 +157,7 @@ sites = Sites()
 
 def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None, *more: Any) -> Any:
     if not (compiling := torch.compiler.is_dynamo_compiling()):  # which warns of caches
-        run = sites.find((op, kind, dim, keepdim, map, more), (x,))
+        run = sites.find((op, kind, dim, type(dim), keepdim, map, more), (x,))  # 1.0 == 1
         if run is not None:
             return run(x)
     if is_foreign(x):
@@ -175,7 +175,7 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
     if kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
         return _of_parts(op, x, layout.reduced[0], keepdim)
     run = _run(op, kind, x, layout, map, more)
-    return run(x) if compiling else sites.keep((op, kind, dims, keepdim, map, more), (x,), run)(x)
+    return run(x) if compiling else sites.keep((op, kind, dims, type(dims), keepdim, map, more), (x,), run)(x)
 
 
 def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: tuple[Any, ...]) -> Run:

@@ -71,8 +71,8 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     rank = x.dim()
     if rank == 0:
         return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
-    if dim is None:
-        raise TypeError(f"{op}: dim must be an integer, got None")
+    if not hasattr(dim, "__index__"):
+        raise TypeError(f"{op}: dim must be an integer, got {dim!r}")
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
     tensors, numbers = [x], []

@@ -105,9 +105,10 @@ def function(text: str, entry: str, device: int, name: str, kernel: str = "") ->
 def allow(function: int, shared: int, cluster: int) -> None:
     """What a kernel may not have without asking: more than 48 KB of shared memory, `shared` of them sized at
     the launch, more than 8 blocks in a cluster."""
-    if shared > _shared.get(function, 8 << 10):  # never less than other launches were allowed
-        driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
-        _shared[function] = shared
+    with _lock:
+        if shared > _shared.get(function, 8 << 10):  # never less than other launches were allowed
+            driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+            _shared[function] = shared
     if cluster > 8:
         driver().funcSetAttribute(function, _LARGE_CLUSTERS, 1)
 

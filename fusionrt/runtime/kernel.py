@@ -56,7 +56,10 @@ class Kernel:
             cuda.allow(function, shared, self.cluster)
             self._functions[device, shared] = function
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        packed = self.params.packer.pack(*values)  # the driver copies it before it returns
+        try:
+            packed = self.params.packer.pack(*values)  # the driver copies it before it returns
+        except OverflowError:
+            packed = self.params.packer.pack(*self.params.converted(*values))
         pointers = (ctypes.c_char_p * 1)(packed)
         cuda.driver().launchKernel(function, x, y, 1, self.block, 1, 1, shared, raw_stream(device),
                                    ctypes.addressof(pointers), 0)

@@ -94,11 +94,11 @@ class Params:
             f"    {f.declaration};\n" for f in fields) + "};"
         format = "=" + "".join(f.format for f in fields)
         self.packer = struct.Struct(f"{format}{-struct.calcsize(format) % max(alignments, default=1)}x")
-        self._codes = re.findall(r"\d+s|[A-Za-z]", format)
 
     def converted(self, *values: Any) -> list[Any]:
         """Numbers beyond float32 as infinities, which C makes of them and Python refuses."""
-        return [_single(v) if code == "f" else v for v, code in zip(values, self._codes, strict=True)]
+        codes = re.findall(r"\d+s|[a-wyzA-Z]", self.packer.format)
+        return [_single(v) if code == "f" else v for v, code in zip(values, codes, strict=True)]
 
 
 def _single(number: float) -> float:
