@@ -218,7 +218,8 @@ class _Bytes(click.ParamType):
 def prune(max_bytes: int) -> None:
     """Drop the kernels that were not used for longest until the rest fits."""
     from fusionrt.runtime import cache
-    click.echo(f"dropped {cache.prune(max_bytes)} kernels from {_where()}")
+    with for_users(OSError):
+        click.echo(f"dropped {cache.prune(max_bytes)} kernels from {_where()}")
 
 
 @cache.command()
@@ -236,9 +237,13 @@ def clear(yes: bool) -> None:
 @click.argument("file", type=click.Path(dir_okay=False))
 def export(file: str) -> None:
     """Write every sound kernel into the archive FILE."""
+    from pathlib import Path
+
     from fusionrt.runtime import archive
     with for_users(OSError):
-        click.echo(f"wrote {archive.export_to(file)} kernels to {file}")
+        written = archive.export_to(file)
+    # Of a pipe or a device, what is printed may be read as a part of the archive.
+    click.echo(f"wrote {written} kernels to {file}", err=not Path(file).is_file())
 
 
 @cache.command("import")
@@ -253,7 +258,8 @@ def import_(file: str) -> None:
     with for_users(OSError, ValueError):
         done = archive.import_from(file)
     for name, reason in done.refused:
-        click.echo(f"refused: {name}: {reason}", err=True)
+        plain = name if name.isprintable() else repr(name)  # its maker may not be trusted
+        click.echo(f"refused: {plain}: {reason}", err=True)
     click.echo(f"imported {done.imported} kernels into {_where()}, {done.present} already there, "
                f"{len(done.refused)} refused")
     if done.refused:

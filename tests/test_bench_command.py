@@ -165,21 +165,31 @@ def test_a_result_file_that_cannot_be_written_is_no_failure_of_the_op(
     assert "error=" not in result.stdout
 
 
+def half(path: Path, text: str, encoding: str | None = None) -> None:
+    """What write_text() does on a full disk."""
+    with path.open("w") as file:
+        file.write(text[:len(text) // 2])
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_leaves_the_rows_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = quiet("full", tmp_path / "rows.json")
     run.add(op="first")
-
-    def half(path: Path, text: str) -> None:
-        with path.open("w") as file:
-            file.write(text[:len(text) // 2])
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", half)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'rows.json'}'"):
             run.add(op="second")
     assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_a_full_disk_leaves_the_page_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the earlier one")
+    monkeypatch.setattr(Path, "write_text", half)
+    result = call("add_relu", *SMALL, "--html", page)
+    assert (result.exit_code, result.stderr) == (1, f"Error: {page}: No space left on device\n")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["the earlier one"]
 
 
 def test_a_row_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

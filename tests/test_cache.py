@@ -463,6 +463,21 @@ def test_import_bounds_the_whole_archive(
     assert result == (2, 0, refused)
 
 
+def test_a_member_that_lies_about_its_size_costs_no_other(tmp_path: Path, home: Path) -> None:
+    stored, file = filled(3), tmp_path / "kernels.zip"
+    archive.export_to(file)
+    cache.clear()
+    with zipfile.ZipFile(file) as written:
+        first = written.infolist()[0].filename
+    blob = bytearray(file.read_bytes())
+    at = blob.index(b"PK\1\2") + 24  # of the first member: its size, once unpacked
+    blob[at : at + 4] = (0xFFFFFFF0).to_bytes(4, "little")
+    file.write_bytes(blob)
+    refused = [(first, "4294967280 bytes, more than an entry may have")]
+    assert archive.import_from(file) == (2, 0, refused)
+    assert len(stored) == 3
+
+
 def hostile_metadata(metadata: bytes) -> bytes:
     """An entry with a right checksum over metadata that encode() would not write."""
     index = cache._INDEX.pack(bytes.fromhex(KEY), len(metadata), 0)

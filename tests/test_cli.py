@@ -299,6 +299,37 @@ def test_export_and_import(home: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(i.metadata["kernel"] for i in cache.entries()) == ["a", "b"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes, devices, links")
+def test_export_to_what_is_no_file(tmp_path: Path) -> None:
+    fill("a", "b")
+    words = [sys.executable, "-c", "from fusionrt.cli import main; main()", "cache", "export"]
+    call("cache", "export", tmp_path / "plain.zip")
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link.zip", tmp_path / "target.zip"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    writer = subprocess.Popen([*words, str(pipe)])
+    received = pipe.read_bytes()
+    assert writer.wait() == 0 and pipe.is_fifo()
+    through = subprocess.run([*words, "/dev/stdout"], capture_output=True, check=True)
+    assert through.stderr == b"wrote 2 kernels to /dev/stdout\n"
+    (tmp_path / "null").symlink_to("/dev/null")
+    for file in (tmp_path / "null", link):
+        assert call("cache", "export", file).exit_code == 0 and file.is_symlink()
+    for blob in (received, through.stdout, target.read_bytes()):
+        (tmp_path / "archive.zip").write_bytes(blob)
+        assert "2 already there, 0 refused" in call("cache", "import", tmp_path / "archive.zip").stdout
+
+
+def test_import_prints_no_control_characters_of_names(tmp_path: Path) -> None:
+    import zipfile
+    with zipfile.ZipFile(tmp_path / "evil.zip", "w") as archive:
+        archive.writestr("\x1b[2Jall is well\u202etxt", b"")
+        archive.writestr("grüße.frt", b"")
+    assert call("cache", "import", tmp_path / "evil.zip").stderr == (
+        "refused: '\\x1b[2Jall is well\\u202etxt': not the name of an entry\n"
+        "refused: grüße.frt: not the name of an entry\n")
+
+
 def test_import_of_what_is_damaged(tmp_path: Path) -> None:
     import zipfile
     file, key = tmp_path / "kernels.zip", cache.key(source="a")
@@ -314,7 +345,7 @@ def test_import_of_what_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "status", "message"), [
     (("import", "{tmp}/absent"), 2, "File '{tmp}/absent' does not exist."),
     (("import", "{tmp}/text"), 1, "Error: {tmp}/text is not an archive of the cache: "),
-    (("export", "{tmp}/absent/kernels"), 1, "No such file or directory"),
+    (("export", "{tmp}/absent/kernels"), 1, "Error: {tmp}/absent/kernels: No such file or directory"),
 ])
 def test_files_that_cannot_be_used(words: tuple[str, ...], status: int, message: str,
                                    tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fusionrt.bench import accuracy, memory, profile, traffic
 from fusionrt.bench.kernel import Measurement, benchmark_kernel, copied, split_inputs
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
+from fusionrt.runtime.files import whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,13 +133,14 @@ class Comparison:
         content = {"benchmark": self.title, "date": time.strftime("%Y-%m-%d", time.gmtime()),
                    "machine": results.machine(), "versions": results.versions(), "baseline": self.baseline,
                    "notes": self.notes, "rows": self.rows, "measurements": taken}
-        Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        with whole(path) as file:
+            file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
     def to_csv(self, path: str | Path) -> None:
         """A line a row, in the units of `rows`."""
         keys = list(dict.fromkeys(key for row in self.rows for key in row if key != "accuracy"))
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, keys, restval="", extrasaction="ignore")
+        with whole(path) as file, file.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, keys, restval="", extrasaction="ignore")
             writer.writeheader()
             writer.writerows(self.rows)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from fusionrt.bench import charts, findings
 from fusionrt.bench.results import Row, cell
+from fusionrt.runtime.files import whole
 
 TEMPLATE = Path(__file__).with_name("report.html")
 NARROWLY, CLEARLY = "▽", "▼"
@@ -42,7 +43,8 @@ def write(content: Mapping[str, Any], path: str | Path) -> None:
              ("Method", _method(content)), ("Machine and versions", _machine(content))]
     filled = page(escape(_title(content)), _heading(content), " ".join(_summary(rows, good)),
                   {name: body for name, body in parts if body}, _notices(content))
-    Path(path).write_text(filled, encoding="utf-8")
+    with whole(path) as file:
+        file.write_text(filled, encoding="utf-8")
 
 
 def page(title: str, heading: str, summary: str, sections: Mapping[str, str], notices: str = "",

@@ -86,10 +86,8 @@ class Results:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             body = ",\n".join("  " + json.dumps(row) for row in self.rows)
             head = json.dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
-            target, text = self.path.resolve(), f'{head}"rows": [\n{body}\n]}}\n'
-            is_special = target.exists() and not target.is_file()  # a device, a pipe
-            with contextlib.nullcontext(target) if is_special else whole(target) as file:
-                file.write_text(text)
+            with whole(self.path) as file:
+                file.write_text(f'{head}"rows": [\n{body}\n]}}\n')
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import os
 import re
 import stat
 import zipfile
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
 
 from fusionrt.runtime import cache
 from fusionrt.runtime.files import whole
@@ -28,7 +28,7 @@ class Imported(NamedTuple):
 def export_to(file: str | os.PathLike[str]) -> int:
     """Write every sound entry that load() could find into one archive; return their number."""
     written: set[str] = set()
-    with whole(Path(file)) as temporary, zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED) as archive:
+    with whole(file) as place, place.open("wb") as out, zipfile.ZipFile(_unseekable(out), "w") as archive:
         for info, entry in cache.contents():
             if info.key not in written:
                 member = zipfile.ZipInfo(f"{info.key}.frt", _FIRST_ZIP_DATE)
@@ -36,6 +36,11 @@ def export_to(file: str | os.PathLike[str]) -> int:
                 archive.writestr(member, blob, zipfile.ZIP_DEFLATED)
                 written.add(info.key)
     return len(written)
+
+
+def _unseekable(stream: IO[bytes]) -> Any:
+    """zipfile then never goes back to fill in sizes: a pipe cannot, and /dev/null says that it could."""
+    return SimpleNamespace(write=stream.write, flush=stream.flush)
 
 
 def import_from(file: str | os.PathLike[str]) -> Imported:
@@ -50,10 +55,9 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
     with archive:
         for member in archive.infolist():
             try:
-                total_bytes += member.file_size
-                if total_bytes > cache.MAX_BYTES:
-                    raise cache.DamagedEntryError("the archive is larger than the cache may grow")
-                key, entry = _read_member(archive, member)
+                key, blob = _unpacked(archive, member, cache.MAX_BYTES - total_bytes)
+                total_bytes += len(blob)
+                entry = cache.decode(blob, key)
             except cache.DamagedEntryError as damage:
                 refused.append((member.filename, str(damage)))
                 continue
@@ -66,7 +70,7 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
     return Imported(imported, present, refused)
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[str, cache.Entry]:
+def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, room: int) -> tuple[str, bytes]:
     """Take nothing on trust: any doubt is a DamagedEntryError, before anything is written."""
     name = _MEMBER_NAME.fullmatch(member.filename)
     if name is None:
@@ -77,6 +81,8 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[str
         raise cache.DamagedEntryError(f"{member.file_size} bytes, more than an entry may have")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise cache.DamagedEntryError(f"compression method {member.compress_type}")
+    if member.file_size > room:
+        raise cache.DamagedEntryError("the archive is larger than the cache may grow")
     try:
         with archive.open(member) as stream:
             blob = stream.read(member.file_size)  # bounded: the stream may hold more than it says
@@ -84,4 +90,4 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[str
         # zipfile answers damage with BadZipFile, zlib.error, EOFError, OSError (a seek before the
         # start), RuntimeError (encrypted), NotImplementedError: whatever it is, no entry came out.
         raise cache.DamagedEntryError(f"cannot be unpacked: {error}") from error
-    return name[1], cache.decode(blob, name[1])
+    return name[1], blob
