@@ -308,13 +308,14 @@ def _cache() -> Iterator[Check]:
 
 
 def _why_not_writable(folder: Path) -> str | None:
-    """Nothing is created but a file without a name."""
+    """Nothing is created but a file without a name, of a kernel's size: a full disk takes empty ones."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            return None
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(os.urandom(64 << 10))  # nothing that a file system could leave out
     except OSError as error:
         return f"{existing}: {error.strerror}"
+    return None
 
 
 def _environment() -> Iterator[Check]:

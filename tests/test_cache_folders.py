@@ -1,6 +1,7 @@
 """A folder that is unsafe, closed, full or failing: the kernels live in memory only."""
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 from cache_faults import ENTRY, KEY, OTHER, never, output, posix, texts
+from click.testing import CliRunner
 
+import fusionrt
+from fusionrt.cli import main
 from fusionrt.runtime import archive, cache
 
 pytestmark = [posix, pytest.mark.usefixtures("home")]
@@ -282,6 +286,14 @@ def test_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.load(KEY) == ENTRY
 
 
+def test_the_doctor_sees_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(small_disk))
+    (small_disk / "film").write_bytes(bytes(32 << 10))
+    (check,) = (c for c in fusionrt.doctor().checks if c.name == "cache")
+    assert check.status == "problem"
+    assert check.detail == f"{small_disk} is not writable: {small_disk}: No space left on device"
+
+
 def test_import_to_a_full_disk(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +317,36 @@ def test_a_read_only_file_system(small_disk: Path, monkeypatch: pytest.MonkeyPat
         f"fusionrt cache: cannot write to {small_disk}: Read-only file system; "
         "kernels live in memory only"
     ]
+
+
+def test_what_cannot_be_removed_is_named_and_not_counted(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = sorted(cache.key(number=str(n)) for n in range(3))
+    for age, key in enumerate(keys):
+        assert cache.store(key, ENTRY)
+        os.utime(home / f"{key}.frt", (1000 + age, 1000 + age))
+    unlink = Path.unlink
+
+    def sticky(path: Path, missing_ok: bool = False) -> None:
+        if path.stem == keys[0]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", sticky)
+    stays = f"1 could not be: {home / keys[0]}.frt: Read-only file system"
+    size = (home / f"{keys[0]}.frt").stat().st_size
+    with pytest.raises(OSError, match=f"^1 kernels were removed, {stays}$"):
+        cache.prune(2 * size)
+    assert [path.stem for path in sorted(home.glob("*.frt"))] == [keys[0], keys[2]]
+    monkeypatch.setattr(cache, "MAX_BYTES", 0)
+    monkeypatch.setattr(cache, "_stores", itertools.count())
+    assert cache.store(keys[1], ENTRY)  # which prunes, and nobody asked it to
+    assert cache.store(keys[1], ENTRY) and cache.store(keys[2], ENTRY)
+    with pytest.raises(OSError, match=f"^2 kernels were removed, {stays}$"):
+        cache.clear()
+    result = CliRunner().invoke(main, ["cache", "prune", "--max-bytes", "0"])
+    assert (result.exit_code, result.stderr) == (1, f"Error: 0 kernels were removed, {stays}\n")
 
 
 def test_a_file_size_limit(home: Path) -> None:

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -20,7 +21,7 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -155,7 +156,8 @@ def store(key: str, entry: Entry) -> bool:
             _warn_once("unwritable", text)
         else:
             if next(_stores) % _STORES_A_PRUNE == 0:
-                prune(MAX_BYTES)
+                with suppress(OSError):  # the entry is there; nobody asked for this
+                    prune(MAX_BYTES)
             return True
     _memory[key] = entry, time.time()
     return False
@@ -204,44 +206,67 @@ def verify() -> list[tuple[Path, str]]:
 
 
 def prune(max_bytes: int) -> int:
-    """Drop the least recently used entries until the rest fits; return how many were dropped."""
-    aged: list[tuple[float, int, Callable[[], object]]] = [
-        (last_used, len(entry.payload), partial(_memory.pop, key, None))
-        for key, (entry, last_used) in list(_memory.items())
-    ]
-    folder = directory()
-    if folder is not None:
-        for path, status in _files(folder, ".tmp"):  # left by killed writers
-            if time.time() - status.st_mtime > _HOUR:  # a younger one may be in the making
-                _discard(path)
-        aged += [
-            (status.st_mtime, status.st_size, partial(_discard, path))
-            for path, status in _files(folder)
-        ]
-    aged.sort(key=lambda one: one[0])
-    excess = sum(size for _, size, _ in aged) - max_bytes
-    dropped = 0
-    for _, size, drop in aged:
-        if excess <= 0:
-            break
-        drop()
-        excess -= size
-        dropped += 1
-    return dropped
+    """Drop the least recently used entries until the rest fits; return how many were dropped.
+
+    Raises OSError, when all others are done, for those that cannot be removed.
+    """
+    _sweep(older_than=_HOUR)  # a younger one may be in the making
+    stored = _stored()
+    return _drop(stored, sum(one.size for one in stored) - max_bytes)
 
 
 def clear() -> int:
-    """Remove every entry but those of the read-only directories; return how many there were."""
-    removed = len(_memory)
-    _memory.clear()
+    """Remove every entry but those of the read-only directories; return how many there were.
+
+    Raises OSError, when all others are done, for those that cannot be removed.
+    """
+    _sweep(older_than=-math.inf)
+    return _drop(_stored(), math.inf)
+
+
+class _Stored(NamedTuple):
+    last_used: float
+    size: int
+    remove: Callable[[], object]
+
+
+def _stored() -> list[_Stored]:
+    """What this process may remove, the least recently used first."""
+    found = [_Stored(last_used, len(entry.payload), partial(_memory.pop, key, None))
+             for key, (entry, last_used) in list(_memory.items())]
     folder = directory()
     if folder is not None:
-        for path, _ in _files(folder, ".tmp"):
+        found += [_Stored(status.st_mtime, status.st_size, partial(_remove, path))
+                  for path, status in _files(folder)]
+    return sorted(found, key=lambda one: one.last_used)
+
+
+def _sweep(older_than: float) -> None:
+    """Of what killed writers left."""
+    folder = directory()
+    for path, status in _files(folder, ".tmp") if folder is not None else ():
+        if time.time() - status.st_mtime > older_than:
             _discard(path)
-        for path, _ in _files(folder):
-            _remove(path)  # may raise: "cleared" must not be said of what stays
-            removed += 1
-    return removed
+
+
+def _drop(stored: Iterable[_Stored], excess: float) -> int:
+    """Until the excess is gone; how many that took."""
+    dropped, faults = 0, []
+    for one in stored:
+        if excess <= 0:
+            break
+        try:
+            one.remove()
+        except OSError as error:
+            faults.append(f"{error.filename}: {error.strerror}")
+        else:
+            excess -= one.size
+            dropped += 1
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise OSError(f"{dropped} kernels were removed, {len(faults)} could not be: "
+                      f"{'; '.join(faults[:3])}{more}")
+    return dropped
 
 
 def encode(key: str, entry: Entry) -> bytes:
@@ -362,10 +387,13 @@ def _discard(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        path.rmdir()
-    else:
+    """Frees the name. A directory that holds something is nothing of ours: it stays, beside it."""
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+    elif any(path.iterdir()):
+        path.rename(path.with_name(f"{path.name}.{secrets.token_hex(8)}.kept"))
+    else:
+        path.rmdir()
 
 
 def _files(folder: Path, suffix: str = ".frt") -> Iterator[tuple[Path, os.stat_result]]:
