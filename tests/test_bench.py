@@ -3,7 +3,6 @@
 import csv
 import itertools
 import json
-import math
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ import torch
 import fusionrt
 from fusionrt import bench
 from fusionrt.bench import memory, profile, sampling, traffic
-from fusionrt.bench.accuracy import accuracy, exactly, of_results
 from fusionrt.bench.kernel import copied
 
 CPU = torch.device("cpu")
@@ -195,95 +193,6 @@ def test_a_call_that_waits_for_the_device_is_told_apart(monkeypatch):
     assert variant.waits
     assert variant.spin == 0
     assert "waited for the device" in sampling._how(variant, 100, graph=False)
-
-
-# -- accuracy --------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_rounding_is_half_a_ulp_at_most(dtype):
-    exact = torch.randn(10_000, dtype=torch.float64)
-    found = accuracy(exact.to(dtype), exact)
-    assert 0.45 < found.ulp_max <= 0.5 + 2**-13  # torch rounds to 16 bits by way of float32
-    assert 0.2 < found.ulp_mean < 0.3
-    assert (found.mismatches, found.nan, found.inf, found.outside) == (0, 0, 0, 0)
-    assert found.ok
-    error = (exact.to(dtype).double() - exact).abs()
-    assert found.max_abs == error.max()
-    assert found.max_rel == (error / exact.abs()).max()
-    ordered = error.sort().values
-    assert {q: found.absolute[q] for q in (50, 90, 99, 99.9)} == {
-        q: ordered[int(q * 100) - 1] for q in (50, 90, 99, 99.9)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_neighbour_is_one_ulp_away(dtype):
-    exact = torch.tensor([1.0, 1.5, -3.0, 1e-3]).to(dtype).double()
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    neighbours = (exact.to(dtype).view(bits) + 1).view(dtype)
-    found = accuracy(neighbours, exact)
-    assert found.ulp_max == found.ulp_mean == 1.0
-    assert found.mismatches == 4
-
-
-def test_nan_and_infinities_are_counted_apart_from_errors():
-    inf, nan = math.inf, math.nan
-    exact = torch.tensor([nan, inf, -inf, 1e39, 1.0, 0.0, nan, 2.0, inf], dtype=torch.float64)
-    result = torch.tensor([nan, inf, inf, inf, nan, 0.5, 1.0, inf, nan])
-    found = accuracy(result, exact)
-    assert (found.nan, found.inf) == (3, 2)          # nan for 1, 1 for nan, nan for inf; inf for -inf and 2
-    assert found.max_abs == 0.5                      # 1e39 is infinite in float32
-    assert found.max_rel == 0.0                      # nothing is finite but an exact 0
-    assert found.mismatches == 6
-    assert found.outside == 6
-    assert not found.ok
-    assert "3 NaN, 2 infinities and 6 of 9 elements differ" in str(found)
-
-
-def test_integers_are_exact_or_not():
-    exact = torch.tensor([1.4, 2.5, -3.0, 100.0], dtype=torch.float64)
-    found = accuracy(torch.tensor([1, 2, -3, 98], dtype=torch.int8), exact)
-    assert found.dtype == "int8"
-    assert (found.mismatches, found.max_abs, found.ulp_max, found.outside) == (1, 2, 2, 1)
-    large = torch.tensor([2**60 + 1])
-    assert accuracy(large, large + 1).mismatches == 1
-
-
-def test_tolerances():
-    exact = torch.tensor([1.0, 100.0], dtype=torch.float64)
-    result = torch.tensor([1.01, 100.5])
-    assert accuracy(result, exact).outside == 2
-    assert accuracy(result, exact, rtol=0.006).outside == 1
-    assert accuracy(result, exact, rtol=0, atol=0.6).ok
-
-
-def test_accuracy_of_nothing_and_of_numpy():
-    found = accuracy(torch.empty(0), torch.empty(0, dtype=torch.float64))
-    assert (found.max_abs, found.ulp_max, found.mismatches) == (0, 0, 0)
-    assert accuracy(np.float32([1, 2]), np.float64([1, 2.5])).max_abs == 0.5
-    assert json.loads(json.dumps(found.as_dict()))["absolute"]["99.9"] == 0
-
-
-def test_accuracy_refuses():
-    with pytest.raises(ValueError, match=r"one shape, got \(2,\) and \(3,\)"):
-        accuracy(torch.ones(2), torch.ones(3))
-    with pytest.raises(TypeError, match="result must be a tensor or an array, got float"):
-        accuracy(1.0, torch.ones(3))
-    with pytest.raises(ValueError, match="as many results as exact ones are needed, got 1 and 2"):
-        of_results(torch.ones(2), (torch.ones(2), torch.ones(2)))
-
-
-def test_exactly_computes_in_float64_and_leaves_integers():
-    x, index = torch.randn(4, dtype=torch.bfloat16), torch.tensor([0, 2])
-    exact = exactly(lambda x, *, at: x[at] / 3, (x,), {"at": index})
-    assert exact.dtype == torch.float64
-    assert torch.equal(exact, x.double()[[0, 2]] / 3)
-    assert exactly(np.sqrt, (np.float32([2]),))[0] == np.sqrt(np.float64(np.float32(2)))
-
-
-def test_of_several_results_the_worst_counts():
-    one = torch.ones(4)
-    assert of_results((one, [one + 1]), (one.double(), [one.double()])).max_abs == 1
-    assert of_results(None, None) is None
 
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -576,10 +485,3 @@ def test_profile_model_inference():
     assert "memory beyond the arguments" in report
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_accuracy_of_complex_numbers():
-    exact = torch.tensor([1 + 1j, 2 - 3j], dtype=torch.complex128)
-    assert accuracy(exact.to(torch.complex64), exact).ok
-    wrong = accuracy(exact.conj().to(torch.complex64), exact)
-    assert (wrong.ok, wrong.max_abs, wrong.elements) == (False, 6.0, 4)

@@ -72,7 +72,7 @@ def accuracy(result: Any, exact: Any, rtol: float | None = None, atol: float | N
     `rtol` and `atol` are what |result - exact| <= atol + rtol * |exact| allows; by default those of
     torch.testing.assert_close for the result's dtype.
 
-    Raises TypeError for what is no array, ValueError for shapes that differ.
+    Raises TypeError for what is no array of numbers, ValueError for shapes that differ.
 
         accuracy(torch.sigmoid(x), torch.sigmoid(x.double())).ulp_max
     """
@@ -88,28 +88,47 @@ def accuracy(result: Any, exact: Any, rtol: float | None = None, atol: float | N
     rtol, atol = (given if given is not None else d for given, d in zip((rtol, atol), default, strict=True))
     if not dtype.is_floating_point:
         return _of_integers(result, exact, rtol, atol)
-    rounded, found, exact = exact.to(dtype), result.double(), exact.double()
+    found, exact = result.double(), exact.double()
+    unit = ulp(exact, dtype)
+    rounded = ((exact / unit).round() * unit).to(dtype).double()  # torch alone rounds to float32 before
     nan = found.isnan() != rounded.isnan()
-    inf = (found.isinf() | rounded.isinf()) & (found != rounded.double()) & ~found.isnan() & ~rounded.isnan()
+    inf = (found.isinf() | rounded.isinf()) & (found != rounded) & ~found.isnan() & ~rounded.isnan()
+    same = (found == rounded) | (found.isnan() & rounded.isnan())
     finite = found.isfinite() & rounded.isfinite()
     found, exact = found[finite], exact[finite]
     error, size = (found - exact).abs(), exact.abs()
-    ulps = error / ulp(exact, dtype)
+    ulps = error / unit[finite]
     outside = int((error > atol + rtol * size).sum()) + int(nan.sum()) + int(inf.sum())
-    same = (result == rounded) | (result.isnan() & rounded.isnan())
     return Accuracy(str(dtype).removeprefix("torch."), result.numel(), _percentiles(error),
                     _percentiles((error / size)[size > 0]), *_worst_and_mean(ulps), int(nan.sum()),
                     int(inf.sum()), int((~same).sum()), outside)
 
 
 def _of_integers(result: torch.Tensor, exact: torch.Tensor, rtol: float, atol: float) -> Accuracy:
-    if exact.dtype.is_floating_point:
-        exact = exact.round()
-    error, size = (result.double() - exact.double()).abs(), exact.double().abs()
-    different = result.to(torch.int64) != exact.to(torch.int64)  # float64 ends at 2^53
+    nan, inf = exact.isnan(), exact.isinf()
+    finite = ~(nan | inf)
+    (high, low), (exact_high, exact_low) = _halves(result[finite]), _halves(exact[finite])
+    error = ((high - exact_high) * _HALF + (low - exact_low)).abs()
+    size = (exact_high * _HALF + exact_low).abs()
+    lost = int(nan.sum()) + int(inf.sum())
     return Accuracy(str(result.dtype).removeprefix("torch."), result.numel(), _percentiles(error),
-                    _percentiles((error / size)[size > 0]), *_worst_and_mean(error), 0, 0,
-                    int(different.sum()), int((error > atol + rtol * size).sum()))
+                    _percentiles((error / size)[size > 0]), *_worst_and_mean(error), int(nan.sum()),
+                    int(inf.sum()), lost + int((error > 0).sum()),
+                    lost + int((error > atol + rtol * size).sum()))
+
+
+_HALF = 2.0**32
+
+
+def _halves(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiples of 2^32 and the rest, in float64, which alone ends at 2^53."""
+    if whole.dtype.is_floating_point:
+        whole = whole.double().round()
+        high = (whole / _HALF).floor()
+        return high, whole - high * _HALF
+    is_unsigned, whole = whole.dtype == torch.uint64, whole.to(torch.int64)
+    high = whole >> 32
+    return (high & 0xFFFFFFFF if is_unsigned else high).double(), (whole & 0xFFFFFFFF).double()
 
 
 def ulp(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -136,6 +155,10 @@ def _worst_and_mean(values: torch.Tensor) -> tuple[float, float]:
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        if value.is_meta or value.is_nested or value.is_quantized or value.layout is not torch.strided:
+            what = "meta" if value.is_meta else "nested" if value.is_nested else value.layout
+            raise TypeError(f"accuracy: {name} must be a dense tensor that holds numbers, got {what}, "
+                            f"{value.dtype}")
         return value.detach()
     if is_foreign(value):
         return to_torch(value, "accuracy", name)[0]
@@ -144,18 +167,22 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
 
 def exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
             ) -> Any:
-    """The function's result on the same arguments in float64; integers stay as they are."""
+    """The function's result on the same arguments in float64 and complex128, dtypes among them too; integers
+    stay as they are."""
     args, more = pytree.tree_map(_double, (args, dict(kwargs or {})))
     return function(*args, **more)
 
 
 def _double(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.complex128 if value.is_complex else torch.float64 if value.is_floating_point else value
     if isinstance(value, torch.Tensor):
-        if not value.is_floating_point():
+        wanted = _double(value.dtype)
+        if wanted == value.dtype:
             return value
-        return value.detach().double().requires_grad_(value.requires_grad)
-    if is_foreign(value) and (value.dtype.kind == "f" or value.dtype.name == "bfloat16"):
-        return value.astype("float64")
+        return value.detach().to(wanted).requires_grad_(value.requires_grad)
+    if is_foreign(value) and (value.dtype.kind in "fc" or value.dtype.name == "bfloat16"):
+        return value.astype("complex128" if value.dtype.kind == "c" else "float64")
     return value
 
 
