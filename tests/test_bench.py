@@ -401,6 +401,11 @@ def test_work_in_place_is_compared_on_copies():
     assert [row["max_abs"] for row in found.rows] == [0, 0]
 
 
+def test_names_of_several_lines_are_one_row_of_markdown():
+    found = bench.compare_implementations({"two\nlines": abs}, (-1,), repeat=1, warmup=0, details=False)
+    assert found.to_markdown().splitlines()[2].startswith("| two lines | ")
+
+
 def test_keywords_and_no_reference():
     row = bench.compare_implementations({"softmax": torch.softmax}, (torch.ones(4, 4),), {"dim": 0},
                                         repeat=2)["softmax"]

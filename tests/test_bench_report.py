@@ -1,19 +1,17 @@
-"""The report page and the figures: what they say is what the result file says."""
+"""The report page: what it says is what the result file says."""
 
-import json
 import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from bench_content import RESULTS, content, load, row, sweep
 
 from fusionrt.bench import charts, findings, plot, report
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -72,37 +70,12 @@ class Page(HTMLParser):
         return [[cell for cell in line.walk() if cell.tag in ("td", "th")] for line in box.find("tr")]
 
 
-def load(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def row(**more):
-    return {"op": "add_relu", "dtype": "bfloat16", "direction": "forward", "elements": 1 << 26,
-            "bytes": 3 << 27, "us": 100.0, "TB/s": 4.0265, "of_copy": 0.97, "spread": 0.002,
-            "eager_us": 190.0, "vs_eager": 1.9, **more}
-
-
-def content(*rows, **more):
-    return {"benchmark": "pointwise_large", "complete": True, "quick": False, "date": "2026-01-02",
-            "machine": {"gpu": "a GPU", "cpu": "a CPU", "cores": 2},
-            "versions": {"torch": "2.9", "triton": None}, "method": "By `events`.\n\nTwice.",
-            "ceilings": {"copy": [{"bytes": 1 << 28, "us": 65.6, "TB/s": 4.09},
-                                  {"bytes": 1 << 30, "us": 253.0, "TB/s": 4.24}]},
-            "notes": [], "rows": list(rows), **more}
-
-
 @pytest.fixture
 def page(tmp_path):
     def make(found):
         report.write(found, tmp_path / "report.html")
         return Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     return make
-
-
-def sweep():
-    return content(*(row(elements=1 << k, bytes=6 << k, us=2 + (1 << k) / 5e5, dtype=dtype,
-                         **{"TB/s": (6 << k) / (2 + (1 << k) / 5e5) / 1e6}, vs_compile=1.5)
-                     for dtype in ("float32", "bfloat16") for k in range(13, 28, 2)))
 
 
 # -- the page: figures -----------------------------------------------------------------------------
@@ -362,128 +335,6 @@ def test_neither_torch_nor_matplotlib_is_imported():
             "print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-# -- figures ---------------------------------------------------------------------------------------
-
-IMPLEMENTATIONS = [{"name": "fusionrt", "elements": 1 << 26, "us": 127.5, "TB/s": 4.2},
-                   {"name": "eager torch", "elements": 1 << 26, "us": 317.0},
-                   {"name": "torch.compile", "elements": 1 << 26, "error": "no Triton"}]
-
-
-def drawn(path):
-    """Text of an SVG whose letters are text, and its number of paths."""
-    tree = ET.parse(path)
-    texts = ["".join(e.itertext()).strip() for e in tree.iter() if e.tag.endswith("}text")]
-    return texts, sum(e.tag.endswith("}path") for e in tree.iter())
-
-
-@pytest.fixture
-def letters():
-    """Text stays text in SVG files, so that a test can read it."""
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        yield
-
-
-def test_bars(letters, tmp_path):
-    plot.bars(IMPLEMENTATIONS, tmp_path / "bars.svg", "bias_gelu")
-    texts, paths = drawn(tmp_path / "bars.svg")
-    for text in ("bias_gelu, 64 Mi elements", "fusionrt", "eager torch", "torch.compile",
-                 "128 µs, 4.20 TB/s", "317 µs", "failed: no Triton"):
-        assert text in texts
-    assert paths > 5
-
-
-def test_lines(letters, tmp_path):
-    rows = [{"name": name, "elements": 1 << k, "us": (1 << k) * scale}
-            for name, scale in (("fusionrt", 1e-3), ("eager", 2e-3)) for k in (20, 13, 26)]
-    plot.lines(rows, tmp_path / "lines.svg", "A sweep")
-    texts, _ = drawn(tmp_path / "lines.svg")
-    assert {"A sweep", "fusionrt", "eager", "1 Mi", "elements", "µs a call"} <= set(texts)
-
-
-def test_axes_of_lines_are_logarithmic(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    seen = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path, title: seen.append(figure))
-    plot.lines([{"name": "f", "elements": 1 << k, "us": 2.0**k} for k in (3, 1, 2)], "unused")
-    (axes,) = seen[0].axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    (line,) = axes.lines
-    assert line.get_xydata().tolist() == [[2, 2], [4, 4], [8, 8]]
-
-
-def test_bars_have_the_lengths_of_the_file(monkeypatch):
-    pytest.importorskip("matplotlib")
-    seen = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path, title: seen.append(figure))
-    found = load("pointwise_large-gpu")
-    plot.from_results(found, "unused")
-    lengths = sorted(bar.get_width() for axes in seen[0].axes for bar in axes.patches)
-    assert lengths == sorted(r["of_copy"] for r in found["rows"])
-
-
-@pytest.mark.parametrize("name", ["pointwise_large-gpu", "pointwise_cpu"])
-def test_figure_of_one_size(name, letters, tmp_path):
-    found = load(name)
-    plot.from_results(found, tmp_path / "figure.svg")
-    texts, _ = drawn(tmp_path / "figure.svg")
-    assert {"fraction of the copy bandwidth", "copy", "eager torch", *(r["op"] for r in found["rows"])} <= \
-        set(texts)
-
-
-def test_figure_of_a_sweep(letters, tmp_path):
-    plot.from_results(sweep(), tmp_path / "figure.svg")
-    texts, _ = drawn(tmp_path / "figure.svg")
-    assert {"add_relu forward", "fusionrt float32", "torch.compile bfloat16", "8 Ki"} <= set(texts)
-
-
-@pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_formats_without_a_display_or_a_changed_setting(ending, magic, tmp_path, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.delenv("DISPLAY", raising=False)
-    before = dict(matplotlib.rcParams)
-    plot.bars(IMPLEMENTATIONS, tmp_path / f"figure.{ending}")
-    written = (tmp_path / f"figure.{ending}").read_bytes()
-    assert written.startswith(magic)
-    assert len(written) > 3000
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_pyplot_is_not_imported(tmp_path):
-    pytest.importorskip("matplotlib")
-    code = ("import sys; from fusionrt.bench import plot; "
-            "plot.bars([{'name': 'f', 'us': 1.0}], sys.argv[1]); print('matplotlib.pyplot' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "figure.png"], capture_output=True,
-                          text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize("draw", [
-    lambda path: plot.bars(IMPLEMENTATIONS, path), lambda path: plot.lines(IMPLEMENTATIONS, path),
-    lambda path: plot.from_results(content(row()), path)], ids=["bars", "lines", "from_results"])
-def test_missing_matplotlib(draw, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"need matplotlib.*pip install fusionrt\[bench\]"):
-        draw(tmp_path / "figure.png")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("function", "rows", "message"), [
-    (plot.bars, [], "bars: rows is empty, nothing to draw"),
-    (plot.lines, [], "lines: rows is empty, nothing to draw"),
-    (plot.bars, [{"us": 1.0}], r"bars: a row needs name, us, got \['us'\] without name"),
-    (plot.lines, [{"name": "f", "us": 1.0}], "lines: a row needs name, elements, us, .* without elements")])
-def test_rows_that_cannot_be_drawn(function, rows, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        function(rows, tmp_path / "figure.png")
-
-
-def test_a_file_without_figures_cannot_be_drawn(tmp_path):
-    with pytest.raises(ValueError, match="from_results: nothing to draw, none of 1 rows has 'op' and 'us'"):
-        plot.from_results(content({"op": "mish", "error": "boom"}), tmp_path / "figure.png")
 
 
 # -- in a browser ----------------------------------------------------------------------------------

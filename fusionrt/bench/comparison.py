@@ -6,6 +6,7 @@ import csv
 import functools
 import io
 import json
+import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Comparison:
         found = [row for row in self.rows if row["name"] == name]
         if not found:
             raise KeyError(f"{name!r}; there are {', '.join(dict.fromkeys(r['name'] for r in self.rows))}")
-        return max(found, key=lambda row: row["elements"])
+        return max(reversed(found), key=_magnitude)
 
     # -- as text -----------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Comparison:
         """A table of GitHub's kind, notes below."""
         columns, cells = self._cells()
         lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
-        table = "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(_on_one_line(c) for c in line)} |" for line in lines)
         return "\n\n".join([table, *self.notes])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
@@ -147,8 +148,19 @@ class Comparison:
     def plot(self, path: str | Path) -> None:
         """Bars for one size, lines for several; PNG, SVG or PDF by the ending. Needs matplotlib."""
         from fusionrt.bench import plot
-        sizes = {row["elements"] for row in self.rows}
+        sizes = {row.get("size") for row in self.rows}
         (plot.bars if len(sizes) == 1 else plot.lines)(self.rows, path, self.title)
+
+
+def _on_one_line(text: str) -> str:
+    """As a cell of a Markdown table."""
+    return " ".join(text.splitlines()).replace("|", "\\|")
+
+
+def _magnitude(row: Row) -> Any:
+    """Of a row among those of a sweep."""
+    size = row.get("size")
+    return size if isinstance(size, numbers.Real) else row["elements"]
 
 
 def _cell(row: Row, column: _Column) -> str:

@@ -10,6 +10,7 @@ No display is needed, and no setting of matplotlib's is changed: figures are mad
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,9 @@ def bars(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     times = [findings.number(row, "us") or 0.0 for row in rows]
     axes.barh(range(len(rows)), times, height=0.62, color=COLOURS[0])
     for y, (row, us) in enumerate(zip(rows, times, strict=True)):
-        axes.annotate(_says(row), (us, y), xytext=(5, 0), textcoords="offset points", va="center", size=9)
-    axes.set_yticks(range(len(rows)), [str(row["name"]) for row in rows])
+        axes.annotate(_plain(_says(row)), (us, y), xytext=(5, 0), textcoords="offset points", va="center",
+                      size=9)
+    axes.set_yticks(range(len(rows)), [_plain(row["name"]) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, max(times) * 1.3 or 1)  # room for the text at the longest bar's end
     axes.set_xlabel("µs a call (less is better)")
@@ -57,22 +59,28 @@ def bars(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
 
 
 def lines(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
-    """A sweep: a line a name, microseconds against elements, both axes logarithmic.
+    """A sweep: a line a name, microseconds against size or elements, both axes logarithmic.
 
     Args:
-        rows: dicts with `name`, `elements` and `us`, in any order. Rows with an `error` leave a gap.
+        rows: dicts with `name`, `us` and `size` (or `elements`), in any order; sizes that are no numbers
+            stand side by side. Rows with an `error` leave a gap.
         path: the file; its ending says the format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no rows, or one without `name`, `elements` or `us`.
+        ValueError: no rows, or one without `name`, `us` or a size.
     """
-    _check("lines", rows, ("name", "elements", "us"))
+    key = "size" if any("size" in row for row in rows) else "elements"
+    _check("lines", rows, ("name", key, "us"))
     figure = _figure(7.5, 4.8)
     axes = figure.add_subplot()
-    _lines(axes, rows)
+    placed, labels = _placed(rows, key)
+    _lines(axes, placed)
+    if labels:
+        axes.set_xscale("linear")
+        axes.set_xticks(range(1, len(labels) + 1), labels)
     axes.set_ylabel("µs a call")
-    axes.set_xlabel("elements")
+    axes.set_xlabel(key)
     axes.legend(frameon=False, fontsize=9)
     _save(figure, path, title)
 
@@ -113,7 +121,7 @@ def _sweep(rows: Sequence[Row]) -> Figure:
     for k, (title, taken) in enumerate(panels.items()):
         axes = figure.add_subplot(down, across, k + 1)
         _lines(axes, taken, styles)
-        axes.set_title(title, loc="left", size=10)
+        axes.set_title(_plain(title), loc="left", size=10)
         axes.set_ylabel("µs" if k % across == 0 else "")
     _legend(figure)
     return figure
@@ -142,7 +150,7 @@ def _catalogue(rows: Sequence[Row]) -> Figure:
         axes = figure.add_subplot(1, len(panels), k + 1, sharey=first)
         first = first or axes
         _groups(axes, taken, value, ops, dtypes)
-        axes.set_title(title, loc="left", size=10)
+        axes.set_title(_plain(title), loc="left", size=10)
         axes.tick_params(labelleft=axes is first)
         axes.set_xlabel("fraction of the copy bandwidth" if value == "of_copy" else "µs a call")
     _legend(figure, dtypes)
@@ -155,15 +163,16 @@ def _groups(axes: Axes, rows: Sequence[Row], value: str, ops: Sequence[str], dty
         mine = [row for row in rows if str(row.get("dtype", "")) == dtype]
         at = [ops.index(findings.op_name(row)) + (k - (len(dtypes) - 1) / 2) * height for row in mine]
         axes.barh(at, [row[value] for row in mine], height=height * 0.92, color=COLOURS[k % len(COLOURS)],
-                  label=dtype or OURS)
+                  label=_plain(dtype or OURS))
         for j, rival in enumerate(findings.rivals(rows)):
             drawn = [(y, row[value] * ratio if value == "us" else row[value] / ratio)
-                     for y, row in zip(at, mine, strict=True) for ratio, _ in findings.compared([row], rival)]
+                     for y, row in zip(at, mine, strict=True) for ratio, _ in findings.compared([row], rival)
+                     if ratio > 0]
             axes.plot([x for _, x in drawn], [y for y, _ in drawn], ("|", "x", "+", ".", "1", "2")[j % 6],
-                      color="#1c1e21", markersize=5, label=findings.rival_name(rival))
+                      color="#1c1e21", markersize=5, label=_plain(findings.rival_name(rival)))
     if value == "of_copy":
         axes.axvline(1, color="#1c1e21", linewidth=1, linestyle="--", label="copy")
-    axes.set_yticks(range(len(ops)), list(ops))
+    axes.set_yticks(range(len(ops)), list(map(_plain, ops)))
     axes.set_ylim(len(ops) - 0.4, -0.6)
     axes.set_xlim(left=0)
     _quiet(axes, "x")
@@ -177,13 +186,32 @@ def _lines(axes: Axes, rows: Sequence[Row], styles: Styles | None = None) -> Non
         mine = sorted((row for row in rows if str(row["name"]) == name), key=lambda r: r["elements"])
         if mine:
             axes.plot([row["elements"] for row in mine],
-                      [findings.number(row, "us") or math.nan for row in mine], color=COLOURS[colour % 6],
+                      [findings.positive(row, "us") or math.nan for row in mine], color=COLOURS[colour % 6],
                       marker=MARKERS[(colour + stroke) % 6], linestyle=STROKES[stroke % 3], markersize=4,
-                      linewidth=1.4, label=name)
+                      linewidth=1.4, label=_plain(name))
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if any(findings.positive(row, "us") for row in rows):  # matplotlib has no logarithms of nothing
+        axes.set_yscale("log")
     _quiet(axes, "both")
-    axes.xaxis.set_major_formatter(lambda n, _: findings.count(round(n)))
+    axes.xaxis.set_major_formatter(lambda n, _: findings.count(round(n)) if n >= 1 else f"{n:g}")
+
+
+def _placed(rows: Sequence[Row], key: str) -> tuple[list[Row], list[str]]:
+    """The rows with their places on the axis as `elements`; the ticks' labels where sizes are no numbers."""
+    places = {row[key]: _place(row[key]) for row in rows}
+    labels = [] if all(places.values()) else [_plain(size) for size in places]
+    if labels:
+        places = {size: float(k) for k, size in enumerate(places, 1)}
+    return [{**row, "elements": places[row[key]]} for row in rows], labels
+
+
+def _place(size: object) -> float | None:
+    return findings.positive({"size": float(size)}, "size") if isinstance(size, numbers.Real) else None
+
+
+def _plain(text: object) -> str:
+    """Not read as TeX, whose mistakes are errors."""
+    return str(text).replace("$", r"\$")
 
 
 def _says(row: Row) -> str:
@@ -223,7 +251,7 @@ def _legend(figure: Figure, first: Sequence[str] = ()) -> None:
     """One for all panels, below them."""
     found = {label: handle for axes in figure.axes
              for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    found = {label: found[label] for label in [*(n for n in first if n in found), *found]}
+    found = {label: found[label] for label in [*(n for n in map(_plain, first) if n in found), *found]}
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=4, frameon=False,
                   fontsize=9)
 
@@ -231,5 +259,5 @@ def _legend(figure: Figure, first: Sequence[str] = ()) -> None:
 def _save(figure: Figure, path: str | Path, title: str) -> None:
     """A figure without pyplot takes the canvas of the format; Agg for pixels."""
     if title:
-        figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+        figure.suptitle(_plain(title), x=0.01, ha="left", size=11, weight="bold")
     figure.savefig(path)
