@@ -359,7 +359,10 @@ def native() -> list[str]:
 
 def _functions(ops: Names, module: Names) -> list[Any]:
     """The chosen ones of the catalogue and of the user's modules."""
-    users = [f for name in _split(module) for f in _fused_in(name)]
+    modules = _split(module)
+    if module is not None and not modules:
+        raise ValueError("warmup: no module is given")
+    users = [f for name in modules for f in _fused_in(name)]
     if ops is None:
         return [*OPS.values(), *users]
     chosen = [ALIASES.get(name, name) for name in _split(ops)]

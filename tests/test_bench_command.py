@@ -256,6 +256,16 @@ def test_a_row_must_be_slower_by_more_than_its_noise() -> None:
     assert changes({"us": 200.0, "elements": 2}, before) == [], "another row"
 
 
+@pytest.mark.parametrize(("now", "before", "expected"), [
+    ({"us": 200.0, "spread": float("nan")}, {"us": 100.0}, [("us", "slower")]),
+    ({"us": 200.0}, {"us": 100.0, "spread": "wide"}, [("us", "slower")]),
+    ({"us": float("nan")}, {"us": 100.0}, [("us", "failed")]),
+    ({"us": 100.0}, {"us": float("nan")}, []), ({"us": 100.0}, {"us": "fast", "host_us": [1]}, []),
+    ({"us": 100.0}, {"us": 10**400}, []), ({"us": 100.0}, {"us": 50.0, "op": ["gelu"]}, [])])
+def test_figures_that_are_no_numbers(now: dict, before: dict, expected: list) -> None:
+    assert changes(now, before) == expected
+
+
 def test_a_report_names_rows_and_machines() -> None:
     row = {"op": "gelu", "dtype": "float32", "elements": 1, "direction": FORWARD, "us": 100.0, "spread": 0.04}
     found = baseline.compare([{**row, "us": 130.0}], [row], 0.1)

@@ -263,6 +263,14 @@ def test_only_rows(page):
     assert len(made.table("all rows")) == 4
 
 
+@pytest.mark.parametrize("key", ["us", "TB/s", "bytes", "elements", "of_copy", "spread", "vs_eager"])
+def test_figures_without_bounds(key, page):
+    for value in (10**400, 1e300, 1e-300, -1e300, 1e70):
+        made = page(content(row(), row(**{key: value}), row(us=1e-300, **{"TB/s": 1e300}),
+                            ceilings={"copy": [{"bytes": 1e300, "TB/s": 1e-300}, {"bytes": 1, "TB/s": 1e70}]}))
+        assert len(made.table("all rows")) == 4
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.02, 3.7])
 def test_axes_of_a_single_row(fraction, page):
     places = [float(mark.attributes["x"].removesuffix("%")) for mark in page(content(

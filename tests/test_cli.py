@@ -149,6 +149,7 @@ def test_warmup_finds_modules_in_the_working_directory(
     (("--arch", "cpu", "--ops", "rleu"), "Error: warmup: no op 'rleu'; there are add_mul_add, "),
     (("--arch", "cpu", "--dtypes", "int8"),
      "Error: warmup: no dtype 'int8'; there are float32, bfloat16, float16, float64, and all"),
+    (("--arch", "cpu", "--module", ""), "Error: warmup: no module is given"),
     (("--arch", "cpu", "--module", "no_such"),
      "Error: warmup: module 'no_such' cannot be imported: ModuleNotFoundError: "),
 ])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusionrt.bench import findings
 from fusionrt.bench.results import Row, cell, table
 
 IDENTITY = ("table", "op", "dtype", "elements", "direction")  # two rows with the same are one measurement
@@ -21,7 +22,7 @@ COLUMNS = (*IDENTITY, "time", "before", "now", "change", "allowed", "verdict")
 @dataclass(frozen=True)
 class Change:
     """One time of one row, in both runs. `verdict`: ok, slower, within the spread (over the limit, but no
-    further than the noise), failed (it has an error now)."""
+    further than the noise), failed (it has an error now, or no number)."""
 
     row: Row
     time: str
@@ -58,15 +59,15 @@ def compare(now: Sequence[Row], before: Sequence[Row], fail_on: float) -> list[C
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in IDENTITY)
+    return tuple(str(row.get(name)) for name in IDENTITY)
 
 
 def _changes(row: Row, known: Row, fail_on: float) -> Iterator[Change]:
     for time, spread in TIMES.items():
-        before, now = known.get(time), row.get(time)
-        if not before or (now is None and "error" not in row):
+        before, now = findings.positive(known, time), findings.number(row, time)
+        if before is None or (row.get(time) is None and "error" not in row):
             continue
-        noise = ((row.get(spread) or 0.0) + (known.get(spread) or 0.0)) / 2
+        noise = sum(findings.positive(one, spread) or 0.0 for one in (row, known)) / 2
         yield Change(row, time, before, now, noise, fail_on, _verdict(before, now, fail_on, noise))
 
 

@@ -5,7 +5,6 @@ Nothing is measured or drawn here; the page and the figures read the rows throug
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,20 +17,21 @@ RIVALS = {"eager": "eager torch", "compile": "torch.compile", "compile-max": "to
           "liger": "liger-kernel"}
 SWEEP = 3   # sizes from which on a series is a line
 PANELS = 6  # more of them are not looked at
+LARGEST = 1e75  # products of a few figures are finite
 CLOSE = 0.95  # above it a row that loses does so by little
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """The figure, or None where there is none: no such key, no number, not finite."""
+    """The figure, or None where there is none: no such key, no number, none that can be computed with."""
     value = row.get(key)
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
     return float(value) if good else None  # type: ignore[arg-type]
 
 
 def positive(row: Mapping[str, Any], key: str) -> float | None:
     """The figure if it is above zero, and so has a place on a logarithmic axis."""
     value = number(row, key)
-    return value if value and value > 0 else None
+    return value if value and value > 1 / LARGEST else None
 
 
 def content_rows(content: Any, caller: str) -> list[Row]:
