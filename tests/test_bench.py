@@ -207,6 +207,19 @@ def test_least_bytes_counts_each_array_once_in_its_own_dtype(inputs):
     assert traffic.least_bytes((np.ones(5), [torch.empty(0), None]), np.ones(3, np.int8)) == 43
 
 
+def test_memory_that_several_inputs_share_counts_once():
+    a, b = torch.ones(64, 64), torch.ones(64, 64)
+    for shared in ((a, a.t()), (a, a[:32], a[32:]), (a[::2], a[1::2]), (a.numpy(), a.numpy().T),
+                   (a.unfold(0, 3, 1), a.view(torch.int32))):
+        assert traffic.least_bytes(shared, ()) == a.nbytes
+        assert traffic.least_bytes((b, *shared), b) == 3 * a.nbytes
+    assert traffic.least_bytes((a[:, :8], a[:, 8:16], a[:, :8]), ()) == a.nbytes // 4
+    assert traffic.least_bytes((torch.arange(100.0).unfold(0, 50, 1),), ()) == 400
+    meta = torch.ones(8, device="meta"), torch.ones(8, device="meta")
+    assert traffic.least_bytes((*meta, meta[0]), ()) == 64
+    assert traffic.unfused(torch.mm, (a, a.t())).bytes == 2 * a.nbytes
+
+
 def test_the_unfused_chain(inputs):
     x, b = inputs
     n, m = x.nbytes, b.nbytes
@@ -399,6 +412,13 @@ def test_work_in_place_is_compared_on_copies():
         {"in place": lambda x: x.mul_(2), "other": lambda x: x * 2}, (x,), reference="other", repeat=1,
         warmup=0, details=False)
     assert [row["max_abs"] for row in found.rows] == [0, 0]
+
+
+def test_of_a_reference_in_numpy_no_chain_is_known():
+    x = np.ones(100, np.float32)
+    found = bench.compare_implementations({"tanh": np.tanh}, (x,), reference=np.tanh, repeat=1, warmup=0)
+    assert not {"unfused_bytes", "unfused_launches", "bound"} & set(found["tanh"])
+    assert found["tanh"]["bytes"] == 800 and "Unfused" not in str(found)
 
 
 def test_names_of_several_lines_are_one_row_of_markdown():

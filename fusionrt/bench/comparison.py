@@ -305,8 +305,8 @@ class _Run(NamedTuple):
                      f"{ceiling:.4g} {unit}.")
         extra: Row = {"bytes": least}
         formula = self._formula()
-        if formula is not None:
-            chain = traffic.unfused(formula, args, kwargs)
+        chain = None if formula is None else traffic.unfused(formula, args, kwargs)
+        if chain is not None and chain.ops:  # of another library's formula none is seen
             extra |= {"unfused_bytes": chain.bytes, "unfused_launches": chain.launches,
                       "bound": chain.bound(least)}
             notes.append(f"Unfused: {chain.launches} ops ({', '.join(chain.ops[:8])}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,27 +62,50 @@ def _numbered(device: torch.device) -> torch.device:
 # -- the least ---------------------------------------------------------------------------------------
 
 def extent(array: Any) -> int:
-    """Bytes of the elements that lie apart in memory: an expanded dimension counts once."""
+    """Bytes of the elements that lie apart in memory: an expanded dimension and windows that overlap count
+    once."""
     if not isinstance(array, torch.Tensor):
         return int(array.nbytes)
-    sizes = zip(array.shape, array.stride(), strict=True)
-    return math.prod(n if stride or not n else 1 for n, stride in sizes) * array.itemsize
+    apart = math.prod(n if stride or not n else 1
+                      for n, stride in zip(array.shape, array.stride(), strict=True))
+    return min(apart * array.itemsize, _span(array))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def least_bytes(inputs: Any, outputs: Any) -> int:
     """Every input read once and every output written once, in bytes of their own dtypes.
 
-    An array that stands several times among the inputs counts once; one that is both input and output
-    (an op in place) is read and written. Numbers count nothing.
+    Memory that several of the inputs share counts once; an array that is both input and output (an op in
+    place) is read and written. Numbers count nothing.
 
         least_bytes((x, bias), y)    # x.nbytes + bias.nbytes + y.nbytes
     """
-    return sum(sum({_where(t): extent(t) for t in tensors(tree)}.values()) for tree in (inputs, outputs))
+    return sum(_together(tensors(tree)) for tree in (inputs, outputs))
 
 
-def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
-    at = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
-    return at, tensor.dtype, tensor.shape, tensor.stride()
+def _together(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all. Those whose ranges of memory meet have no more than lies between their ends."""
+    views = {(*_where(t), t.dtype, t.shape, t.stride()): t for t in tensors}
+    total = held = first = end = 0
+    device = ""
+    for (where, start), size, span in sorted((_where(t), extent(t), _span(t)) for t in views.values()):
+        if where != device or start >= end:
+            total += min(held, end - first)
+            device, first, end, held = where, start, start, 0
+        end, held = max(end, start + span), held + size
+    return total + min(held, end - first)
+
+
+def _where(tensor: torch.Tensor) -> tuple[str, int]:
+    """The memory that it lies in, and at which address; a meta tensor has memory of its own."""
+    if tensor.is_meta or not tensor.numel():
+        return str(id(tensor)), 0
+    return str(tensor.device), tensor.data_ptr()
 
 
 # -- the unfused chain -------------------------------------------------------------------------------
@@ -123,8 +146,8 @@ class _Counting(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if not func.is_view and not name.startswith(_IDLE):
-            read = {} if name in _FILLS or name.endswith("_like") else _read(func, args, kwargs)
-            self.bytes += sum(map(extent, (*read.values(), *_leaves(out))))
+            read = [] if name in _FILLS or name.endswith("_like") else _read(func, args, kwargs)
+            self.bytes += _together(read) + _together(_leaves(out))
             self.ops.append(name)
         return out
 
@@ -134,10 +157,10 @@ _FILLS = ("fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exp
           "new_zeros", "new_ones", "new_full")  # what they are given is only written, or only a model
 
 
-def _read(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+def _read(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     out = {a.name for a in func._schema.arguments if a.is_out}
     given = [value for name, value in kwargs.items() if name not in out]
-    return {_where(t): t for t in _leaves((args, given))}
+    return _leaves((args, given))
 
 
 def _leaves(tree: Any) -> list[torch.Tensor]:
