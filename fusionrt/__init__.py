@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from fusionrt.expr import where as where
     from fusionrt.fusion import fuse as fuse
     from fusionrt.fusion import kept as kept
-    from fusionrt.ops import *  # noqa: F403
+    from fusionrt.ops import *  # noqa: F403  (type checkers follow it)
     from fusionrt.precompile import warmup as warmup
     from fusionrt.runtime.cache import CacheWarning as CacheWarning
     from fusionrt.runtime.cache import MissingKernelError as MissingKernelError

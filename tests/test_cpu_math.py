@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 numba = pytest.importorskip("numba")
 
-from llvmlite import binding  # noqa: E402
+from llvmlite import binding  # noqa: E402  (it comes with numba)
 
-from fusionrt.cpu import math32, math64, storage  # noqa: E402
+from fusionrt.cpu import math32, math64, storage  # noqa: E402  (they import numba)
 
 SPECIALS = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1e-45, -1e-45,

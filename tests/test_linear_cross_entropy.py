@@ -30,7 +30,10 @@ def results(function, hidden, weight, target, bias, grad_output=None, **options)
 
 def compare(hidden, weight, target, bias, **options):
     """Norms of errors: products and sums of 1001 terms have no error of a single element to speak of."""
-    wide = lambda t: t.double() if torch.is_tensor(t) and t.is_floating_point() else t  # noqa: E731
+
+    def wide(t):
+        return t.double() if torch.is_tensor(t) and t.is_floating_point() else t
+
     g = torch.randn(
         target.shape[: hidden.dim() - 1] if options.get("reduction") == "none" else (), device=hidden.device
     )

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
-from benchmarks import script, tables  # noqa: E402
+from benchmarks import run, script, tables  # noqa: E402
 from benchmarks.families import POINTWISE, members  # noqa: E402
 from fusionrt.catalogue import OPS  # noqa: E402
 
@@ -30,6 +30,12 @@ def test_every_table_is_shown():
     # The ops are no figures; what a call costs is cut short in README.md.
     assert sorted([*shown(tables.BENCHMARKS), "launch_calls", "ops"]) == sorted(tables.TABLES)
     assert set(shown(tables.README)) < set(tables.TABLES)
+
+
+def test_the_table_of_benchmarks_names_them_all():
+    lines = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \|$", (ROOT / "benchmarks/README.md").read_text(), re.M)
+    assert dict(lines) == {name: {"gpu, cpu": "both"}.get(kinds, kinds.upper())
+                           for name, kinds in run.BENCHMARKS.items()}
 
 
 def test_every_op_has_its_rows():
