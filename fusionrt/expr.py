@@ -83,6 +83,9 @@ class Expr:
     def __floordiv__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["//"])
     def __mod__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["%"])
     def __xor__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["^"])
+    def __matmul__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["@"])
+    def __lshift__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["<<"])
+    def __rshift__(self, other: Any) -> NoReturn: raise TraceError(_WRITE["<<"])
     def __len__(self) -> NoReturn: raise TraceError(_WRITE["len"])
     __rfloordiv__, __rmod__, __rxor__ = __floordiv__, __mod__, __xor__
     __divmod__ = __rdivmod__ = __floordiv__
@@ -148,6 +151,8 @@ _OF_NUMPY: dict[str, Callable[..., Any]] = {
 _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
           "%": "x % y cannot be fused: write x - y * floor(x / y)",
           "^": "x ^ y cannot be fused: of conditions write a != b",
+          "@": "x @ y cannot be fused: a traced value is one scalar; call torch.matmul outside",
+          "<<": "shifts cannot be fused: write x * 2**n, or floor(x / 2**n)",
           "len": "a traced value is one scalar and has no length: pass the size as an argument of its own"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 _interning = forks.Lock(threading.RLock)

@@ -493,6 +493,8 @@ def test_a_trace_error_is_a_type_error_with_a_public_name():
         (lambda x: divmod(x, 2), "x // y cannot be fused: write floor(x / y)"),
         (lambda x: 2 % x, "x % y cannot be fused: write x - y * floor(x / y)"),
         (lambda x: (x > 0) ^ (x < 1), "x ^ y cannot be fused: of conditions write a != b"),
+        (lambda x: x @ x, "x @ y cannot be fused: a traced value is one scalar; call torch.matmul outside"),
+        (lambda x: x >> 1, "shifts cannot be fused: write x * 2**n, or floor(x / 2**n)"),
         (lambda x: len(x), "a traced value is one scalar and has no length: pass the size as an argument of "
                            "its own"),
         (lambda x: np.exp(x), "numpy.exp cannot be traced: write the function of fusionrt"),

@@ -100,7 +100,8 @@ def test_numbers_beyond_float32(number, device):
 
 def test_numbers_of_other_kinds():
     x = torch.randn(4, 5)
-    halved = frt.fuse(lambda x, y=fractions.Fraction(1, 2), z=np.float32(3): x * y + z)
+    three = np.float32(3)
+    halved = frt.fuse(lambda x, y=fractions.Fraction(1, 2), z=three: x * y + z)
     assert_close(halved(x), x / 2 + 3)
     # Beside tensors NumPy's scalars are numbers: no operands, on whatever device the tensors are.
     assert halved(x.to("meta"), np.float64(2), np.int64(1)).dtype == torch.float32
