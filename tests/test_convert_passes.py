@@ -371,6 +371,19 @@ def test_constants_are_computed_once():
     assert found[0].graph_after <= 3
 
 
+@pytest.mark.parametrize("make", [
+    lambda x: x.new_zeros(4), lambda x: x.new_full((2, 1), 2.0), lambda x: torch.Tensor.new_ones(x, 4),
+    lambda x: torch.full_like(input=x[0], fill_value=2.0),
+    lambda x: torch.zeros_like(x.view(4, -1)[:, :2]).t()])
+def test_constants_like_tensors_whose_sizes_vary(make):
+    function = lambda x: x[:2] * 2 + make(x)  # noqa: E731
+    run, found = compiled(function)
+    for n in (2, 3, 5):
+        x = torch.randn(n, 4)
+        assert_close(run(x), function(x))
+    assert found[0].replacements
+
+
 def test_constants_that_are_filled():
     """As the masks of shifted windows are: whoever reads them does so afterwards."""
 

@@ -44,7 +44,7 @@ def constants(edits: Edits) -> None:
 
 def can_be_known(n: Node, known: Container[Node], facts: Facts) -> bool:
     """Whether it follows from the known values alone, and is no more than what may be kept."""
-    name = str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
+    name = _name(n)
     if _is_fill(n):
         return n.args[0] in known
     if (n.op not in ("call_function", "call_method") or name.startswith(_RANDOM) or facts.effects[n] != NONE
@@ -52,13 +52,18 @@ def can_be_known(n: Node, known: Container[Node], facts: Facts) -> bool:
         return False
     operands = [a for a in n.all_input_nodes if a not in known]
     if name in _ORIGINS and (name.endswith("_like") or name.startswith("new_")):
-        operands = [a for a in operands if a is not n.args[0]]  # asked for size and dtype only
+        like = n.args[0] if n.args else n.kwargs.get("input")  # asked for size and dtype only
+        operands = [a for a in operands if a is not like]
     if operands or not (n.all_input_nodes or name in _ORIGINS):
         return False
     found = list(tensors(value(n)))
     return bool(found) and all(
         not t.requires_grad and all(isinstance(size, int) for size in (*t.shape, *t.stride()))
         and t.numel() * t.itemsize <= LARGEST for t in found)
+
+
+def _name(n: Node) -> str:
+    return str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
 
 
 def _is_fill(n: Node) -> bool:
@@ -83,12 +88,14 @@ def _escapes(n: Node, facts: Facts) -> bool:
 
 def _computed(n: Node, known: dict[Node, Any]) -> Any:
     """Its value, if that is what Dynamo has found it to be."""
-    args, kwargs = map_arg((n.args, dict(n.kwargs)), lambda a: known[a] if a in known else _like(value(a)))
     target: Any = n.target
-    if n.op == "call_method":
-        target, args = getattr(args[0], target), args[1:]
+    stand_in = _empty if _name(n).startswith("new_") else _like
     try:
         with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = map_arg((n.args, dict(n.kwargs)),
+                                   lambda a: known[a] if a in known else stand_in(value(a)))
+            if n.op == "call_method":
+                target, args = getattr(args[0], target), args[1:]
             found = target(*args, **kwargs)
             if _is_fill(n):
                 return args[0]
@@ -102,6 +109,11 @@ def _computed(n: Node, known: dict[Node, Any]) -> Any:
 def _like(fake: torch.Tensor) -> torch.Tensor:
     """A tensor of that size, of which nothing else is asked."""
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _empty(fake: torch.Tensor) -> torch.Tensor:
+    """One of no size, which may vary."""
+    return torch.empty(0, dtype=fake.dtype, device=fake.device)
 
 
 def hold(edits: Edits, at: Node, tensor: torch.Tensor, fake: torch.Tensor) -> Node:
