@@ -119,8 +119,7 @@ def test_what_did_not_change_is_not_written_to():
             raise AssertionError
         __setitem__ = update = clear
 
-    held, _ = contents([{"sealed": Sealed(a=1)}])
-    for container, before in held:
+    for container, before in contents([{"sealed": Sealed(a=1)}]).held:
         restore(container, before)
 
 

@@ -1,7 +1,9 @@
 """Converted models are proved against float64; what is wrong is found, undone and named."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from convert_net import X, assert_same, installed_passes, one_thread, replaced_by, small_net  # noqa: F401  (fixtures)
@@ -12,7 +14,8 @@ from fusionrt import convert
 from fusionrt.convert import inputs as inputs_of_models
 from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.model import record_of
-from fusionrt.convert.validate import Judge, ValidationError, undisturbed
+from fusionrt.convert.undisturbed import undisturbed
+from fusionrt.convert.validate import Judge, ValidationError
 
 
 def other_relu(x):
@@ -116,6 +119,80 @@ def test_validation_leaves_no_trace():
     assert (model[0].calls, fast[0].calls) == (0, 0)
     assert (model.training, fast.training, fast[1].training) == (True, True, True)
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def average(p, q):
+    return p * 0.9 + q * 0.1
+
+
+class Teacher(nn.Module):
+    """Follows its student in evaluation mode too, and keeps short rows."""
+
+    def __init__(self, follow):
+        super().__init__()
+        self.student, self.teacher, self.follow = nn.Linear(8, 8), nn.Linear(8, 8), follow
+        self.rows = nn.Embedding(5, 8, max_norm=0.5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.follow(p, q)
+        return torch.relu(self.student(x)) + self.teacher(x) + self.rows(x.argmax(1) % 5)
+
+
+@pytest.mark.parametrize("follow", [
+    lambda p, q: p.copy_(average(p, q)), lambda p, q: p.data.copy_(average(p, q)),
+    lambda p, q: setattr(p, "data", average(p.data, q.data))], ids=["in place", "unseen", "other memory"])
+def test_weights_that_a_call_writes_to_are_as_before(follow):
+    model = Teacher(follow).eval()
+    untouched, places = copy.deepcopy(model), [p.data_ptr() for p in model.parameters()]
+    fast = frt.auto_convert_model(model, (4, 8))
+    assert str(record_of(fast).verdict).startswith("accepted")
+    assert_same(dict(model.state_dict()), dict(untouched.state_dict()), rtol=0, atol=0)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same(fast(X), untouched(X))
+
+
+def test_of_weights_that_no_call_writes_to_one_copy_is_made(net):
+    unwritten = set()
+    for copied in (set(map(id, net.parameters())), set()):
+        with undisturbed(net, unwritten=unwritten) as state:
+            assert {id(t) for t in state if isinstance(t, nn.Parameter)} == copied
+            net(X)
+    assert unwritten == set(map(id, net.parameters()))
+
+
+class Drawing(nn.Module):
+    """Noise of every kind of generator, of the modules' own and of everybody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.torch, self.python = nn.Linear(8, 8), torch.Generator(), (random.Random(1),)
+        self.numpy = {"new": np.random.default_rng(1), "old": np.random.RandomState(1)}
+        self.bits = np.random.PCG64(1)
+
+    @torch._dynamo.disable
+    def draw(self):
+        return (torch.rand((), generator=self.torch).item(), torch.rand(()).item(), random.random(),
+                self.python[0].gauss(0, 1), *(of.normal() for of in self.numpy.values()), np.random.rand(),
+                self.bits.random_raw() / 2**64)
+
+    def forward(self, x):
+        return torch.relu(self.layer(x)) + sum(self.draw())
+
+
+def test_validation_draws_from_no_generator():
+    model = Drawing().eval()
+    twin, states = copy.deepcopy(model), (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    fast = frt.auto_convert_model(model, example_inputs=X)
+    assert record_of(fast).verdict.accepted
+    drawn = model.draw()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    assert drawn == twin.draw()
 
 
 def test_what_knows_no_float64_is_compared_with_something_else():
@@ -258,10 +335,12 @@ def of_inference():
         return torch.full((3,), float("nan"))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 @pytest.mark.parametrize("make", [
     lambda: torch.eye(3).to_sparse(), lambda: torch.full((1,), float("nan")).expand(3),
-    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), of_inference],
-    ids=["sparse", "expanded", "nested", "inference"])
+    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), of_inference,
+    lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)],
+    ids=["sparse", "expanded", "nested", "inference", "quantized"])
 def test_tensors_that_torch_does_not_compare(make):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
     model.state = State()

@@ -12,10 +12,13 @@ import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+
+from fusionrt.convert import random_states
 
 # Of what is not looked into: it is no state of a model's.
 _CLOSED = (type, ModuleType, FunctionType, MethodType)
@@ -25,12 +28,21 @@ _FOREIGN = ("torch", "fusionrt", "numpy", "triton", "builtins", "collections", "
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 
-def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, list[Any]]], list[Tensor]]:
-    """The containers that can be reached, each with what it holds, and the tensors in them."""
-    held: list[tuple[Any, list[Any]]] = []
-    tensors: list[Tensor] = []
+class Contents(NamedTuple):
+    """Containers, each with what it holds; the tensors in them; random generators, each with its state and
+    what sets it."""
+
+    held: list[tuple[Any, list[Any]]]
+    tensors: list[Tensor]
+    generators: list[tuple[Any, Any, Callable[[Any, Any], Any]]]
+
+
+def contents(roots: Iterable[dict[str, Any]]) -> Contents:
+    """What can be reached."""
+    found = Contents([], [], [])
     seen: dict[int, Any] = {}
     is_open: Callable[[Any], bool] = functools.cache(_is_open)
+    access: Callable[[Any], Any] = functools.cache(random_states.access)
     waiting: list[Any] = list(roots)
     while waiting:
         value = waiting.pop()
@@ -38,17 +50,19 @@ def contents(roots: Iterable[dict[str, Any]]) -> tuple[list[tuple[Any, list[Any]
             continue
         seen[id(value)] = value
         if isinstance(value, Tensor):
-            tensors.append(value)
+            found.tensors.append(value)
             continue
+        if (random := access(type(value))) is not None:
+            found.generators.append((value, random[0](value), random[1]))
         if isinstance(value, (tuple, frozenset)):
             waiting += _that_hold(value)
         elif isinstance(value, _CONTAINERS) or is_open(type(value)):
             holds = _holds(value)
-            held.append((value, holds))
+            found.held.append((value, holds))
             waiting += _that_hold(holds)
         if is_open(type(value)) and hasattr(value, "__dict__"):
             waiting.append(vars(value))
-    return held, tensors
+    return found
 
 
 def restore(container: Any, before: list[Any]) -> None:
@@ -73,8 +87,8 @@ def restore(container: Any, before: list[Any]) -> None:
 
 def _that_hold(values: Iterable[Any]) -> list[Any]:
     """Without numbers and strings, and tuples of them, of which there may be a million: the garbage collector
-    does not track what leads nowhere, among that dictionaries of atoms."""
-    return [v for v in values if gc.is_tracked(v) or type(v) is dict]
+    does not track what leads nowhere, among that dictionaries of atoms and torch's generators."""
+    return [v for v in values if gc.is_tracked(v) or type(v) in (dict, torch.Generator)]
 
 
 def _is_open(kind: type) -> bool:

@@ -20,7 +20,8 @@ from fusionrt.convert.report import Report
 from fusionrt.convert.rollback import rolled_back
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import device_of
-from fusionrt.convert.validate import Judge, ValidationError, Verdict, undisturbed
+from fusionrt.convert.undisturbed import undisturbed
+from fusionrt.convert.validate import Judge, ValidationError, Verdict
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 

@@ -14,7 +14,8 @@ from fusionrt.bench import memory, profile
 from fusionrt.convert.capture import Found, Options
 from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.speed import call, device_of, times
-from fusionrt.convert.validate import Verdict, undisturbed
+from fusionrt.convert.undisturbed import undisturbed
+from fusionrt.convert.validate import Verdict
 
 # Key of conversion_stats -> what the passes call it.
 COUNTS = {"linear_relu_replaced": "linear_relu", "linear_gelu_replaced": "linear_gelu",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from fusionrt.convert.contents import contents, restore
 from fusionrt.convert.inputs import Inputs, given, relaid, varied
+from fusionrt.convert.random_states import seed_torch
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
+from fusionrt.convert.undisturbed import is_plain, undisturbed
 
 SAMPLES, MOST_SAMPLES = 3, 16
 FEW = 4096       # elements: the worst error of fewer may be a lucky one
@@ -152,7 +152,8 @@ class Judge:
         self.reference, self.inputs, self.threshold = reference, inputs, threshold
         own = max((p.itemsize for p in reference.parameters() if p.is_floating_point()), default=4)
         self.wider = [d for d in (torch.float64, torch.float32) if d.itemsize > own]
-        self._wide: dict[torch.dtype, Module] = {}
+        self._wide: dict[torch.dtype, tuple[Module, set[int]]] = {}
+        self._unwritten: set[int] = set()  # as for `undisturbed`; of a wide module each has its own
         self.has_fast_path = True
 
     def __call__(self, candidate: Module) -> Verdict:
@@ -168,12 +169,12 @@ class Judge:
         return self.has_fast_path and torch.backends.mha.get_fastpath_enabled() and any(
             isinstance(m, torch.nn.TransformerEncoder) for m in self.reference.modules())
 
-    def _own(self, module: Module, inputs: Inputs, seed: int = 0) -> Leaves:
+    def _own(self, module: Module, unwritten: set[int], inputs: Inputs, seed: int = 0) -> Leaves:
         """A run of the reference, or of it in another dtype."""
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(before and self.has_fast_path)
         try:
-            return run(module, inputs, seed)
+            return run(module, inputs, seed, unwritten)
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
 
@@ -186,7 +187,7 @@ class Judge:
             if own is None:
                 break
             try:
-                got = run(candidate, inputs)
+                got = run(candidate, inputs, unwritten=set(self._unwritten))
                 check_structure(got, own)
             except Exception as error:  # of the candidate, whatever it is
                 return Verdict(False, _what(error), samples=samples + 1)
@@ -199,7 +200,7 @@ class Judge:
     def _reference_run(self, inputs: Inputs, samples: int) -> Leaves | None:
         """None where the model does not take just any numbers."""
         try:
-            return self._own(self.reference, inputs)
+            return self._own(self.reference, self._unwritten, inputs)
         except Exception as error:
             if samples:
                 return None
@@ -220,7 +221,7 @@ class Judge:
         if other is None:
             return [own]
         try:
-            again = self._own(self.reference, other)
+            again = self._own(self.reference, self._unwritten, other)
             check_structure(again, own)
         except Exception:  # a view that there is not of this memory format
             return [own]
@@ -242,10 +243,11 @@ class Judge:
         if dtype not in self._wide:
             made = shared_clone(self.reference)
             own_tensors(made)
-            self._wide[dtype] = made.to(dtype)
+            pairs = zip(self.reference.parameters(), made.to(dtype).parameters(), strict=True)
+            self._wide[dtype] = made, {id(wide) for p, wide in pairs if id(p) in self._unwritten}
         wide = inputs.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            return self._own(self._wide[dtype], wide)
+            return self._own(*self._wide[dtype], wide)
 
     def _limit(self, output: _Output) -> float | None:
         if self.threshold is None and not self.wider:
@@ -274,7 +276,7 @@ class Judge:
 
     def _is_random(self) -> bool:
         """Differences of rounding, as of atomic additions, do not make it so."""
-        once, again = (self._own(self.reference, self.inputs, seed) for seed in (1, 2))
+        once, again = (self._own(self.reference, self._unwritten, self.inputs, seed) for seed in (1, 2))
         pairs = [(once[name].double(), again[name].double()) for name in once
                  if isinstance(once[name], Tensor) and once[name].is_floating_point()]
         return any(bool(((a - b).abs() > 1e-2 * a.abs().max()).any()) for a, b in pairs)
@@ -287,14 +289,15 @@ def _convolves_in_tf32() -> bool:
     return bool(convolutions.fp32_precision == "tf32")
 
 
-def run(module: Module, inputs: Inputs, seed: int = 0) -> Leaves:
-    """What a call returns that leaves no trace, neither in the module nor in the inputs."""
+def run(module: Module, inputs: Inputs, seed: int = 0, unwritten: set[int] | None = None) -> Leaves:
+    """What a call returns that leaves no trace, neither in the module nor in the inputs. `unwritten`: as for
+    `undisturbed`."""
     args, kwargs = inputs.fresh()
-    with undisturbed(module) as state:
-        torch.manual_seed(seed)
+    with undisturbed(module, unwritten=unwritten) as state:
+        seed_torch(seed)
         found = dict(leaves(module(*args, **kwargs)))
         own = {t.untyped_storage().data_ptr() for t in state}
-        return {name: v.clone() if isinstance(v, Tensor) and _is_plain(v)
+        return {name: v.clone() if isinstance(v, Tensor) and is_plain(v)
                 and v.untyped_storage().data_ptr() in own else v for name, v in found.items()}
 
 
@@ -304,46 +307,6 @@ def _what(error: Exception) -> str:
         return str(error)
     cause = getattr(error, "inner_exception", None) or error
     return f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:300]}"
-
-
-@contextlib.contextmanager
-def undisturbed(*modules: Module) -> Iterator[list[Tensor]]:
-    """Run modules in evaluation mode without gradients, and leave no trace: buffers (which are yielded),
-    attributes, training flags and random numbers are as before afterwards. What is written to sparse and
-    nested tensors, and to those of types that run operators themselves, stays."""
-    parts = list({id(m): m for module in modules for m in module.modules()}.values())
-    held, tensors = contents(vars(m) for m in parts)
-    state = [t for t in tensors if _is_plain(t) and not isinstance(t, Parameter)]
-    kept = [(t, t.detach().clone()) for t in state]
-    devices = {t.device.index for m in modules for t in m.parameters() if t.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-        try:
-            for module in modules:
-                module.eval()
-            yield state
-        finally:
-            for container, before in held:
-                restore(container, before)
-            for t, numbers in kept:
-                if not _equal(t, numbers):
-                    _put_back(t, numbers)
-
-
-def _is_plain(t: Tensor) -> bool:
-    """Whether it lies in memory that can be compared and copied."""
-    return (t.layout == torch.strided and not t.is_nested and not t.is_meta
-            and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """As torch.equal, for which one NaN is not another."""
-    return bool(((a == b) | (a != a) & (b != b)).all())
-
-
-def _put_back(t: Tensor, before: Tensor) -> None:
-    once = tuple(slice(1 if step == 0 else None) for step in t.stride())  # copy_ takes no expanded tensors
-    with torch.inference_mode(t.is_inference()), torch.no_grad():
-        t[once].copy_(before[once])
 
 
 # -- the optimised against the original ------------------------------------------------------------
