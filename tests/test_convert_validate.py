@@ -2,6 +2,8 @@
 
 import copy
 import random
+import re
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fusionrt import convert
 from fusionrt.convert import inputs as inputs_of_models
 from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.model import record_of
+from fusionrt.convert.speed import call
 from fusionrt.convert.undisturbed import undisturbed
 from fusionrt.convert.validate import Judge, ValidationError
 
@@ -193,6 +196,50 @@ def test_validation_draws_from_no_generator():
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
     assert drawn == twin.draw()
+
+
+class Cache:
+    def __init__(self, seen, lock=None):
+        self.seen, self.lock = seen, lock
+
+
+class Reader(nn.Module):
+    """Of what a cache holds, which then holds more, or of what an iterator gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, given):
+        if isinstance(given, Cache):
+            given.seen.append(torch.relu(self.layer(given.seen[-1])))
+            return torch.stack(given.seen)
+        return torch.stack([torch.relu(self.layer(x)) for x in given])
+
+
+leaf = torch.randn(16, 8, requires_grad=True)
+COPIED = {"a recorded cache": lambda: Cache([X, leaf.exp(), leaf.exp().t().contiguous().t()]),
+          "an iterator": lambda: iter([X, X + 1])}
+NOT_COPIED = {"generator": lambda: (X + k for k in range(2)), "lock": lambda: Cache([X], threading.Lock())}
+
+
+@pytest.mark.parametrize("kind", [*COPIED, *NOT_COPIED])
+def test_what_is_given_is_not_used_up(kind):
+    make = (COPIED | NOT_COPIED)[kind]
+    model, given, untouched = Reader(), make(), make()
+    fast = frt.auto_convert_model(model)
+    if kind in COPIED:
+        call(model, Inputs((given,)))()
+    assert_same(fast(given), model(untouched))
+    if isinstance(given, Cache):
+        assert_same(given.seen, untouched.seen)
+    verdict = str(record_of(fast).verdict)
+    if kind in COPIED:
+        assert verdict.startswith("accepted: error")
+        return
+    assert re.fullmatch(rf"the arguments \(\w+\) cannot be copied: cannot pickle '.*{kind}' object", verdict)
+    with pytest.raises(TypeError, match=re.escape(verdict)):
+        convert.validate_optimization(model, fast, (make(),))
 
 
 def test_what_knows_no_float64_is_compared_with_something_else():

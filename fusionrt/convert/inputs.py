@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import math
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 from torch.utils import _pytree as pytree
 
-from fusionrt.bench.kernel import copied, split_inputs
+from fusionrt.bench.kernel import split_inputs
+from fusionrt.convert.contents import contents
 
 MOST_TRIALS = 16
 IMAGES_ON = ("cuda",)
@@ -27,9 +29,20 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
     def fresh(self) -> Inputs:
-        """For a model that may write into them."""
-        plain = self.map(lambda t: t.detach() if t.grad_fn is not None else t)  # others cannot be copied
-        return Inputs(*(copied((plain.args, dict(plain.kwargs))) or plain))
+        """For a model that may write into them. What autograd recorded is copied without its history, however
+        deep it lies.
+
+        Raises TypeError where something cannot be copied: a generator, a lock.
+        """
+        given, memo = (self.args, dict(self.kwargs)), dict[int, Any]()
+        try:
+            for t in contents([{"": given}]).tensors:
+                if t.grad_fn is not None:
+                    memo[id(t)] = copy.deepcopy(t.detach(), memo)
+            return Inputs(*copy.deepcopy(given, memo))
+        except Exception as error:  # of whatever class the argument is
+            raise TypeError(f"the arguments {self.describe()} cannot be copied: {_first_line(error)}"
+                            ) from error
 
     def map(self, function: Any) -> Inputs:
         """With every tensor replaced."""

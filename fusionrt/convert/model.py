@@ -47,7 +47,9 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     input_shape:        of the argument, or a list of shapes, for validation: what the model takes (floating
                         numbers or token ids) is found by trying. Tensors here are taken as example_inputs.
     example_inputs:     a tensor, a tuple of arguments, or a mapping of keyword arguments. Without either the
-                        first call's arguments serve for validation, and hooks hear the runs of it.
+                        first call's arguments serve for validation, and hooks hear the runs of it. Arguments
+                        that cannot be copied (a generator, a lock) would be used up by those: the model is
+                        then not validated, and its report says so.
     device:             where the converted module goes; default: where the model is.
     validate_accuracy:  compare original and converted with a float64 run on random inputs, in evaluation
                         mode; a replacement that makes the error larger than twice the original's own is
@@ -122,6 +124,11 @@ class ModelConverter:
     def _prove(self, converted: Module, original: Module, inputs: Inputs, held: int) -> None:
         forward: Forward = vars(converted)["forward"]
         record: stats.Record = forward.record
+        try:
+            inputs.fresh()
+        except TypeError as error:  # the caller's own would be used up
+            record.verdict = Verdict(None, str(error)) if self.validate_accuracy else None
+            return
         if self.validate_accuracy:
             began = time.perf_counter()
             record.verdict, record.rolled_back = self._validated(converted, original, inputs)

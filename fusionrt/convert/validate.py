@@ -320,7 +320,8 @@ def validate_optimization(original: Module, converted: Module, inputs: Any) -> t
     Times are medians of calls that follow each other, both taking turns after a warm-up, until the device
     has finished them. Differences of integers are differences too; NaN in one only is infinite.
 
-    Raises ValidationError where the results are not of one structure, shape or dtype.
+    Raises ValidationError where the results are not of one structure, shape or dtype, TypeError where inputs
+    cannot be copied.
 
         difference, speedup = fusionrt.validate_optimization(model, fast, (images,))
     """
