@@ -7,6 +7,7 @@ import pytest
 import torch
 from checking import (
     BF16,
+    F16,
     F32,
     F64,
     assert_same_bits,
@@ -25,6 +26,8 @@ from fusionrt.activation import finishing
 from fusionrt.dispatch import Sites
 from fusionrt.op_names import OPS
 from fusionrt.ops import linear
+from fusionrt.rehearsal import Source, collecting
+from fusionrt.runtime import device as cuda
 from fusionrt.runtime import gemm, gemv
 
 M, N, K = 33, 40, 24
@@ -383,6 +386,19 @@ def test_route(monkeypatch):
     assert way(tanh) == linear.KERNEL
     assert way(relu) == linear.EPILOGUE
     linear.route.cache_clear()
+
+
+@pytest.mark.parametrize(("rows", "way"), [(512, "gemm_sm90"), (4, "gemv")])
+def test_one_rehearsals_way_is_not_anothers(rows, way, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "architecture", lambda index: "sm_90")
+    monkeypatch.setattr(cuda, "multiprocessors", lambda index: 132)
+    x, weight = (torch.empty(n, 1024, device="meta", dtype=F16) for n in (rows, 1024))
+    for device in ("cuda", "cuda:9", "cpu", "cuda:9", "cuda"):
+        with torch.no_grad(), collecting(device) as needed:
+            frt.linear_activation(x, weight, activation="silu")
+        ours = [kernel.entry for kernel in needed if isinstance(kernel, Source)]
+        assert ours == ([way] if device == "cuda:9" else [])
 
 
 # --- torch's machinery

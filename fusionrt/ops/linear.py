@@ -31,6 +31,7 @@ from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.random import Rng
+from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
 
@@ -57,7 +58,8 @@ def route(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, epil
     if gemv.chosen(m, n, k, dtype, device, epilogue):
         return GEMV
     name = next((name for name in EPILOGUES if epilogue is _alone(name)), None) if library else None
-    has = name is not None and device.type == "cuda" and dtype != torch.float64 and min(n, k) > 1
+    has = (name is not None and device.type == "cuda" and device.index is not None  # as it has in no warm-up
+           and dtype != torch.float64 and min(n, k) > 1)
     if has and name == "gelu_tanh":  # slow on Ada, and on the Blackwell of graphics cards
         has = torch.cuda.get_device_capability(device) not in ((8, 9), (12, 0), (12, 1))
     if gemm.chosen(m, n, k, dtype, device, epilogue, has):
@@ -73,7 +75,8 @@ def _alone(activation: str) -> Expr:
 
 def _way(operator: Operator, x: Tensor, weight: Tensor, library: bool) -> str:
     n, k = weight.shape
-    return route(x.device, x.dtype, math.prod(x.shape[:-1]), n, k, operator.outputs[0], library)
+    device = stands_for(x.device) if x.is_meta else x.device
+    return route(device, x.dtype, math.prod(x.shape[:-1]), n, k, operator.outputs[0], library)
 
 
 def product(operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None,

@@ -87,17 +87,14 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
     """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k.
 
     The rival is cuBLAS and a pass over its result, or with `library_epilogue` cuBLAS alone, which can do the
-    activation as well. Measured: benchmarks/gemm.py.
+    activation as well. Never in a warm-up, whose GPU has no index: there are too many shapes. Measured:
+    benchmarks/gemm.py.
     """
-    gpu = stands_for(device)
-    if gpu.type != "cuda" or STORAGE.get(dtype) not in BITS or n % 8 or k % 8 or min(m, n, k) < 1:
+    if device.type != "cuda" or STORAGE.get(dtype) not in BITS or n % 8 or k % 8 or min(m, n, k) < 1:
         return False
-    if gpu.index is None and device.type == "meta":
-        return False  # a warm-up: there are too many shapes
-    index = torch.cuda.current_device() if gpu.index is None else gpu.index
-    if cuda.architecture(index) != ARCHITECTURE or not takes(epilogue, k):
+    if device.index is None or cuda.architecture(device.index) != ARCHITECTURE or not takes(epilogue, k):
         return False
-    multiprocessors = cuda.multiprocessors(index)
+    multiprocessors = cuda.multiprocessors(device.index)
     tile = choose_tile(m, n, k, multiprocessors)
     rounds, fill = _rounds(m, n, tile, multiprocessors)
     if library_epilogue:  # no pass to gain: where its epilogue takes time, or all have several large tiles
@@ -116,8 +113,6 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
              residual: torch.Tensor | None = None) -> bool:
     """Whether the copy engine takes the memory of x [M, K], weight [N, K], bias [N], residual [M, N], all of
     one dtype."""
-    if x.is_meta and stands_for(x.device).index is None:
-        return False  # chosen in a rehearsal for a GPU, asked in a warm-up
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() & 3):
         return False
     matrices = [t for t in (x, weight, residual) if t is not None]

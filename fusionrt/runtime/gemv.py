@@ -13,7 +13,6 @@ import torch
 
 from fusionrt.expr import Expr
 from fusionrt.problem import STORAGE
-from fusionrt.rehearsal import stands_for
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import Field, pointer
@@ -40,15 +39,11 @@ class Kind(NamedTuple):
 @functools.lru_cache(4096)
 def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epilogue: Expr = PRODUCT
            ) -> bool:
-    """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k. Measured on
-    Hopper: benchmarks/linear.py."""
-    gpu = stands_for(device)
-    if gpu.type != "cuda" or STORAGE.get(dtype) not in BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
+    """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k. Never in a
+    warm-up, whose GPU has no index: there are too many kinds. Measured on Hopper: benchmarks/linear.py."""
+    if device.type != "cuda" or STORAGE.get(dtype) not in BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
         return False
-    if gpu.index is None and device.type == "meta":
-        return False  # a warm-up: there are too many kinds
-    index = torch.cuda.current_device() if gpu.index is None else gpu.index
-    fast = torch.cuda.get_device_capability(index) >= (9, 0)
+    fast = device.index is not None and torch.cuda.get_device_capability(device.index) >= (9, 0)
     return fast and min(n, k) > 1 and n * k <= MOST_WEIGHTS and is_of_elements(epilogue)
 
 
@@ -56,8 +51,6 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
              residual: torch.Tensor | None = None) -> bool:
     """Whether rows of x [M, K] and weight [N, K] can be read 16 bytes at a time; bias [N], residual [M, N],
     all of one dtype."""
-    if x.is_meta and stands_for(x.device).index is None:
-        return False  # chosen in a rehearsal for a GPU, asked in a warm-up
     others = [t for t in (bias, residual) if t is not None]
     return (all(t.dtype == x.dtype for t in (weight, *others)) and all(t.stride(-1) == 1 for t in others)
             and all(t.stride(1) == 1 and (t.shape[0] == 1 or t.stride(0) % VECTOR == 0)
