@@ -57,6 +57,14 @@ def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> Ints | None:
     return tuple(out)
 
 
+def is_among(value: int | Sequence[int], *choices: int | Sequence[int]) -> bool:
+    """Whether a size or a shape is one of these. `in` of Dynamo's takes equal symbols for different ones."""
+    for choice in choices:
+        if value == choice:
+            return True
+    return False
+
+
 def expand_strides(shape: Sequence[int], strides: Sequence[int], domain: Sequence[int]) -> Ints:
     """Strides over the domain: 0 along every dimension in which the operand is broadcast."""
     pad = len(domain) - len(shape)

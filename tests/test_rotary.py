@@ -190,6 +190,10 @@ def test_without_k_without_batch_without_elements(device):
         assert_same_bits(ours, whole[0])
     assert frt.rotary_embedding(q[:0]).shape == (0, LENGTH, HEADS, DIM)
     assert frt.rotary_embedding(q, k[:, :, :0])[1].shape == (2, LENGTH, 0, DIM)
+    of_each_batch = tables(device, rows=2)[0][:, None, :][:, :0]
+    assert frt.rotary_embedding(q[:, :0], cos=of_each_batch, sin=of_each_batch).shape == (2, 0, HEADS, DIM)
+    nothing = q[:1].expand(2, -1, -1, -1)[:, :0]
+    assert frt.rotary_embedding(nothing, inplace=True) is nothing
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -240,6 +244,9 @@ def test_in_place(rotary_dim, dtype, interleaved, device):
         for ours, wanted in zip(found, expected, strict=True):
             assert_same_bits(ours, wanted)
     assert frt.rotary_embedding(q, inplace=True) is q
+    apart = q.mT.contiguous().mT  # columns that are not neighbours
+    expected = frt.rotary_embedding(apart, **options)
+    assert_same_bits(frt.rotary_embedding(apart, inplace=True, **options), expected)
 
 
 def test_gradients_in_place(device):
@@ -257,13 +264,41 @@ def test_gradients_in_place(device):
         torch.testing.assert_close(
             torch.autograd.grad(found, leaves, g), torch.autograd.grad(wanted, leaves, g)
         )
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        frt.rotary_embedding(q, k, inplace=True)
+    for refused, message in (
+        (q, "leaf Variable that requires grad"),
+        (q[0], "view of a leaf Variable"),
+        ((q * 1).unbind()[0], "function that returns multiple views"),
+    ):
+        before = refused.detach().clone()
+        with pytest.raises(RuntimeError, match=message):
+            frt.rotary_embedding(refused, inplace=True)
+        assert_same_bits(refused.detach(), before)
     saved = leaves[0] * 1
     square = (saved * saved).sum()
     frt.rotary_embedding(saved, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_requires_no_gradient_does_not_come_to_in_place(compiled, device):
+    q, k = queries(F64, device)
+    wanted = reference.rotary_embedding(q, k)
+    q.requires_grad_()
+
+    def turned(q, k):
+        return frt.rotary_embedding(q * 1, k, inplace=True)
+
+    run = torch.compile(turned, fullgraph=True, backend="aot_eager") if compiled else turned
+    found = run(q, k)
+    assert found[0].requires_grad
+    assert not found[1].requires_grad
+    assert not k.requires_grad
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(k, wanted[1])
+    g = torch.randn_like(q)
+    (expected,) = torch.autograd.grad(reference.rotary_embedding(q), q, g)
+    torch.testing.assert_close(torch.autograd.grad(found[0], q, g), (expected,))
 
 
 def test_in_place_needs_elements_apart():

@@ -18,6 +18,7 @@ from fusionrt import indices
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.layout import is_among
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
@@ -78,6 +79,8 @@ _both = StructuredOp(f"rotary_embedding(Tensor q, Tensor k, {_ARGUMENTS}) -> (Te
 
 
 class _InPlace(torch.autograd.Function):
+    """Records a rotation that is yet to be done: what may not be written to torch refuses only when this has
+    run."""
 
     @staticmethod
     def forward(ctx: Any, more: Sequence[Any], *tensors: Tensor) -> Any:
@@ -85,7 +88,6 @@ class _InPlace(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*more[:3])
         ctx.mark_dirty(*tensors)
-        _rotate(tensors, tensors, *more)
         return tensors
 
     @staticmethod
@@ -93,19 +95,25 @@ class _InPlace(torch.autograd.Function):
         return None, *_rotated(grads, *ctx.saved_tensors, *ctx.options.inverted)
 
 
-def _in_place(tensors: Sequence[Tensor], more: Sequence[Any]) -> tuple[Tensor, ...]:
-    if is_watched():
+def _in_place(tensors: Sequence[Tensor], more: Sequence[Any]) -> None:
+    """What requires no gradient, as keys that are kept, does not come to because the other one does."""
+    graded = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
+    if 0 < len(graded) < len(tensors):
+        for t in tensors:
+            _in_place([t], more)
+    elif is_watched():
         for t, rotated in zip(tensors, _rotated(tensors, *more), strict=True):
             t.copy_(rotated)  # type: ignore[arg-type]
-        return tuple(tensors)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+    elif not graded:
         _rotate(tensors, tensors, *more)
         torch.autograd.graph.increment_version(tensors)
-        return tuple(tensors)
-    if any(t._is_view() for t in tensors):  # of a Function with two results torch takes no views
-        return tuple(_InPlace.apply(more, t)[0] for t in tensors)
-    found: tuple[Tensor, ...] = _InPlace.apply(more, *tensors)
-    return found
+    elif len(tensors) > 1 and any(t._is_view() for t in tensors):
+        for t in tensors:  # of a Function with two results torch takes no views
+            _in_place([t], more)
+    else:
+        _InPlace.apply(more, *tensors)
+        with torch.no_grad():
+            _rotate(tensors, tensors, *more)
 
 
 # -- what users call -------------------------------------------------------------------------------
@@ -231,7 +239,7 @@ def checked_positions(op: str, positions: Any, offset: int, batch: int, length: 
         raise ValueError(f"{op}: offset and position_ids exclude each other, got offset {offset} and "
                          "position_ids")
     indices.check_dtype(op, "position_ids", positions)
-    if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
+    if not is_among(tuple(positions.shape), (length,), (1, length), (batch, length)):
         raise ValueError(f"{op}: position_ids must have the shape {(length,)} or {(batch, length)}, got "
                          f"{tuple(positions.shape)}")
     if positions.device != device:
@@ -257,9 +265,9 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
         came = " and ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (cos, sin))
         raise ValueError(f"{op}: cos and sin must have one shape, dtype and device, q's ({device}), got "
                          f"{came}")
-    batches = (1,) if rows == 0 else (1, batch)
-    if cos.dim() not in (2, 3) or cos.shape[-1] not in (rotary_dim, rotary_dim // 2) or (
-            cos.dim() == 3 and cos.shape[0] not in batches):
+    batches = (1,) if first is None else (1, batch)
+    if cos.dim() not in (2, 3) or not is_among(cos.shape[-1], rotary_dim, rotary_dim // 2) or (
+            cos.dim() == 3 and not is_among(cos.shape[0], *batches)):
         raise ValueError(f"{op}: cos and sin must have the shape (positions, R) or ({batches[-1]}, "
                          f"positions, R) with R = {rotary_dim // 2} or {rotary_dim}, got {tuple(cos.shape)}")
     if cos.shape[-2] < rows:
@@ -275,7 +283,8 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
 
 def _check_in_place(op: str, q: Tensor, k: Tensor | None) -> None:
     for name, t in {"q": q, "k": k}.items():
-        if t is not None and any(stride == 0 < n - 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
+        if t is not None and t.numel() and any(
+                stride == 0 < n - 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             raise ValueError(f"{op}: inplace needs a {name} whose elements lie apart in memory, got strides "
                              f"{t.stride()} of shape {tuple(t.shape)}")
     # Where torch watches, both are computed before either is written, and memory has no address.

@@ -238,10 +238,10 @@ def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
     for x, out in zip(tensors, outs, strict=True):
         if not x.numel():
             continue
-        in_place = out.data_ptr() == x.data_ptr() != 0
-        kernel = _cpu_kernel(_name(x), _name(cos), options.interleaved, in_place)
         source = x if x.stride(3) == 1 else x.contiguous()
         result = out if out.stride(3) == 1 else torch.empty_like(source)
+        in_place = result.data_ptr() == source.data_ptr() != 0
+        kernel = _cpu_kernel(_name(x), _name(cos), options.interleaved, in_place)
         batch, length, heads, head_dim = x.shape
         at, to = source.stride(), result.stride()
         angle = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), 0
