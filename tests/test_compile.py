@@ -451,3 +451,24 @@ def test_numbers_that_vary_are_no_graph_break(device):
         run = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
         for value in (0.25, 0.5, 2.0):
             torch.testing.assert_close(run(value), call(value))
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: frt.attention(x, x, x, alibi_slopes=torch.tensor([0.5, 0.25])), (3, 2, 6, 8)),
+        (lambda x: frt.attention(x, x, x, mask=torch.ones(2, 1, 6).bool()), (3, 2, 6, 8)),
+        (lambda x: frt.softmax(x, mask=torch.ones(3, 5).bool()), (4, 3, 5)),
+        (lambda x: frt.rotary_embedding(x, cos=torch.ones(3, 9, 4), sin=torch.ones(9, 4).expand(3, 9, 4)),
+         (3, 6, 2, 8)),
+        (lambda x: frt.qkv_heads(x, 2, base=1e4, position_ids=torch.arange(6)), (3, 6, 48)),
+        (lambda x: frt.embedding_position(torch.ones(x.shape[:2], dtype=torch.int64), x[0], x[0],
+                                          position_ids=torch.arange(6)), (3, 6, 8)),
+        (lambda x: frt.prelu_bias(x, torch.ones(3), 1.0), (2, 3, 5)),
+    ],
+)  # fmt: skip
+def test_a_symbol_may_equal_a_number(function, x):
+    """Sizes of one value, which Dynamo writes in two ways."""
+    x = torch.randn(x)
+    run = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    assert_close(run(x), function(x))

@@ -533,3 +533,15 @@ def test_positions_without_a_use():
     rotary = fnn.FusedMultiheadAttention(16, 4, batch_first=True, rotary=True)
     with pytest.raises(ValueError, match="rotary needs as many queries as keys, got 4 and 5"):
         rotary(x, *(torch.randn(1, 5, 16),) * 2)
+
+
+def test_compiled_for_other_sizes_with_masks_of_keys():
+    block = fnn.TransformerDecoderBlock(E, HEADS, 4 * E, 0.0, batch_first=True)
+
+    def call(x, memory, unseen):
+        return block(x, memory, memory_key_padding_mask=unseen)
+
+    run = torch.compile(call, fullgraph=True, backend="eager")
+    for batch, length, keys in ((4, 3, 5), (3, 4, 5)):
+        given = torch.randn(batch, length, E), torch.randn(batch, keys, E), torch.rand(batch, keys) < 0.3
+        torch.testing.assert_close(run(*given), call(*given))

@@ -218,12 +218,13 @@ def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor
     n, heads, queries, keys = *q.shape[:3], k.shape[2]
     masks = []
     if attn_mask is not None:
-        shapes = {(queries, keys): (1, 1, queries, keys),
-                  (n * heads, queries, keys): (n, heads, queries, keys)}
-        masks.append(_viewed("attn_mask", attn_mask, shapes))
+        masks.append(_viewed("attn_mask", attn_mask,
+                             ((queries, keys), (1, 1, queries, keys)),
+                             ((n * heads, queries, keys), (n, heads, queries, keys))))
     if key_padding_mask is not None:
-        shapes = {(n, keys): (n, 1, 1, keys)} | ({(keys,): (1, 1, 1, keys)} if n == 1 else {})
-        masks.append(_viewed("key_padding_mask", key_padding_mask, shapes))
+        unbatched = [((keys,), (1, 1, 1, keys))] if n == 1 else []
+        masks.append(_viewed("key_padding_mask", key_padding_mask,
+                             ((n, keys), (n, 1, 1, keys)), *unbatched))
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):
@@ -233,12 +234,13 @@ def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor
     return added[0] if len(added) == 1 else added[0] + added[1]
 
 
-def _viewed(name: str, mask: Tensor, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+def _viewed(name: str, mask: Tensor, *views: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """`views`: the shapes that it may have, each with that as which it is seen."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"FusedMultiheadAttention: {name} must be boolean (True where nothing is seen) or "
                         f"floating-point (added to the scores), got {mask.dtype}")
-    shape = shapes.get(tuple(mask.shape))
-    if shape is None:
-        raise ValueError(f"FusedMultiheadAttention: {name} must have the shape "
-                         f"{' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
-    return mask.view(shape)
+    for shape, view in views:  # not by a dictionary, in which Dynamo's equal symbols are different keys
+        if tuple(mask.shape) == shape:
+            return mask.view(view)
+    raise ValueError(f"FusedMultiheadAttention: {name} must have the shape "
+                     f"{' or '.join(str(shape) for shape, _ in views)}, got {tuple(mask.shape)}")

@@ -14,6 +14,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated
 from fusionrt.ops.dropout import scale_of_kept
@@ -71,7 +72,7 @@ def _checked_mask(op: str, mask: Any, q: Tensor, keys: int) -> Tensor | None:
         raise TypeError(f"{op}: mask must be boolean (True lets a score pass) or floating-point (added to "
                         f"the scores), got {mask.dtype}")
     full = (*q.shape[:3], keys)
-    if mask.dim() > 4 or any(n not in (1, size) for n, size in zip(
+    if mask.dim() > 4 or any(not is_among(n, 1, size) for n, size in zip(
             mask.shape, full[4 - mask.dim():], strict=True)):
         raise ValueError(f"{op}: mask must broadcast to the shape of scores, {full}, got {tuple(mask.shape)}")
     if mask.device != q.device:
@@ -87,7 +88,7 @@ def _checked_slopes(op: str, slopes: Any, q: Tensor) -> Tensor | None:
         got = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
         raise TypeError(f"{op}: alibi_slopes must be a floating-point tensor or array, got {got}")
     batch, heads = q.shape[:2]
-    if tuple(slopes.shape) not in ((heads,), (1, heads), (batch, heads)):
+    if not is_among(tuple(slopes.shape), (heads,), (1, heads), (batch, heads)):
         raise ValueError(f"{op}: alibi_slopes must have the shape {(heads,)} or {(batch, heads)}, got "
                          f"{tuple(slopes.shape)}")
     if slopes.device != q.device:

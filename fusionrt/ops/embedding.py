@@ -19,6 +19,7 @@ from fusionrt.autograd import Dispatched, backward, is_watched, transforms_activ
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
+from fusionrt.layout import is_among
 from fusionrt.library import Transformed
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding_gradients import MOST_TYPES, sum_rows_on_gpu
@@ -466,7 +467,7 @@ def _check_shapes(arrays: dict[str, Any]) -> None:
                                  f"{rows.shape[0]}")
         elif rows is None:
             raise ValueError(f"{_OP}: {name} needs {table}")
-        elif tuple(ids.shape) not in (shape, (length,), (1, length)):
+        elif not is_among(tuple(ids.shape), shape, (length,), (1, length)):
             raise ValueError(f"{_OP}: {name} must have the shape {shape} or {(length,)}, got "
                              f"{tuple(ids.shape)}")
 

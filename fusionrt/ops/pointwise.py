@@ -14,6 +14,7 @@ from fusionrt import expr
 from fusionrt.catalogue import COLUMNS, ROWS, Make, pointwise, public
 from fusionrt.expr import Expr, exp, where
 from fusionrt.fusion import fuse
+from fusionrt.layout import is_among
 from fusionrt.ops.activations import gelu, gelu_tanh, mish, relu, silu
 
 
@@ -205,7 +206,7 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
     arrays = all(isinstance(a, (int, float)) or hasattr(a, "shape") for a in (x, bias))
     if arrays and len(shape) == 1 and len(whole) != 2:
         channels = whole[1] if len(whole) > 1 else 1
-        if shape[0] not in (1, channels):
+        if not is_among(shape[0], 1, channels):
             raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "
                              f"channels (dimension 1 of x), got {tuple(shape)}")
         alpha = alpha.reshape((-1,) + (1,) * max(0, len(whole) - 2))

@@ -20,6 +20,7 @@ from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
+from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 
@@ -104,7 +105,7 @@ def _fitting(op: str, name: str, value: Any, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor{' or a number' if name == 'scale' else ''}, got "
                         f"{type(value).__name__}")
-    if value.dim() > x.dim() or any(n not in (1, size) for n, size in zip(
+    if value.dim() > x.dim() or any(not is_among(n, 1, size) for n, size in zip(
             value.shape, x.shape[x.dim() - value.dim():], strict=True)):
         raise ValueError(f"{op}: {name} must broadcast to the shape of x, {tuple(x.shape)}, got "
                          f"{tuple(value.shape)}")
