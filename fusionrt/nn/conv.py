@@ -9,11 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusionrt.nn.activation import Activated, known
+from fusionrt.nn.reading import finished, is_read
 from fusionrt.nn.sharing import expect
 from fusionrt.ops.convolution import conv_bn_act
 
-_PAIRS: dict[type, type[nn.Module]] = {
+_PAIRS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
+_CONVOLVE = [kind.forward for kind in _PAIRS]
+_NORMALISE = [kind.forward for kind in _PAIRS.values()]
 
 
 class FusedConvBNAct(Activated):
@@ -22,7 +25,8 @@ class FusedConvBNAct(Activated):
     conv, bn: torch's modules, which become children, so their parameters, buffers and modes are used as they
     are. activation: as in `FusedLinear`. In training mode of `bn` the norm takes the batch's statistics and
     moves the running ones, as torch's does; without gradients, where cuDNN has a kernel for it, it is folded
-    into the convolution's weights, once for each version of these (see `fusionrt.conv_bn_act`).
+    into the convolution's weights, once for each version of these (see `fusionrt.conv_bn_act`). Both are read
+    or called as the layers of `FusedMLP`: what convert_sync_batchnorm puts in the place of bn is called.
     forward(input, residual=None): (N, C, ...) -> (N, C', ...); channels_last stays.
 
     State: that of `torch.nn.Sequential(conv, bn, act)`: `0.weight`, `0.bias`, `1.weight`, `1.bias`,
@@ -77,12 +81,15 @@ class FusedConvBNAct(Activated):
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         conv, bn = self.conv, self.bn
+        if not (is_read(conv, *_CONVOLVE) and is_read(bn, *_NORMALISE)):
+            z = bn(conv(input))
+            return finished("conv_bn_act", z if residual is None else z + residual, self.activation)
         padding = conv.padding
         if conv.padding_mode != "zeros":
             input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
             padding = 0
-        is_read = not bn.training or bn.track_running_stats  # that may be set after the statistics were made
-        mean, var = (bn.running_mean, bn.running_var) if is_read else (None, None)
+        keeps = not bn.training or bn.track_running_stats  # that may be set after the statistics were made
+        mean, var = (bn.running_mean, bn.running_var) if keeps else (None, None)
         found: torch.Tensor = conv_bn_act(
             input, conv.weight, conv.bias, mean, var, bn.weight, bn.bias,
             activation=self.activation, residual=residual, stride=conv.stride, padding=padding,

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from fusionrt.nn.norm import FusedLayerNorm
+from fusionrt.nn.reading import finished, is_read
 from fusionrt.nn.sharing import expect, place
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding import embedding_position
+
+_EMBED = nn.Embedding.forward
 
 
 class EmbeddingPosition(nn.Module):
@@ -21,6 +24,7 @@ class EmbeddingPosition(nn.Module):
     zeros and gets no gradient.
     forward(tokens, token_type=None, position_ids=None): tokens (..., S) -> (..., S, embedding_dim);
     token_type of tokens' shape or (S,), zeros unless given; position_ids as well, 0 ... S - 1 unless given.
+    The tables and the norm are read, or called as the linear layers of `FusedMLP`.
 
     State, as BERT's embeddings have it: `word_embeddings.weight`, `position_embeddings.weight`,
     `token_type_embeddings.weight`, `LayerNorm.weight`, `LayerNorm.bias`; the first three are
@@ -68,13 +72,31 @@ class EmbeddingPosition(nn.Module):
     def forward(self, tokens: torch.Tensor, token_type: torch.Tensor | None = None,
                 position_ids: torch.Tensor | None = None) -> torch.Tensor:
         norm, positions, types = self.LayerNorm, self.position_embeddings, self.token_type_embeddings
-        found: torch.Tensor = embedding_position(
+        found: torch.Tensor
+        if not (is_read(self.word_embeddings, _EMBED) and is_read(positions, _EMBED)
+                and is_read(types, _EMBED) and is_read(norm, FusedLayerNorm.forward)):
+            return self._composed(tokens, token_type, position_ids)
+        found = embedding_position(
             tokens, self.word_embeddings.weight, None if positions is None else positions.weight,
             scale=self.scale, layer_norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
             dropout_p=self.dropout, training=self.training, padding_idx=self.word_embeddings.padding_idx,
             token_type=token_type, token_type_weight=None if types is None else types.weight,
             position_ids=position_ids)
         return found
+
+    def _composed(self, tokens: torch.Tensor, token_type: torch.Tensor | None,
+                  position_ids: torch.Tensor | None) -> torch.Tensor:
+        found: torch.Tensor = self.word_embeddings(tokens) * self.scale
+        places = torch.arange(tokens.shape[-1], device=tokens.device)
+        for name, ids, usual in (("position", position_ids, places),
+                                 ("token_type", token_type, torch.zeros_like(places))):
+            table = getattr(self, f"{name}_embeddings")
+            if table is not None:
+                found = found + table(usual if ids is None else ids)
+            elif ids is not None:
+                raise ValueError(f"EmbeddingPosition: {name} ids need {name}_embeddings, got None")
+        found = found if self.LayerNorm is None else self.LayerNorm(found)
+        return finished("embedding_position", found, None, self.dropout, self.training)
 
     def extra_repr(self) -> str:
         parts = [f"scale={self.scale}"] if self.scale != 1 else []

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fusionrt.nn.activation import Activated, known
+from fusionrt.nn.reading import feed_forward, gated_feed_forward
 from fusionrt.nn.sharing import expect
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.ffn import ffn, geglu_mlp, swiglu_mlp
 from fusionrt.ops.pointwise import is_tanh
 
 G = TypeVar("G", bound="_Gated")
@@ -24,7 +24,9 @@ class FusedMLP(Activated):
     names: of the two `torch.nn.Linear`s, in the state too: ("linear1", "linear2") as in
     `torch.nn.TransformerEncoderLayer`; ("0", "3") for `torch.nn.Sequential(linear, act, dropout, linear)`,
     whose weights then load both ways. `from_torch` of a Sequential keeps its names.
-    forward: (..., in_features) -> (..., out_features).
+    forward: (..., in_features) -> (..., out_features). The linear layers are read, and called where that
+    would be something else: those of another forward (LoRA's, quantized ones) and with hooks (weight_norm,
+    prune). Parametrizations are read.
 
     Raises ValueError and TypeError for an activation that is none, a dropout outside [0, 1], and what
     `fusionrt.ffn` raises.
@@ -76,11 +78,9 @@ class FusedMLP(Activated):
                                 recompute=recompute, names=(names[0], names[-1]))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        first, second = (self.get_submodule(name) for name in self.names)
-        found: torch.Tensor = ffn(
-            input, first.weight, first.bias, second.weight, second.bias, self.activation,
-            dropout_p=self.dropout, training=self.training, recompute=self.recompute)
-        return found
+        first, second = (self._modules[name] for name in self.names)
+        return feed_forward(input, first, second, self.activation, self.dropout, self.training,
+                            self.recompute)
 
     def extra_repr(self) -> str:
         more = [f"dropout={self.dropout}"] if self.dropout else []
@@ -104,15 +104,6 @@ class _Gated(nn.Module):
         self.down_proj = nn.Linear(hidden_features, out_features or in_features, bias, **where)
         self.register_load_state_dict_pre_hook(_repacked)
 
-    def _weights(self) -> tuple[list[Any], dict[str, Any]]:
-        if self.packed:
-            gate, up = self.gate_up_proj, None
-        else:
-            gate, up = self.gate_proj, self.up_proj
-        down = self.down_proj
-        biases = {"gate_bias": gate.bias, "up_bias": None if up is None else up.bias, "down_bias": down.bias}
-        return [gate.weight, None if up is None else up.weight, down.weight], biases
-
     @classmethod
     def from_modules(cls: type[G], gate_proj: nn.Linear, up_proj: nn.Linear | None, down_proj: nn.Linear,
                      **options: Any) -> G:
@@ -127,6 +118,10 @@ class _Gated(nn.Module):
             made.add_module(name, part)
         made.training = down_proj.training
         return made
+
+    def _fed_forward(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = (self.gate_up_proj, None) if self.packed else (self.gate_proj, self.up_proj)
+        return gated_feed_forward(x, gate, up, self.down_proj, activation, self.recompute)
 
     def extra_repr(self) -> str:
         return "recompute=True" if self.recompute else ""
@@ -147,7 +142,8 @@ class FusedSwiGLU(_Gated):
 
     packed: gate and up are one linear layer `gate_up_proj`, the gate's rows first (as Phi-3 has it), and one
     matrix product. recompute: the backward pass makes the hidden layer again, which is then not stored.
-    forward: (..., in_features) -> (..., out_features), in_features unless given.
+    forward: (..., in_features) -> (..., out_features), in_features unless given. The linear layers are read
+    or called as those of `FusedMLP`.
 
     State: `gate_proj.weight`, `up_proj.weight`, `down_proj.weight`, or `gate_up_proj.weight` and
     `down_proj.weight`, with their biases if there are any; either kind loads into either.
@@ -166,9 +162,7 @@ class FusedSwiGLU(_Gated):
         return cls.from_modules(*_layers(module), recompute=recompute)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weights, biases = self._weights()
-        found: torch.Tensor = swiglu_mlp(input, *weights, **biases, recompute=self.recompute)
-        return found
+        return self._fed_forward(input, "silu")
 
 
 class FusedGEGLU(_Gated):
@@ -197,10 +191,7 @@ class FusedGEGLU(_Gated):
         return cls.from_modules(*_layers(module), recompute=recompute, approximate=approximate)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weights, biases = self._weights()
-        found: torch.Tensor = geglu_mlp(input, *weights, **biases, approximate=self.approximate,
-                                        recompute=self.recompute)
-        return found
+        return self._fed_forward(input, "gelu_tanh" if is_tanh("geglu_mlp", self.approximate) else "gelu")
 
     def extra_repr(self) -> str:
         shown = f"approximate={self.approximate!r}" if self.approximate != "none" else ""

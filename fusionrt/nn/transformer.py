@@ -11,9 +11,9 @@ from torch import nn
 from fusionrt.nn.activation import Activated
 from fusionrt.nn.attention import FusedMultiheadAttention
 from fusionrt.nn.norm import FusedLayerNorm, FusedRMSNorm
+from fusionrt.nn.reading import feed_forward, gated_feed_forward
 from fusionrt.nn.sharing import expect, place
 from fusionrt.ops.dropout import dropout_add
-from fusionrt.ops.ffn import ffn, geglu_mlp, swiglu_mlp
 
 Tensor = torch.Tensor
 _NORMS: dict[str, Any] = {"layer_norm": FusedLayerNorm, "rms_norm": FusedRMSNorm}
@@ -34,7 +34,8 @@ class TransformerBlock(Activated):
     "silu" (SwiGLU), "gelu" or "gelu_tanh" (GEGLU). recompute: the backward pass makes the hidden layer again.
 
     forward(src, src_mask=None, src_key_padding_mask=None, is_causal=False, *, position_ids=None): the shapes
-    and masks of torch's layer. linear1, linear2 are not called, but read: hooks of theirs do not run.
+    and masks of torch's layer. linear1 and linear2 are read or called as those of `FusedMLP`; dropouts are
+    only asked for p and training.
 
     State: `self_attn.*`, `linear1.*`, `linear2.*`, `norm1.*`, `norm2.*`, as that of torch's layer.
     Raises ValueError and TypeError for arguments that do not fit.
@@ -124,20 +125,11 @@ class TransformerBlock(Activated):
         return torch.nested.as_nested_tensor([t[:n] for t, n in zip(found, lengths, strict=True)])
 
     def _fed_forward(self, x: Tensor) -> Tensor:
-        first, second = self.linear1, self.linear2
-        found: Tensor
-        if not self.gated:
-            found = ffn(x, first.weight, first.bias, second.weight, second.bias, self.activation,
-                        dropout_p=self.dropout.p, training=self.dropout.training, recompute=self.recompute)
-            return found
-        options: dict[str, Any] = {
-            "gate_bias": first.bias, "down_bias": second.bias, "recompute": self.recompute}
-        if self.activation == "silu":
-            found = swiglu_mlp(x, first.weight, None, second.weight, **options)
-        else:
-            found = geglu_mlp(x, first.weight, None, second.weight, **options,
-                              approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return found
+        if self.gated:
+            return gated_feed_forward(x, self.linear1, None, self.linear2, str(self.activation),
+                                      self.recompute)
+        return feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout.p,
+                            self.dropout.training, self.recompute)
 
     def _through(self, x: Tensor, sublayers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
         norms = [self._modules[f"norm{i + 1}"] for i in range(len(sublayers))]
