@@ -291,6 +291,18 @@ def test_blocks_take_the_nested_tensors_of_torchs_encoder():
     torch.testing.assert_close(found, expected)
 
 
+def test_what_else_is_given_with_a_nested_tensor():
+    block = made(fnn.TransformerBlock, E, HEADS, 24, 0.0, batch_first=True, rotary=True)
+    x, ids = torch.randn(2, L, E), torch.randint(9, (L,))
+    nested = torch.nested.as_nested_tensor([x[0], x[1, :3]])
+    for options in ({"is_causal": True}, {"src_mask": causal_mask(L)}, {"position_ids": ids}):
+        whole = block(x, **options, src_key_padding_mask=torch.arange(L) >= torch.tensor([[L], [3]]))
+        found = block(nested, **options).unbind()
+        torch.testing.assert_close(found, (whole[0], whole[1, :3]))
+    with pytest.raises(ValueError, match="TransformerBlock: a nested src needs batch_first and no src_key"):
+        block(nested, src_key_padding_mask=torch.zeros(2, L, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_blocks_take_the_place_of_layers_in_torchs_stacks(norm_first):
     layer = nn.TransformerEncoderLayer(E, HEADS, 24, 0.1, batch_first=True, norm_first=norm_first)

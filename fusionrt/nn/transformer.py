@@ -108,7 +108,10 @@ class TransformerBlock(Activated):
     def forward(self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
                 is_causal: bool = False, *, position_ids: Tensor | None = None) -> Tensor:
         if src.is_nested:
-            return self._through_nested(src)
+            if src_key_padding_mask is not None or not self.self_attn.batch_first:
+                raise ValueError(f"{type(self).__name__}: a nested src needs batch_first and no "
+                                 "src_key_padding_mask, whose place its lengths take")
+            return self._through_nested(src, src_mask, is_causal, position_ids)
 
         def attended(x: Tensor) -> Tensor:
             return self.self_attn(x, x, x, src_key_padding_mask, False, src_mask, is_causal=is_causal,
@@ -116,12 +119,14 @@ class TransformerBlock(Activated):
 
         return self._through(src, [attended, self._fed_forward])
 
-    def _through_nested(self, src: Tensor) -> Tensor:
+    def _through_nested(self, src: Tensor, mask: Tensor | None, is_causal: bool,
+                        position_ids: Tensor | None) -> Tensor:
         """Padded, and packed again: what torch.nn.TransformerEncoder makes of sequences in inference."""
         lengths = [t.shape[0] for t in src.unbind()]
         padded = src.to_padded_tensor(0.0)
         ends = torch.tensor(lengths, device=src.device)
-        found = self(padded, None, torch.arange(padded.shape[1], device=src.device) >= ends[:, None])
+        unseen = torch.arange(padded.shape[1], device=src.device) >= ends[:, None]
+        found = self(padded, mask, unseen, is_causal, position_ids=position_ids)
         return torch.nested.as_nested_tensor([t[:n] for t, n in zip(found, lengths, strict=True)])
 
     def _fed_forward(self, x: Tensor) -> Tensor:
