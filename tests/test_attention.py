@@ -218,6 +218,10 @@ def test_no_keys_and_nothing_at_all(device):
     assert torch.autograd.grad(frt.attention(q, k, v, causal=True).sum(), q)[0].eq(0).all()
     assert frt.attention(q[:0], k[:0], v[:0]).shape == (0, 4, 5, DIM)
     assert frt.attention(q[:, :, :0], q, q).shape == (2, 4, 0, DIM)
+    for mask, queries, keys in ((torch.zeros(5, 1), q, k), (torch.zeros(0, 5), q[:, :, :0], q.detach())):
+        mask = mask.to(device, F64).requires_grad_()
+        out = frt.attention(queries, keys, keys, mask=mask)
+        assert torch.equal(*torch.autograd.grad(out.sum(), mask), torch.zeros_like(mask))
 
 
 # --- dropout
@@ -403,6 +407,9 @@ REFUSED = [
      "attention: window must be a positive number of keys or .*, got 0"),
     ((Q, Q, Q), {"window": (1, -2)}, ValueError, r"attention: window must be .*, got \(1, -2\)"),
     ((Q, Q, Q), {"softcap": 0.0}, ValueError, "attention: softcap must be positive or None, got 0.0"),
+    ((Q, Q, Q), {"scale": torch.tensor(0.5, requires_grad=True)}, TypeError,
+     "attention: scale must be a number or a tensor of one that requires no gradient, got .* that does"),
+    ((Q, Q, Q), {"softcap": torch.ones(1)}, TypeError, r"attention: softcap must be .*, got .* shape \(1,\)"),
     ((Q, Q, Q), {"alibi_slopes": torch.ones(3)}, ValueError,
      r"attention: alibi_slopes must have the shape \(4,\) or \(2, 4\), got \(3,\)"),
     ((Q, Q, Q), {"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError,
@@ -410,6 +417,17 @@ REFUSED = [
     ((Q, Q, Q), {"alibi_slopes": 0.5}, TypeError,
      "attention: alibi_slopes must be a floating-point tensor or array, got float"),
 ]
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_numbers_in_tensors_are_read_at_each_call(option, device):
+    q, number = torch.randn(1, 2, 5, 8, device=device), torch.tensor(0.5)
+    for value in (0.5, 2.0):
+        number.fill_(value)
+        expected = frt.attention(q, q, q, **{option: value})
+        assert_close(frt.attention(q, q, q, **{option: number}), expected)
+        with pytest.raises(TypeError, match="requires no gradient"):
+            frt.attention(q, q, q, **{option: number.clone().requires_grad_()})
 
 
 @pytest.mark.parametrize("args, options, error, text", REFUSED, ids=[text[:40] for *_, text in REFUSED])

@@ -23,6 +23,7 @@ from fusionrt.ops.softmax import softmax
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
+_FIXED = (type(None), float, int)  # a tensor is read at each call
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def _sides(op: str, window: Window, causal: bool) -> tuple[int, int]:
 
 def options_of(op: str, q: Tensor, keys: int, causal: bool, scale: float | None, dropout_p: float,
                training: bool, window: Window, has_slopes: bool, softcap: float | None) -> Options:
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (softcap := _number(op, "softcap", softcap)) > 0:
         raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
     dropped = scale_of_kept(op, dropout_p, training, "dropout_p") is not None
     left, right = _sides(op, window, causal)
@@ -126,12 +127,19 @@ def options_of(op: str, q: Tensor, keys: int, causal: bool, scale: float | None,
         left = -1
     if right >= keys - offset - 1:
         right = -1
-    return Options(_scale(q, scale), left, right, offset, float(softcap or 0.0),
+    return Options(_scale(op, q, scale), left, right, offset, float(softcap or 0.0),
                    float(dropout_p) if dropped else 0.0, 0)
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale)
+def _scale(op: str, q: Tensor, scale: float | None) -> float:
+    return max(1, q.shape[-1]) ** -0.5 if scale is None else _number(op, "scale", scale)
+
+
+def _number(op: str, name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and (value.dim() or (value.requires_grad and torch.is_grad_enabled())):
+        raise TypeError(f"{op}: {name} must be a number or a tensor of one that requires no gradient, got a "
+                        f"tensor of shape {tuple(value.shape)}{' that does' if value.requires_grad else ''}")
+    return float(value)
 
 
 def _cast_by_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -178,7 +186,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
     """
     op, asked = "attention", (causal, scale, dropout_p, training, enable_gqa, window, softcap)
-    run = repeated(q, k, v, asked) if mask is None and alibi_slopes is None else None
+    fixed = isinstance(scale, _FIXED) and isinstance(softcap, _FIXED)
+    run = repeated(q, k, v, asked) if fixed and mask is None and alibi_slopes is None else None
     if run is not None:
         return run(q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes}
@@ -216,7 +225,7 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
 
     k: (B, T, E), v: (B, T, F), F a multiple of the number of heads too; the result is (B, S, F). With
     `enable_gqa` k and v may have fewer heads of the same widths. The heads are views, and merged without a
-    copy as a rule. Everything else as in `attention`.
+    copy as a rule. Everything else as in `attention`, which has no second derivatives either.
 
         multihead_attention(x @ wq, x @ wk, x @ wv, 16, causal=True)
     """
@@ -233,7 +242,8 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
     q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2)
                for t, n in ((q, num_heads), (k, kv_heads), (v, kv_heads)))
     asked = causal, scale, dropout_p, training, enable_gqa, window, softcap
-    run = repeated(q, k, v, asked) if mask is None and alibi_slopes is None else None
+    fixed = isinstance(scale, _FIXED) and isinstance(softcap, _FIXED)
+    run = repeated(q, k, v, asked) if fixed and mask is None and alibi_slopes is None else None
     out = _attention(op, q, k, v, mask, alibi_slopes, asked) if run is None else run(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
@@ -272,7 +282,7 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
         return restore(attention_score(q, k, scale))
     _check_products(op, q, k)
     q, k = _cast_by_autocast(q, k)
-    scale = _scale(q, scale)
+    scale = _scale(op, q, scale)
     rows = [t.flatten(0, -3) if t.dim() > 2 else t.unsqueeze(0) for t in (q, k)]
     nothing = q.new_empty(1, 1, 1)
     found = torch.baddbmm(nothing, rows[0], rows[1].mT, beta=0, alpha=scale)
@@ -330,7 +340,8 @@ def cpu_fused_attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float |
     """softmax(q k^T scale) v on a CPU, keys of which mask == 0 left out: two products and one kernel.
 
     q, k, v: (B, H, S, D), (B, H, T, D), (B, H, T, E). mask: of any dtype, broadcasts to (B, H, S, T). All
-    scores are in memory at once; see `optimized_cpu_attention`. Queries without a key are zeros.
+    scores are in memory at once; see `optimized_cpu_attention`. Queries without a key are zeros. No second
+    derivatives.
 
         cpu_fused_attention(q, k, v, mask)
     """
@@ -341,6 +352,8 @@ def cpu_fused_attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float |
 def optimized_cpu_attention(q: Any, k: Any, v: Any, chunk_size: int = 64, mask: Any = None,
                             scale: float | None = None) -> Any:
     """cpu_fused_attention with the scores of `chunk_size` queries in memory at a time, also for gradients.
+
+    No second derivatives either.
 
         optimized_cpu_attention(q, k, v, chunk_size=128)
     """
@@ -364,4 +377,5 @@ def _on_cpu(op: str, q: Any, k: Any, v: Any, mask: Any, scale: float | None, chu
     if not q.numel() or not v.numel():
         return nothing_attended(q, k, v)
     chunk = q.shape[2] if chunk_size is None else chunk_size
-    return attention_in_chunks(q, k, v, passed, None, Options(_scale(q, scale), -1, -1, 0, 0.0, 0.0, chunk))
+    options = Options(_scale(op, q, scale), -1, -1, 0, 0.0, 0.0, chunk)
+    return attention_in_chunks(q, k, v, passed, None, options)

@@ -195,10 +195,13 @@ def _state() -> tuple[bool, ...]:
             _C._get_mem_efficient_sdp_enabled(), _C._get_deterministic_algorithms())
 
 
-def nothing_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def nothing_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The result where operands are empty: without keys zeros, with their gradients."""
     k, v = (_as_many_heads(t, q) for t in (k, v))
-    return q @ k.mT @ v
+    scores = q @ k.mT
+    if mask is not None and mask.requires_grad:
+        scores = scores + mask.to(scores.dtype)
+    return scores @ v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options,
@@ -206,7 +209,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
     """As `attention_in_chunks`, by the way that suits best. `asked`: for `repeated`."""
     given = q, k, v
     if not q.numel() or not v.numel():
-        return nothing_attended(q, k, v)
+        return nothing_attended(q, k, v, mask)
     if options.causal and k.shape[2] > q.shape[2]:  # nobody attends to the others
         k, v = (t.narrow(2, 0, q.shape[2]) for t in (k, v))
         mask = mask if mask is None or mask.shape[3] == 1 else mask.narrow(3, 0, q.shape[2])
