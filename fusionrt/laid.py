@@ -30,6 +30,14 @@ class Laid(NamedTuple):
         return self.strides[dim]
 
 
+def heads_of_rows(like: torch.Tensor, batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
+    """Memory of the shape (B, heads, S, D), the heads of a row beside each other: merging them is free.
+
+    No view: of an autograd.Function it could not be changed in place."""
+    row = heads * dim
+    return like.new_empty_strided((batch, heads, length, dim), (length * row, dim, row, 1))
+
+
 @overload
 def laid(t: torch.Tensor) -> Laid: ...
 

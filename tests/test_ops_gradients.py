@@ -216,3 +216,44 @@ def test_gradients_share_no_memory(name, device):
         found = [*grads, *leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
         memory = [t.untyped_storage().data_ptr() for t in found if t.numel()]
         assert len(set(memory)) == len(memory)
+
+
+def zeros(like, *shape):
+    return torch.zeros(shape, dtype=torch.int64, device=like.device)
+
+
+HEADS = (2, 3, 5, 8)
+CHANGED = {
+    "rotary_embedding": (lambda q: frt.rotary_embedding(q), HEADS[1:]),
+    "qkv_heads with a bias": (lambda x: frt.qkv_heads(x, 2, bias=x[0, 0]), (2, 5, 48)),
+    "qkv_heads rotated": (lambda x: frt.qkv_heads(x, 2, base=1e4), (2, 5, 48)),
+    "embedding": (lambda w: frt.embedding_position(zeros(w, 2, 3), w), (9, 8)),
+    "embedding with a norm": (lambda w: frt.embedding_position(zeros(w, 2, 3), w, layer_norm=(w[0], w[1])),
+                              (9, 8)),
+    "linear_cross_entropy": (lambda x: frt.linear_cross_entropy(x, x[0], zeros(x, 2, 5), reduction="none"),
+                             (2, 5, 8)),
+    "depthwise_conv2d": (lambda x: frt.depthwise_conv2d(x, x[0, :, None, :3, :3]), HEADS),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_results_may_be_changed_in_place(name, device):
+    """They are no views, which of an autograd.Function torch refuses to change."""
+    function, shape = CHANGED[name]
+    x = torch.randn(shape, device=device, requires_grad=True)
+
+    def gradient(times):
+        found = function(x)
+        results = found if isinstance(found, tuple) else (found,)
+        return torch.autograd.grad(sum(times(out).sum() for out in results), x)
+
+    torch.testing.assert_close(gradient(lambda out: out.mul_(2.0)), gradient(lambda out: out * 2.0))
+
+
+def test_results_that_the_backward_pass_reads_may_be_changed_without_one(device):
+    q = torch.randn(HEADS, device=device, requires_grad=True)
+    out = frt.attention(q, q, q, softcap=2.0)
+    expected = out.detach() + 1
+    assert_same_bits(out.add_(1.0).detach(), expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

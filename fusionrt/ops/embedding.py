@@ -62,7 +62,8 @@ def _call(operands: Sequence[Any], scale: float) -> Call:
 
 
 def _shaped(rows: Tensor, operands: Sequence[Any]) -> Tensor:
-    return rows.view(*operands[0].shape, rows.shape[1])
+    """Of an autograd.Function a view could not be changed in place."""
+    return torch.ops.aten._unsafe_view(rows, (*operands[0].shape, rows.shape[1]))
 
 
 def _run_sum(*args: Any) -> Tensor:

@@ -101,7 +101,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
         return found
     if reduction == "none":
         check_classes(call, call.args)
-        return [losses.squeeze(-1).to(dtype)]
+        return [torch.ops.aten._unsafe_view(losses, losses.shape[:1]).to(dtype)]  # no view, as in `shaped`
     result, count = reducing(call, losses.dim())(call.args, losses, shares)
     count = torch.as_tensor(count, dtype=losses.dtype, device=hidden.device)
     return [result, count.reshape(()), *found]

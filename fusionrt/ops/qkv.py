@@ -9,6 +9,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import DTYPES, check_angles, checked_dim, checked_positions, checked_tables
 from fusionrt.ops.rotary_kernels import Options as Rotary
@@ -34,10 +35,9 @@ def _launch(call: Call, bias: Tensor | None) -> None:
 
 
 def _heads(qkv: Tensor, q_heads: int, kv_heads: int) -> list[Tensor]:
-    """Each contiguous as (B, S, heads, D), and seen as (B, heads, S, D)."""
     batch, length, width = qkv.shape
     dim = width // (q_heads + 2 * kv_heads)
-    return [qkv.new_empty(batch, length, n, dim).transpose(1, 2) for n in (q_heads, kv_heads, kv_heads)]
+    return [heads_of_rows(qkv, batch, n, length, dim) for n in (q_heads, kv_heads, kv_heads)]
 
 
 def _run(qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.laid import heads_of_rows
 from fusionrt.problem import STORAGE
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
@@ -103,7 +104,7 @@ def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
     """The result and the logarithms, as `forward` gives them."""
     batch, heads, rows, dim = q.shape
     padded = (rows + PADDED - 1) // PADDED * PADDED
-    return (q.new_empty(batch, rows, heads, dim).transpose(1, 2),
+    return (heads_of_rows(q, batch, heads, rows, dim),
             q.new_empty((batch, heads, padded), dtype=torch.float32))
 
 
