@@ -34,12 +34,6 @@ def _numbered(name: str, **numbers: float) -> Epilogue:
     return functools.partial(OPS[name], **numbers)
 
 
-def _constant(number: float) -> float:
-    """Dynamo before torch 2.13 makes a number of a module that changes a variable of its program; as the key
-    of a dictionary it is a constant again."""
-    return next(iter({number: None}))
-
-
 def resolve(op: str, activation: Any) -> Epilogue:
     """The function of a traced value that `activation` says; None where there is nothing to compute.
 
@@ -91,7 +85,7 @@ def _of_module(op: str, activation: nn.Module) -> Any:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
-        return _numbered(name, **{number: _constant(getattr(activation, number)) for number in numbers})
+        return _numbered(name, **{number: getattr(activation, number) for number in numbers})
     state = itertools.chain(activation.parameters(), activation.buffers())
     if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
         return activation

@@ -101,7 +101,16 @@ def per_call(make: Run) -> Run:
     def chosen(*flags: Any) -> Run:
         if torch.compiler.is_dynamo_compiling():
             library.allow()
-            return functools.partial(library.call, number(*flags))
+            return functools.partial(library.call, number(*map(_constant, flags)))
         return made(*flags)
 
     return chosen
+
+
+def _constant(flag: Any) -> Any:
+    """Dynamo makes a number of a module a variable of its program where sizes are, before torch 2.13 also one
+    that changes; as the key of a dictionary (before 2.13) and in a set it is a constant again."""
+    if isinstance(flag, functools.partial):
+        numbers = {name: _constant(number) for name, number in flag.keywords.items()}
+        return functools.partial(flag.func, *flag.args, **numbers)
+    return next(iter({*{flag: None}})) if isinstance(flag, float) else flag

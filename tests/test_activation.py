@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusionrt import nn as fnn
 from fusionrt import ops
 
 
@@ -24,8 +25,9 @@ def test_numbers_of_modules_may_change(device, make, number, trained):
             torch.testing.assert_close(run(), module(x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", ["linear", "ffn", "conv", "conv_bn"])
-def test_numbers_that_change_in_a_compiled_program(device, name):
+def test_numbers_that_change_in_a_compiled_program(device, name, dynamic):
     one, zeros = torch.eye(8, device=device), torch.zeros(8, device=device)
     x = torch.randn((4, 8) if name in ("linear", "ffn") else (2, 8, 5, 5), device=device)
     run = {"linear": lambda x, m: ops.linear_activation(x, one, zeros, m),
@@ -33,7 +35,18 @@ def test_numbers_that_change_in_a_compiled_program(device, name):
            "conv": lambda x, m: ops.conv_activation(x, one[..., None, None], zeros, m),
            "conv_bn": lambda x, m: ops.conv_bn_act(
                x, one[..., None, None], None, zeros, zeros + 1, None, None, activation=m, eps=0.0)}[name]
-    compiled, module = torch.compile(run, backend="aot_eager"), nn.LeakyReLU(0.1)
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    module = nn.LeakyReLU(0.1)
     for slope in (0.1, 0.7):
         module.negative_slope = slope
         torch.testing.assert_close(compiled(x, module), module(x), rtol=1e-3, atol=1e-3)
+
+
+def test_numbers_of_a_layer_compiled_for_all_sizes(device):
+    layer = fnn.FusedLinear(8, 8, activation=nn.Softplus(2.0, 10.0)).to(device)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 5):
+        x = torch.randn(rows, 8, device=device)
+        torch.testing.assert_close(compiled(x), layer(x))
