@@ -8,6 +8,7 @@ from checking import BF16, F32, F64, assert_same_bits, derivatives, make
 from pointwise_ops import DIFFERENTIABLE, example
 
 import fusionrt as frt
+from fusionrt import data
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 
 
@@ -232,6 +233,7 @@ CHANGED = {
                               (9, 8)),
     "linear_cross_entropy": (lambda x: frt.linear_cross_entropy(x, x[0], zeros(x, 2, 5), reduction="none"),
                              (2, 5, 8)),
+    "sliding_window": (lambda x: data.sliding_window(x, 3, dim=1), HEADS),
     "depthwise_conv2d": (lambda x: frt.depthwise_conv2d(x, x[0, :, None, :3, :3]), HEADS),
 }
 

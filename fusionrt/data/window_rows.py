@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt import layout
+
 Tensor = torch.Tensor
 LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float({})"}  # on a CPU
 
@@ -74,11 +76,11 @@ def _merged(x: Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
 
 
 def like(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """New memory of x's shape but for `size` along dim, in x's order of dimensions."""
-    order = memory_order(x, dim)
-    shape = [size if d == dim else x.shape[d] for d in order]
-    made = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    return made.permute([order.index(d) for d in range(x.dim())])
+    """New memory of x's shape but for `size` along dim, in x's order of dimensions. No view: of an
+    autograd.Function it could not be changed in place."""
+    shape = [size if d == dim else n for d, n in enumerate(x.shape)]
+    strides = layout.ordered(shape, memory_order(x, dim)[::-1])
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
 def walkable(x: Tensor, dim: int) -> tuple[Tensor, Rows]:
