@@ -89,7 +89,7 @@ def test_whoever_writes_a_mask_writes_whole_vectors(of_few, dtype):
 
 def test_a_warmup_serves_few_elements_and_many():
     summary = Summary()
-    jobs = _jobs([fusionrt.add_relu], [torch.float32], [4096], "cuda", ["sm_90"], True, summary)
+    jobs = _jobs([fusionrt.add_relu], [torch.float32], [4096], [], "cuda", ["sm_90"], True, summary)
     texts = {job.text for job, _ in jobs}
     assert not summary.failed
     assert sorted("store_mask(p" in text for text in texts) == [False] * 3 + [True]
