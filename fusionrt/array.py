@@ -42,7 +42,9 @@ def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any
 
     def as_torch(name: str, a: Any) -> tuple[Any, Any]:
         if has_torch and numpy is not None and isinstance(a, numpy.generic):
-            return a.item(), None  # a number beside tensors, on whatever device these are
+            number = a.item()  # beside tensors, on whatever device these are
+            if not isinstance(number, numpy.generic):  # as longdouble's is
+                return number, None
         return to_torch(a, op, name) if is_foreign(a) else (a, None)
 
     found = [as_torch(name, a) for name, a in arrays.items()]

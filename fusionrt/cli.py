@@ -92,7 +92,7 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, 
         from fusionrt.precompile import COLUMNS
         from fusionrt.precompile import warmup as run
         summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress, columns or COLUMNS,
-                      rows or ())
+                      rows)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary)))
     else:

@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
 def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
            module: Names = None, backward: bool = True, progress: Progress | None = None,
-           columns: Sizes = COLUMNS, rows: Sizes = ()) -> Summary:
+           columns: Sizes = COLUMNS, rows: Sizes | None = None) -> Summary:
     """Compile the kernels of the catalogue and of the optimizers into the cache; those that are there cost
     nothing.
 
@@ -115,7 +115,7 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     """
     start = time.perf_counter()
     architectures, wanted = _architectures(arch), _dtypes(dtypes)
-    widths, heights = _sizes("columns", columns), _sizes("rows", rows) if rows else []
+    widths, heights = _sizes("columns", columns), [] if rows is None else _sizes("rows", rows)
     if jobs is None:
         jobs = min(compiler.MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
     if jobs < 1:

@@ -465,6 +465,15 @@ def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     assert_no_spills(kernels, arch)
 
 
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_gradients_of_norms_of_a_warps_rows_compile_without_spills(arch):
+    threads, packs = threads_and_packs(768, 8, True, 2, True)
+    assert (threads, packs) == (32, 3)
+    form = Form("bfloat16", ("int64",) * 3, 8, packs, threads, True, 1, (1, 2), True, False, True,
+                (True, False), True, True)
+    assert_no_spills([sum_kernel(form)], arch)
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_sorting_compiles_without_spills(arch):
     passes = (False, True, False), (True, True, False), (True, False, True)

@@ -106,6 +106,9 @@ def test_numbers_of_other_kinds():
     # Beside tensors NumPy's scalars are numbers: no operands, on whatever device the tensors are.
     assert halved(x.to("meta"), np.float64(2), np.int64(1)).dtype == torch.float32
     assert isinstance(halved(x.numpy(), np.float32(2)), np.ndarray)
+    if np.longdouble is not np.float64:  # whose item is one again
+        with pytest.raises(TypeError, match="y"):
+            halved(x, np.longdouble(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

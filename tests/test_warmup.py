@@ -341,6 +341,7 @@ def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
      "warmup: module 'json' has no function made by fusionrt.fuse"),
     ({"arch": "cpu", "columns": "4,x"}, "warmup: columns must be positive integers, got '4,x'"),
     ({"arch": "cpu", "columns": 0}, "warmup: columns must be positive integers, got 0"),
+    ({"arch": "cpu", "rows": 0}, "warmup: rows must be positive integers, got 0"),
     ({"arch": "cpu", "rows": "0"}, "warmup: rows must be positive integers, got '0'"),
     ({"arch": "cpu", "jobs": 0}, "warmup: jobs must be at least 1, got 0"),
 ])

@@ -107,7 +107,7 @@ def accuracy(result: Any, exact: Any, rtol: float | None = None, atol: float | N
 def _of_integers(result: torch.Tensor, exact: torch.Tensor, rtol: float, atol: float) -> Accuracy:
     nan, inf = exact.isnan(), exact.isinf()
     finite = ~(nan | inf)
-    (high, low), (exact_high, exact_low) = _halves(result[finite]), _halves(exact[finite])
+    high, low, exact_high, exact_low = (half[finite] for half in (*_halves(result), *_halves(exact)))
     error = ((high - exact_high) * _HALF + (low - exact_low)).abs()
     size = (exact_high * _HALF + exact_low).abs()
     lost = int(nan.sum()) + int(inf.sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -174,10 +174,11 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
     numbers = _numbers(batch, settings, masking)
     seed, offset, state = (0, 0, None) if masking is None else masking.rng
     special = () if masking is None else masking.special
-    checked = indices.Indices("ids", _real_ids(batch, settings), settings.vocab_size or 0)
     if device_type(batch.ids) == "cpu":
         if settings.vocab_size is not None:
-            indices.check("token_preprocess", [checked])
+            around = torch.tensor(_around(settings), dtype=torch.int64, device="cpu")
+            indices.check("token_preprocess", [indices.Indices("ids", ids, settings.vocab_size)
+                                               for ids in (_real_ids(batch, settings), around)])
         table = torch.tensor(special, dtype=torch.int64, device="cpu")
         _cpu_kernel(source, index, flags)(device, batch.rows, [*addresses, table.data_ptr()],
                                           [*numbers, _signed(seed), _signed(offset)], work=4 * settings.width)
@@ -187,23 +188,29 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
     _gpu_kernel(source, index, flags)(device, batch.rows, *addresses, _address(fault), _address(state),
                                       *numbers, seed, offset, *special, *[0] * (MOST_SPECIAL - len(special)))
     if fault is not None and not fault.is_meta:
+        ids = indices.Indices("ids", None, settings.vocab_size or 0)
         ends = indices.Indices("offsets", None, batch.ids.numel() + 1)
-        indices.check_later("token_preprocess", fault, [checked, ends])
+        indices.check_later("token_preprocess", fault, [ids, ends])
 
 
-def _real_ids(batch: Batch, settings: Settings) -> Any:
-    """Those of results, which have to be in the vocabulary: of a tensor on a CPU, which is checked before."""
-    if batch.ids.device.type != "cpu":
-        return None
-    offsets = batch.offsets
+def _real_ids(batch: Batch, settings: Settings) -> torch.Tensor:
+    """Those of results, which have to be in the vocabulary."""
+    flat, offsets = batch.ids.view(-1), batch.offsets
     if offsets is None:
         ids = batch.ids[:, :settings.limit]
         return ids[ids != settings.pad]
-    around = [t for t in (settings.bos, settings.eos) if t is not None]
-    counts = (offsets.diff() + len(around)).clamp(max=settings.limit).sub(len(around)).clamp(min=0)
-    first = (offsets[:-1] - counts.cumsum(0) + counts).repeat_interleave(counts)
-    ids = batch.ids.view(-1)[first + torch.arange(len(first), device="cpu")].long() + settings.shift
-    return torch.cat([ids, ids.new_tensor(around)])
+    added = len(_around(settings))
+    ends = int(offsets[0]), int(offsets[-1])
+    if batch.longest is None or batch.longest + added > settings.limit or ends != (0, len(flat)):
+        counts = (offsets.diff() + added).clamp(max=settings.limit).sub(added).clamp(min=0)
+        first = (offsets[:-1] - counts.cumsum(0) + counts).repeat_interleave(counts)
+        flat = flat[first + torch.arange(len(first), device="cpu")]
+    return flat.long() + settings.shift if settings.shift else flat
+
+
+def _around(settings: Settings) -> list[int]:
+    """What is put before and behind each sequence."""
+    return [t for t in (settings.bos, settings.eos) if t is not None]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

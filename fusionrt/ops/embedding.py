@@ -28,8 +28,6 @@ from fusionrt.ops.embedding_kernels import (
     Call,
     Dropout,
     Norm,
-    fits,
-    norm_gradient_fits,
     norm_gradient_on_gpu,
     sum_by_index,
     sum_on_cpu,
@@ -66,10 +64,16 @@ def _shaped(rows: Tensor, operands: Sequence[Any]) -> Tensor:
     return torch.ops.aten._unsafe_view(rows, (*operands[0].shape, rows.shape[1]))
 
 
+def _sums(call: Call) -> Tensor:
+    if device_type(call.weight) == "cpu":
+        return sum_on_cpu(call)
+    found = sum_on_gpu(call)
+    assert found is not None
+    return found[0]
+
+
 def _run_sum(*args: Any) -> Tensor:
-    call = _call(args[:6], args[6])
-    rows = sum_on_cpu(call) if device_type(args[1]) == "cpu" else sum_on_gpu(call)[0]
-    return _shaped(rows, args)
+    return _shaped(_sums(_call(args[:6], args[6])), args)
 
 
 def _fake_sum(*args: Any) -> Tensor:
@@ -241,13 +245,12 @@ def _run_all(*args: Any) -> tuple[Tensor, ...]:
     operands, scale, (*tail, rng) = args[:6], args[6], args[11:]
     call, (weight, bias, eps, p) = _call(operands, scale), tail
     norm, keep = None if eps is None else Norm(weight, bias, eps), scale_of_kept(_OP, p, True)
-    if device_type(args[1]) == "cpu":
-        found = _run_tail(sum_on_cpu(call), tail, rng)
-    elif fits(call, norm):
+    found = None
+    if device_type(args[1]) != "cpu":
         dropout = None if keep is None else Dropout(p, keep, _numbers(rng) or (0, 0, None))
         found = sum_on_gpu(call, norm, dropout)
-    else:
-        found = _run_tail(sum_on_gpu(call)[0], tail, rng)
+    if found is None:
+        found = _run_tail(_sums(call), tail, rng)
     return _shaped(found[0], operands), *(found[1:] or _no_stats(args))
 
 
@@ -302,11 +305,13 @@ def _tail_gradient(x: Tensor, grad: Tensor, tail: Sequence[Any], rng: Tensor | N
 def _run_norm_gradient(*args: Any) -> tuple[Tensor, ...]:
     operands, (scale, *tail, rng, grad, mean, rstd) = args[:6], args[6:]
     call, (weight, bias, eps, p) = _call(operands, scale), tail
-    on_cpu, keep = device_type(grad) == "cpu", scale_of_kept(_OP, p, True)
-    if not on_cpu and norm_gradient_fits(call, Norm(weight, bias, eps)):
+    keep = scale_of_kept(_OP, p, True)
+    if device_type(grad) != "cpu":
         dropout = None if keep is None else Dropout(p, keep, _numbers(rng) or (0, 0, None))
-        return norm_gradient_on_gpu(call, Norm(weight, bias, eps), dropout, grad.contiguous(), mean, rstd)
-    rows = sum_on_cpu(call) if on_cpu else sum_on_gpu(call)[0]
+        found = norm_gradient_on_gpu(call, Norm(weight, bias, eps), dropout, grad.contiguous(), mean, rstd)
+        if found is not None:
+            return found
+    rows = _sums(call)
     of_rows, *affine = _tail_gradient(rows, grad, tail, rng, (mean, rstd))
     return of_rows, torch.stack([grad.new_zeros(grad.shape[1]) if g is None else g for g in affine])
 

@@ -194,11 +194,6 @@ def _rows_of(call: Call, norm: Norm | None, dropout: Dropout | None = None) -> R
                 norm is not None, dropout is not None, call.period)
 
 
-def fits(call: Call, norm: Norm | None) -> bool:
-    """Whether a row's norm can be in the same kernel."""
-    return norm is None or _shape_of(_rows_of(call, norm), False) is not None
-
-
 def _shape_of(rows: Rows, gradient: bool) -> tuple[int, int, int] | None:
     """Elements of a pack, threads of a row, packs of a thread."""
     columns = rows.weight.shape[1]
@@ -236,9 +231,11 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _planned(rows: Rows, gradient: bool) -> Plan:
+def _planned(rows: Rows, gradient: bool) -> Plan | None:
+    """None where a row's norm is too long for the kernel."""
     shape = _shape_of(rows, gradient)
-    assert shape is not None
+    if shape is None:
+        return None
     vec, threads, packs = shape
     weight, columns, tile = rows.weight, rows.weight.shape[1], vec * packs * threads
     share = _share_of(rows, threads, MOST_EACH if rows.norm else ROWS_AT_ONCE if columns > tile else 1)
@@ -265,8 +262,9 @@ def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, 
         *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.of_rows)
 
 
-def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None) -> tuple[Tensor, ...]:
-    """The result, and with a norm mean and rstd of shape (rows, 1)."""
+def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None
+               ) -> tuple[Tensor, ...] | None:
+    """The result, and with a norm mean and rstd of shape (rows, 1); None where the norm does not fit in."""
     rows, device = call.tokens.numel(), call.weight.device
     out = call.weight.new_empty((rows, call.weight.shape[1]))
     stats = [torch.empty((rows, 1), dtype=getattr(torch, acc_of(out.dtype)), device=device) for _ in range(2)
@@ -274,6 +272,8 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
     if not out.numel():
         return out, *stats
     plan = _planned(_rows_of(call, norm, dropout), False)
+    if plan is None:
+        return None
     # What a graph's replays find is not looked at.
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     fault = None if captured else indices.fault_of(device)
@@ -283,19 +283,18 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
     return out, *stats
 
 
-def norm_gradient_fits(call: Call, norm: Norm) -> bool:
-    return _shape_of(_rows_of(call, norm._replace(bias=None)), True) is not None
-
-
 def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: Tensor, mean: Tensor,
-                         rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Of what the norm was taken of, and of its weight and bias; `grad` of shape (rows, columns)."""
+                         rstd: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of what the norm was taken of, and of its weight and bias; `grad` of shape (rows, columns). None where
+    the norm does not fit into the kernel."""
+    norm = norm._replace(bias=None)
     grad = grad if grad.data_ptr() % 16 == 0 else grad.clone()   # packs are as wide as the tables allow
     out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
     if not grad.numel():
         return out, affine.zero_()
-    norm = norm._replace(bias=None)
     plan = _planned(_rows_of(call, norm, dropout), True)
+    if plan is None:
+        return None
     partials = torch.empty((2, plan.grid[0], grad.shape[1]), dtype=mean.dtype, device=grad.device)
     _launch(plan, call, norm, dropout, out, (mean, rstd), None, grad, partials)
     add_partials(partials, affine)

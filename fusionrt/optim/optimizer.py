@@ -33,7 +33,7 @@ class Held(NamedTuple):
     groups: list[dict[str, Any]]
     params: list[torch.Tensor]
     values: list[Any]            # of all states
-    tensors: list[torch.Tensor]  # parameters and states
+    tensors: list[torch.Tensor]  # parameters, and those of their states that kernels know
     addresses: list[int]
     layouts: list[Any]
     guard: dispatch.Check        # true where the layouts are these: a quarter of the time that lists take
@@ -67,6 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     rule: ClassVar[str]
     _held: Held | None = None
+    _wide: frozenset[torch.Tensor] = frozenset()  # of 16 bits, that had gradients of float32
     _loading: dict[str, Any] | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -165,6 +166,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _made(self) -> Held:
         buckets: list[Bucket] = []
         waiting: list[torch.Tensor] = []
+        tensors = self._params()
         position = itertools.count()
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"parameter {k} of group {number}"
@@ -180,11 +182,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 chosen.setdefault((param.device, kind, form), []).append(member)
             for (device, kind, form), members in chosen.items():
                 self._settle(device, form, members)
+                tensors += [t for m in members for t in states.kept(m.state, form)]
                 buckets += [Bucket(type(self).__name__, group, kind, form, members[k:k + CAPACITY])
                             for k in range(0, len(members), CAPACITY)]
-        params, values = self._params(), self._values()
-        tensors = params + [value for value in values if isinstance(value, torch.Tensor)]
-        return Held(list(self.param_groups), params, values, tensors, [t.data_ptr() for t in tensors],
+        params = self._params()
+        return Held(list(self.param_groups), params, self._values(), tensors, [t.data_ptr() for t in tensors],
                     list(map(_layout, params)), dispatch.guard(*params),
                     [self._options(group) for group in self.param_groups], waiting, buckets)
 
@@ -215,7 +217,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif chosen is None and group["master_weights"] and half:
             dtype = torch.float32
         master = bool(group["master_weights"] and half)
-        wide = half and param.grad is not None and param.grad.dtype == torch.float32
+        wide = half and (param in self._wide if param.grad is None else param.grad.dtype == torch.float32)
+        self._wide |= {param} if wide else frozenset()
         stored = _name(param.dtype)
         kind = Kind(self.rule, stored, "float32" if wide else stored, _name(dtype) if names else "float32",
                     len(names), master, stochastic=bool(names) and chosen == torch.bfloat16,

@@ -120,6 +120,12 @@ def in_float(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return plain
 
 
+def kept(state: dict[str, Any], form: Format) -> list[torch.Tensor]:
+    """The tensors whose addresses are in the table."""
+    names = (STEP, MASTER, *form.names, *(name + SCALE for name in form.names))
+    return [state[name] for name in names if name in state]
+
+
 def row(param: torch.Tensor, state: dict[str, Any], form: Format, position: int) -> Row:
     """Its line in the kernels' table."""
 

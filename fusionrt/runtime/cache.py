@@ -260,8 +260,8 @@ def _drop(stored: Iterable[_Stored], excess: float) -> int:
         except OSError as error:
             faults.append(f"{error.filename}: {error.strerror}")
         else:
-            excess -= one.size
             dropped += 1
+        excess -= one.size  # of what stays too: newer ones do not go in its place
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise OSError(f"{dropped} kernels were removed, {len(faults)} could not be: "
