@@ -409,7 +409,7 @@ REFUSED = [
     ((Q, Q, Q), {"softcap": 0.0}, ValueError, "attention: softcap must be positive or None, got 0.0"),
     ((Q, Q, Q), {"scale": torch.tensor(0.5, requires_grad=True)}, TypeError,
      "attention: scale must be a number or a tensor of one that requires no gradient, got .* that does"),
-    ((Q, Q, Q), {"softcap": torch.ones(1)}, TypeError, r"attention: softcap must be .*, got .* shape \(1,\)"),
+    ((Q, Q, Q), {"softcap": torch.ones(2)}, TypeError, r"attention: softcap must be .*, got .* shape \(2,\)"),
     ((Q, Q, Q), {"alibi_slopes": torch.ones(3)}, ValueError,
      r"attention: alibi_slopes must have the shape \(4,\) or \(2, 4\), got \(3,\)"),
     ((Q, Q, Q), {"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError,

@@ -1,5 +1,7 @@
 """fusionrt.nn: children that modules call, because their tensors do not say all that a call would compute."""
 
+import copy
+
 import pytest
 import torch
 from module_checks import outcome
@@ -103,3 +105,25 @@ def test_called_with_a_residual_and_dropout(monkeypatch):
     dropping = fnn.FusedMLP(D, H, dropout=1.0)
     doubled_by_a_hook(dropping.linear1)
     torch.testing.assert_close(dropping(rows()), dropping.linear2.bias.expand(5, D))
+
+
+def test_ids_of_tables_that_are_called():
+    made = fnn.EmbeddingPosition(50, 8, 16)
+    hooked = copy.deepcopy(made)
+    hooked.word_embeddings.register_forward_hook(lambda *_: None)
+    tokens, places = torch.randint(0, 50, (7,)), torch.arange(7)
+    for ids in (None, places, places[None]):
+        torch.testing.assert_close(hooked(tokens, None, ids), made(tokens, None, ids))
+    for module in (made, hooked):
+        with pytest.raises(ValueError, match="must have the shape"):
+            module(tokens, None, places[:, None])
+
+
+def test_tables_that_do_more_are_called():
+    made = fnn.EmbeddingPosition(20, 8, 16)
+    made.word_embeddings = torch.nn.Embedding(20, 8, max_norm=0.1)
+    made(torch.tensor([[2, 3, 4]]))
+    assert made.word_embeddings.weight[2].norm() <= 0.1001
+    made.word_embeddings = torch.nn.Embedding(20, 8, sparse=True)
+    made(torch.tensor([[2, 3, 4]])).sum().backward()
+    assert made.word_embeddings.weight.grad.is_sparse

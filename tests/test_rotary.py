@@ -533,3 +533,14 @@ def test_tables_have_no_row_before_the_first(op):
             frt.qkv_heads(torch.ones(2, 5, 96), 4, **tables, offset=-3)
         else:
             frt.rotary_embedding(torch.ones(1, 4, 2, 8), **tables, offset=-3)
+
+
+@pytest.mark.parametrize("refused", [lambda k: k, lambda k: k[:], lambda k: (k * 1).unbind(1)[0][:, None]],
+                         ids=["leaf", "view of a leaf", "of several results"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_pair_of_which_one_may_not_be_changed_stays(refused, recorded):
+    q = torch.randn(2, 1, 3, 8, requires_grad=recorded) * 1
+    before, node, version = q.detach().clone(), q.grad_fn, q._version
+    with pytest.raises(RuntimeError):
+        frt.rotary_embedding(q, refused(torch.randn(2, 1, 3, 8, requires_grad=True)), inplace=True)
+    assert torch.equal(q, before) and q.grad_fn is node and q._version == version

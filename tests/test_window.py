@@ -398,3 +398,17 @@ def test_gradients_outside_of_vmap(device, op):
     torch.testing.assert_close(torch.func.grad(ours)(x), expected)
     x.requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(ours(x), x)[0], expected)
+
+
+@ops
+def test_windows_of_one_lie_as_compiled_programs_are_told(op):
+    """Where x is sliced, and its dimensions are in another order."""
+    more = {"correction": 0} if op in ("var", "std") else {}
+
+    def function(x):
+        return sliding_window(x, 1, op, dim=1, **more).flatten() * 2
+
+    for x in (torch.randn(8, 6, 4).permute(2, 1, 0), torch.randn(8, 12, 4).permute(2, 1, 0)[:, ::2]):
+        for needs in (False, True):
+            x = x.detach().requires_grad_(needs)
+            torch.testing.assert_close(torch.compile(function, backend="aot_eager")(x), function(x))

@@ -122,8 +122,8 @@ def _of_one(x: Tensor, dim: int, request: Request) -> Tensor:
     """Windows of one element."""
     picked = x[(slice(None),) * dim + (slice(None, None, request.stride),)]
     if request.op in ("var", "std"):  # 0 / 0 is NaN, and so are infinities
-        return (picked - picked) / max(0.0, 1 - request.correction)
-    return picked.clone()
+        picked = (picked - picked) / max(0.0, 1 - request.correction)
+    return like(walkable(x, dim)[0], dim, picked.shape[dim]).copy_(picked)
 
 
 def _run_values(x: Tensor, dim: int, *request: Any) -> Tensor:
@@ -137,7 +137,7 @@ def _run_extreme(x: Tensor, dim: int, *request: Any) -> tuple[Tensor, Tensor]:
         values = _of_one(x, dim, wanted)
         places = torch.arange(0, x.shape[dim], wanted.stride, dtype=torch.int32, device=x.device)
         shape = [-1 if d == dim else 1 for d in range(x.dim())]
-        return values, places.view(shape).expand(values.shape).contiguous()
+        return values, torch.empty_like(values, dtype=torch.int32).copy_(places.view(shape))
     values, index = _run(x, dim, wanted, True)
     assert index is not None
     return values, index

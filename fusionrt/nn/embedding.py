@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusionrt.layout import is_among
 from fusionrt.nn.norm import FusedLayerNorm
 from fusionrt.nn.reading import finished, is_read
 from fusionrt.nn.sharing import expect, place
@@ -14,6 +15,7 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding import embedding_position
 
 _EMBED = nn.Embedding.forward
+_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
 class EmbeddingPosition(nn.Module):
@@ -73,8 +75,8 @@ class EmbeddingPosition(nn.Module):
                 position_ids: torch.Tensor | None = None) -> torch.Tensor:
         norm, positions, types = self.LayerNorm, self.position_embeddings, self.token_type_embeddings
         found: torch.Tensor
-        if not (is_read(self.word_embeddings, _EMBED) and is_read(positions, _EMBED)
-                and is_read(types, _EMBED) and is_read(norm, FusedLayerNorm.forward)):
+        tables = self.word_embeddings, positions, types
+        if not (all(map(_is_plain, tables)) and is_read(norm, FusedLayerNorm.forward)):
             return self._composed(tokens, token_type, position_ids)
         found = embedding_position(
             tokens, self.word_embeddings.weight, None if positions is None else positions.weight,
@@ -91,8 +93,13 @@ class EmbeddingPosition(nn.Module):
         for name, ids, usual in (("position", position_ids, places),
                                  ("token_type", token_type, torch.zeros_like(places))):
             table = getattr(self, f"{name}_embeddings")
+            if ids is not None and not is_among(tuple(ids.shape), tuple(tokens.shape), tuple(places.shape),
+                                                (1, *places.shape)):
+                raise ValueError(f"EmbeddingPosition: {name} ids must have the shape {tuple(tokens.shape)} "
+                                 f"or {tuple(places.shape)}, got {tuple(ids.shape)}")
             if table is not None:
-                found = found + table(usual if ids is None else ids)
+                ids = usual if ids is None else ids if ids.shape == tokens.shape else ids.view(-1)
+                found = found + table(ids)
             elif ids is not None:
                 raise ValueError(f"EmbeddingPosition: {name} ids need {name}_embeddings, got None")
         found = found if self.LayerNorm is None else self.LayerNorm(found)
@@ -103,9 +110,14 @@ class EmbeddingPosition(nn.Module):
         return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])
 
 
+def _is_plain(table: Any) -> bool:
+    """Whether its weight and a position's padding say all that a call of it does."""
+    return table is None or (is_read(table, _EMBED) and not any(getattr(table, name) for name in _OPTIONS))
+
+
 def _check_table(name: str, table: Any) -> None:
     expect(EmbeddingPosition, table, nn.Embedding, argument=name)
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+    for option in _OPTIONS:
         if getattr(table, option):
             raise ValueError(f"EmbeddingPosition: {name} has {option}={getattr(table, option)!r}, which is "
                              "not supported")

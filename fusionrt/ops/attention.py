@@ -136,7 +136,8 @@ def _scale(op: str, q: Tensor, scale: float | None) -> float:
 
 
 def _number(op: str, name: str, value: Any) -> float:
-    if isinstance(value, Tensor) and (value.dim() or (value.requires_grad and torch.is_grad_enabled())):
+    learns = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+    if learns or (isinstance(value, Tensor) and value.numel() != 1):
         raise TypeError(f"{op}: {name} must be a number or a tensor of one that requires no gradient, got a "
                         f"tensor of shape {tuple(value.shape)}{' that does' if value.requires_grad else ''}")
     return float(value)

@@ -95,9 +95,21 @@ class _InPlace(torch.autograd.Function):
         return None, *_rotated(grads, *ctx.saved_tensors, *ctx.options.inverted)
 
 
+def _may_not_be_changed(t: Tensor) -> bool:
+    base = t._base
+    if base is None:
+        return t.is_leaf
+    meta = torch._C._autograd
+    return (base.is_leaf and base.requires_grad) or meta._get_creation_meta(t) != meta.CreationMeta.DEFAULT
+
+
 def _in_place(tensors: Sequence[Tensor], more: Sequence[Any]) -> None:
     """What requires no gradient, as keys that are kept, does not come to because the other one does."""
     graded = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
+    if not is_watched():
+        for t in graded:
+            if _may_not_be_changed(t):
+                t.mul_(1)  # torch says why, before anything is written or recorded
     if 0 < len(graded) < len(tensors):
         for t in tensors:
             _in_place([t], more)
