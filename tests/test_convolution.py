@@ -201,9 +201,9 @@ def test_as_accurate_as_torch(dtype, device):
     residual = images(4, 32, 12, 12, dtype=dtype, device=device)
 
     def inference(function):
-        def run(x, weight, scale, shift, **constants):
+        def run(x, weight, scale, shift, **constants):  # silu: on which side of relu's kink few lie is luck
             return function(x, weight, None, constants["running_mean"], constants["running_var"], scale,
-                            shift, residual=constants["residual"], padding=1)
+                            shift, activation="silu", residual=constants["residual"], padding=1)
 
         return run
 
