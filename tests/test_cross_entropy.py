@@ -10,6 +10,8 @@ from checking import BF16, DTYPES, F16, F32, F64, assert_same_bits, check, evalu
 import fusionrt as frt
 from fusionrt import deferred, reference
 from fusionrt.ops import cross_entropy_rows
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import compiler, launch
 
 REDUCTIONS = ("none", "mean", "sum")
 reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -184,6 +186,19 @@ def test_derivatives(kind, options, shape, device):
 
         assert torch.autograd.gradcheck(function, args, fast_mode=True)
         assert torch.autograd.gradgradcheck(function, args, fast_mode=True)
+
+
+def test_derivatives_of_one_gradient_compile():
+    """Their second pass uses what the first one found, not what that was computed from."""
+    x, weight, v = (torch.empty(*shape, dtype=F64, device="meta", requires_grad=True)
+                    for shape in ((4, 5), (5,), (4, 5)))
+    with collecting("cuda") as needed:
+        loss = frt.cross_entropy(x, torch.empty(4, dtype=torch.int64, device="meta"), weight)
+        of_x, _ = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        torch.autograd.grad((of_x * v).sum(), (x, weight))
+    for problem in needed:
+        for source in launch.sources(problem):
+            assert compiler.build(source.text, source.entry, "sm_90", problem.name)
 
 
 def test_batched_gradients(device):

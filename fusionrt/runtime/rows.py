@@ -296,7 +296,7 @@ class Text:
     def _known(self, roots: Sequence[Expr], k: int) -> tuple[dict[Expr, str], list[str]]:
         """Names of the uniform expressions that elements of pass k use, and the text that computes them."""
         names = self._at_hand(roots)
-        elements = [n for n in toposort(roots) if not (n.uniform or n in names)]
+        elements = [n for n in toposort(roots, names) if not n.uniform]
         border = dict.fromkeys(a for n in (*elements, *roots) for a in (*n.args, n)
                                if isinstance(a, Expr) and (a.uniform or a in names) and a.op != "const")
         statements, results = emit(list(border), "const auto {} = {};", names)
