@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt import layout, rehearsal, replay
-from fusionrt.replay import Pass
+from fusionrt import layout, rehearsal
+from fusionrt.replay import Pass, Recording
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
@@ -39,35 +39,41 @@ class Recorded(torch.autograd.Function):
     """An operator on ordinary tensors; intercepted calls are recorded by `library`."""
 
     @staticmethod
-    def forward(ctx: Any, op: Operator, plan: Callable[..., Any], rng: Rng | None, *args: Any) -> Any:
-        ctx.op, ctx.plan, ctx.rng = op, plan, rng
+    def forward(ctx: Any, recording: Recording, rng: Rng | None, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
-        out = plan(*args, rng) if op.streams else plan(*args)
-        out, mask = out if op.masking else (out, None)
-        replay.saving(op, plan, ctx.needs_input_grad[3:], args, out)(ctx, args, out, mask)
-        return out
+        out = recording.plan(*args, rng) if recording.op.streams else recording.plan(*args)
+        return recording.save(ctx, rng, args, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        op, call, rng, needed = ctx.op, type(ctx.op).apply, ctx.rng, ctx.needs_input_grad[3:]
-        watched = is_watched()
-        plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
+        recording, rng, numbers = ctx.kept
         saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
-        if op.masking:
-            *saved, mask = saved
-            rng = 0, 0, mask
-        if plain and (known := replay.find(op, ctx.plan, needed)) is not None:
-            found = known(saved, ctx.others, grads, rng)
+        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):  # a guard sees other watchers
+            found = recording.again(saved, numbers, grads, rng)
             if found is not None:
                 return found
-        if watched or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
-            device = next((g.device for g in grads if g is not None), None)
-            call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
-            plain = False
-        made = backward_pass(op, restore(saved, ctx.others), grads, needed, ctx.order)
-        if plain and made is not None:
-            replay.keep(op, ctx.plan, needed, made, saved, ctx.others, grads)
-        return None, None, None, *(run_pass(made, rng, call) if made is not None else [None] * len(op.params))
+        return None, None, *_backward(recording, rng, numbers, saved, grads)
+
+
+def _backward(recording: Recording, rng: Any, numbers: Sequence[Any], saved: Sequence[Any],
+              grads: Sequence[Any]) -> list[Any]:
+    op, call, needed = recording.op, type(recording.op).apply, recording.needed
+    watched = is_watched()
+    plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
+    own = saved
+    if op.masking:
+        *own, mask = saved
+        rng = 0, 0, mask
+    if watched or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
+        device = next((g.device for g in grads if g is not None), None)
+        call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
+        plain = False
+    made = backward_pass(op, restore(own, recording.others(numbers)), grads, needed, recording.order)
+    if made is None:
+        return [None] * len(op.params)
+    if plain:
+        recording.keep(made, saved, grads)
+    return run_pass(made, rng, call)
 
 
 def no_forward_mode(op: str) -> NoReturn:
@@ -165,6 +171,13 @@ def _origins(gradient: Operator, inputs: list[Any], needed: Sequence[bool]) -> l
     return origin
 
 
-# `Function.apply` first unwraps functorch's dead wrappers in Python, two fifths of its cost. Calls in
-# functorch's transforms do not come here, so there is nothing to unwrap.
-record = super(torch.autograd.function._SingleLevelFunction, Recorded).apply
+def straight(function: Any) -> Callable[..., Any]:
+    """`function.apply`, which otherwise first unwraps functorch's dead wrappers in Python, two fifths of its
+    cost: for calls outside of functorch's transforms. And a node calls `backward` itself, not what looks for
+    that or a `vjp` in each pass."""
+    function._backward_cls.apply = function.backward
+    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
+    return apply
+
+
+record = straight(Recorded)

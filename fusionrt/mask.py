@@ -70,7 +70,8 @@ class Masking(Operator):
         shape = layout.broadcast_shapes([a.shape for a in own if isinstance(a, torch.Tensor)])
         assert shape is not None
         copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in own]
-        return self._variant(order=tuple(memory_order(own, shape, ()))).launch(copies, *rng)
+        order = memory_order(own, shape, ())
+        return self._variant("order", tuple(order), *order).launch(copies, *rng)
 
 
 def masking(op: Operator, args: Args) -> Masking | None:

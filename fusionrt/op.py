@@ -24,6 +24,7 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_watched, record
 from fusionrt.expr import Expr, argument, cast, emit, gradients, leaves, substitute, through_output, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
+from fusionrt.replay import Recording
 from fusionrt.rowwise import schedule
 
 Args = Sequence[Any]
@@ -83,22 +84,21 @@ class Operator:
     def over(self, into: Mapping[int, int]) -> Operator:
         """The same, but output k takes the memory of argument `into[k]`, where that has its shape and dtype
         and elements apart. For `launch`, by whoever owns that argument: autograd is not told."""
-        return self._variant(into=dict(into))
+        return self._variant("into", dict(into), *into.items())
 
     def walking(self, order: layout.Ints | None) -> Operator:
         """The same, but walked in this order of dimensions, innermost first: that in which a forward pass
         drew the random numbers that its gradient draws again. None: in an order of its own."""
-        return self if order is None or not self.streams else self._variant(order=order)
+        return self if order is None or not self.streams else self._variant("order", order, *order)
 
-    def _variant(self, **changes: Any) -> Operator:
-        key = tuple((name, *(value.items() if isinstance(value, dict) else value))
-                    for name, value in changes.items())
-        if key not in self._variants:
+    def _variant(self, name: str, value: Any, *key: Any) -> Operator:
+        made = self._variants.get((name, key))
+        if made is None:
             made = copy.copy(self)
-            vars(made).update(changes, local=threading.local(), _variants={})
+            vars(made).update({name: value}, local=threading.local(), _variants={})
             vars(made).pop("digest", None)
-            self._variants[key] = made
-        return self._variants[key]
+            self._variants[name, key] = made
+        return made
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -149,17 +149,29 @@ class Operator:
             return (lambda *args: plan(*args, draw())) if draw else plan
         from fusionrt.mask import masking
         operator = masking(self, args) or self
-        plan = operator.plan(args)
+        recording = operator.recording(args)
 
         def recorded(*args: Any) -> Any:
             rng = draw() if draw else None
             if torch.is_grad_enabled():
-                return record(operator, plan, rng, *args)
-            if operator is not self:
+                return record(recording, rng, *args)
+            if operator is not self:  # which leaves a mask as well
                 return self.launch(args, rng)
-            return plan(*args, rng) if streams else plan(*args)
+            return recording.plan(*args, rng) if streams else recording.plan(*args)
 
         return recorded
+
+    def recording(self, args: Args) -> Recording:
+        """Of calls of this kind, by this thread."""
+        plan = self.plan(args)
+        needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        recordings = self.local.__dict__.setdefault("recordings", {})
+        made = recordings.get((plan, needed))
+        if made is None:
+            if len(recordings) >= _PLANS_KEPT:
+                recordings.clear()
+            made = recordings[plan, needed] = Recording(self, plan, needed)
+        return made
 
     def draw(self, device: torch.device) -> random.Rng:
         return random.draw(device, self.counters)
@@ -171,15 +183,26 @@ class Operator:
 
     def apply(self, args: Args, rng: random.Rng | None) -> Any:
         """Run with given random numbers, and record a gradient if one will be needed."""
-        plan = self.plan(args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return record(self, plan, rng, *args)
-        return plan(*args, rng) if self.streams else plan(*args)
+            return record(self.recording(args), rng, *args)
+        return self.launch(args, rng)
 
     def launch(self, args: Args, rng: random.Rng | None = None) -> Any:
         """Run, without autograd: a tensor, or a tuple of several."""
-        plan = self.plan(args)
+        last = self.local.__dict__.get("launched")
+        plan = last[1] if last is not None and not rehearsal.is_on() and last[0](*args) else self._found(args)
         return plan(*args, rng) if self.streams else plan(*args)
+
+    def _found(self, args: Args) -> Callable[..., Any]:
+        """The plan, by which to begin at the next launch: to see that it fits takes a fifth of a key."""
+        plan, tensors = self.plan(args), [a for a in args if isinstance(a, torch.Tensor)]
+        fits = self.local.__dict__.setdefault("fits", {})
+        if plan not in fits:
+            if len(fits) >= _PLANS_KEPT:
+                fits.clear()
+            fits[plan] = dispatch.guard_all(dispatch.guard(*tensors), args)
+        self.local.launched = fits[plan], plan
+        return plan
 
     def plan(self, args: Args) -> Callable[..., Any]:
         """A callable of the arguments (and random numbers), made once for each kind of call."""
@@ -321,7 +344,7 @@ class Operator:
     def _plan(self, args: Args, alignment: int) -> Callable[..., Any]:
         shape, _ = self.check(args)
         if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
-            return self._resolving
+            return lambda *args: self._resolving(*args)  # an object of its own for each kind of call
         outputs = self.allocate(args, shape)
         if 0 in shape:
             return lambda *args: pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
@@ -335,7 +358,10 @@ class Operator:
             self.outputs, outputs, self.targets, strict=True)
             if target is None and root in inner and not root.uniform and o.dtype in HALF
             and not root.op.startswith("cast_")}
-        return self._variant(outputs=tuple(substitute(self.outputs, rounded))) if rounded else self
+        if not rounded:
+            return self
+        roots = tuple(substitute(self.outputs, rounded))
+        return self._variant("outputs", roots, *roots)
 
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
-"""What autograd does again for a kind of call that was made before, written out as one function.
+"""What autograd does again for a kind of call that was made before, written out as functions.
 
-What a call saves is the same for all calls of one plan. What `autograd.backward` finds out (which gradients,
-from what, by which plan) is so too, where tensors of the same kind are saved and received. Each thread keeps
-the last such function of an operator: for a backward pass a guard, the plan, and what goes where. That
-spares 15 of 28 us of Python.
+What a call saves is the same for all calls of one kind. What `autograd.backward` finds out (which gradients,
+from what, by which plan) is so too, where tensors of the same kind are saved and received: a guard, the plan,
+and what goes where. A device's backward passes run in a thread of torch's, on a processor that has nothing
+of this interpreter in its caches: there each step of Python takes two to three times as long.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
+NUMBER = object()
+_KEPT = 8  # backward passes of one kind of call, as gradients come in several layouts
 
 
 class Pass(NamedTuple):
@@ -32,97 +35,102 @@ class Pass(NamedTuple):
     origin: list[int | None]
 
 
-class Saving(NamedTuple):
-    """`run(ctx, args, out, mask)` does what `autograd.save` does, and marks outputs without a gradient."""
+class Recording:
+    """A kind of call that is recorded: of this operator, by this plan (so of one thread), where these
+    arguments need gradients. `save(ctx, rng, args, out)` keeps what the backward pass reads, and gives what
+    the caller gets."""
 
-    plan: Run
-    needed: tuple[bool, ...]
-    run: Run
+    def __init__(self, op: Operator, plan: Run, needed: tuple[bool, ...]) -> None:
+        self.op, self.plan, self.needed = op, plan, needed
+        self.save = self._save_first
+        self.order: tuple[int, ...] | None = None  # of the walk, if random numbers were drawn
+        self.described: list[Any] = []  # what is known of an argument that is not saved; None: it is
+        self.known: dict[int, list[Run]] = {}  # of a thread, whose plans they run
 
+    def _save_first(self, ctx: Any, rng: Any, args: Sequence[Any], out: Any) -> Any:
+        results = out[0] if self.op.masking else out
+        self.order = self.op.drawn(args, results if isinstance(results, tuple) else (results,))
+        reads, _ = self.op.read_by_backward(self.needed)
+        self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
+                          (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
+        self.save = self._write_saving(isinstance(results, tuple))
+        return self.save(ctx, rng, args, out)
 
-def saving(op: Operator, plan: Run, needed: tuple[bool, ...], args: Sequence[Any], out: Any) -> Run:
-    last: Saving | None = op.local.__dict__.get("saving")
-    if last is None or last.plan is not plan or last.needed != needed:
-        last = op.local.saving = Saving(plan, needed, _write_saving(op, needed, args, out))
-    return last.run
+    def _write_saving(self, several: bool) -> Run:
+        result = "out[{}]" if several else "out"
+        kept = [f"args[{i}]" for i, known in enumerate(self.described) if known is None]
+        kept += [result.format(k) for k in self.op.read_by_backward(self.needed)[1]]
+        kept += ["mask"] if self.op.masking else []
+        fixed = [result.format(k) for k, graded in enumerate(self.op.differentiable) if not graded]
+        numbers = [f"args[{i}]," for i, known in enumerate(self.described) if known is NUMBER]
+        lines = ["def save(ctx, rng, args, out):", *(["    out, mask = out"] if self.op.masking else []),
+                 f"    ctx.save_for_backward({', '.join(kept)})",
+                 f"    ctx.kept = recording, rng, ({' '.join(numbers)})",
+                 *([f"    ctx.mark_non_differentiable({', '.join(fixed)})"] if fixed else []),
+                 "    return out"]
+        scope: dict[str, Any] = {"recording": self}
+        exec("\n".join(lines), scope)
+        save: Run = scope["save"]
+        return save
 
+    def others(self, numbers: Sequence[Any]) -> list[Any]:
+        """What `autograd.restore` needs beside the saved tensors."""
+        left = iter(numbers)
+        saved_outputs = self.op.read_by_backward(self.needed)[1]
+        return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(saved_outputs)
 
-def _write_saving(op: Operator, needed: tuple[bool, ...], args: Sequence[Any], out: Any) -> Run:
-    reads, saved = op.read_by_backward(needed)
-    result = "out[{}]" if isinstance(out, tuple) else "out"
-    kept = [f"args[{i}]" for i, read in enumerate(reads) if read and isinstance(args[i], torch.Tensor)]
-    kept += [result.format(k) for k in saved]
-    fixed = [result.format(k) for k, graded in enumerate(op.differentiable) if not graded]
-    unread: dict[str, Any] = {f"unread{i}": (a.shape, a.dtype, a.device) for i, a in enumerate(args)
-                              if isinstance(a, torch.Tensor) and not reads[i]}
-    others = [f"args[{i}]" if not isinstance(a, torch.Tensor) else "None" if reads[i] else f"unread{i}"
-              for i, a in enumerate(args)] + ["None"] * len(saved)
-    order = op.drawn(args, out if isinstance(out, tuple) else (out,))
-    kept += ["mask"] if op.masking else []
-    lines = ["def run(ctx, args, out, mask):", f"    ctx.order = {order}",
-             f"    ctx.save_for_backward({', '.join(kept)})",
-             f"    ctx.others = [{', '.join(others)}]",
-             *([f"    ctx.mark_non_differentiable({', '.join(fixed)})"] if fixed else [])]
-    exec("\n".join(lines), unread)
-    run: Run = unread["run"]
-    return run
+    def again(self, saved: Sequence[Any], numbers: Sequence[Any], grads: Sequence[Any], rng: Any) -> Any:
+        """What `backward` returns, or None for tensors of kinds that it was not given before."""
+        for run in self.known.get(threading.get_ident(), ()):
+            found = run(saved, numbers, grads, rng)
+            if found is not None:
+                return found
+        return None
 
+    def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
+        known = self.known.setdefault(threading.get_ident(), [])
+        rehearsed = any(t.is_meta for t in (*saved, *grads) if t is not None)  # each is to be heard
+        if len(known) < _KEPT and not rehearsed:
+            known.append(self._write(made, saved, grads))
 
-class Known(NamedTuple):
-    """`run(saved, others, grads, rng)` gives None for tensors that it was not made for."""
+    def _write(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Run:
+        n, masking = len(self.op.params), self.op.masking
+        given = [k for k, g in enumerate(grads) if g is not None]
+        names = [*self._names(made), *(f"grads[{k}]" for k in given if self.op.differentiable[k])]
+        conditions = [f"check({', '.join(['*saved', *(f'grads[{k}]' for k in given)])})"]
+        conditions += [f"grads[{k}] is None" for k, g in enumerate(grads) if g is None]
+        scope: dict[str, Any] = {"check": guard(*saved, *(grads[k] for k in given)),
+                                 **{f"unread{i}": a for i, a in enumerate(made.inputs[:n])
+                                    if isinstance(self.described[i], tuple)}}
+        lines = ["def run(saved, numbers, grads, rng):", "    try:",
+                 f"        if not ({' and '.join(conditions)}): return None",
+                 "    except TypeError:", "        return None"]
+        own = [i for i, o in enumerate(made.origin) if i == o]
+        if made.gradient is not None:
+            scope["plan"] = made.gradient.plan(made.inputs)
+            drawn = ["(0, 0, saved[-1])" if masking else "rng"] if made.gradient.streams else []
+            lines.append(f"    out = plan({', '.join([*names, *drawn])})")
+        results = {i: f"out[{k}]" if len(own) > 1 else "out" for k, i in enumerate(own)}
+        returned = ["None" if o is None else results[o] if o < n else names[o] if
+                    made.inputs[o].shape == made.inputs[i].shape else
+                    f"{names[o]}.expand({tuple(made.inputs[i].shape)})" for i, o in enumerate(made.origin)]
+        lines.append(f"    return None, None, {', '.join(returned)}")
+        exec("\n".join(lines), scope)
+        run: Run = scope["run"]
+        return run
 
-    plan: Run                     # of the forward pass: it decides the kinds of the arguments
-    needed: tuple[bool, ...]
-    run: Run
-
-
-def find(op: Operator, plan: Run, needed: tuple[bool, ...]) -> Run | None:
-    known: Known | None = op.local.__dict__.get("known_backward")
-    return known.run if known is not None and known.plan is plan and known.needed == needed else None
-
-
-def keep(op: Operator, plan: Run, needed: tuple[bool, ...], made: Pass, saved: Sequence[torch.Tensor],
-         others: Sequence[Any], grads: Sequence[Any]) -> None:
-    """For the next calls: what `saved` and `others` are is said by `autograd.save`."""
-    op.local.known_backward = Known(plan, needed, _write(op, needed, made, saved, others, grads))
-
-
-def _write(op: Operator, needed: tuple[bool, ...], made: Pass, saved: Sequence[torch.Tensor],
-           others: Sequence[Any], grads: Sequence[Any]) -> Run:
-    n = len(op.params)
-    given = [k for k, g in enumerate(grads) if g is not None]
-    names = [*_saved(op, needed, made, others), *(f"grads[{k}]" for k in given if op.differentiable[k])]
-    conditions = [f"check({', '.join(['*saved', *(f'grads[{k}]' for k in given)])})"]
-    conditions += [f"grads[{k}] is None" for k, g in enumerate(grads) if g is None]
-    scope: dict[str, Any] = {"check": guard(*saved, *(grads[k] for k in given)),
-                             **{f"unread{i}": a for i, a in enumerate(made.inputs[:n])
-                                if isinstance(others[i], tuple)}}
-    lines = ["def run(saved, others, grads, rng):", "    try:",
-             f"        if not ({' and '.join(conditions)}): return None",
-             "    except TypeError:", "        return None"]
-    own = [i for i, o in enumerate(made.origin) if i == o]
-    if made.gradient is not None:
-        scope["plan"] = made.gradient.plan(made.inputs)
-        lines.append(f"    out = plan({', '.join([*names, *(['rng'] if made.gradient.streams else [])])})")
-    results = {i: f"out[{k}]" if len(own) > 1 else "out" for k, i in enumerate(own)}
-    returned = ["None" if o is None else results[o] if o < n else names[o] if
-                made.inputs[o].shape == made.inputs[i].shape else
-                f"{names[o]}.expand({tuple(made.inputs[i].shape)})" for i, o in enumerate(made.origin)]
-    lines.append(f"    return None, None, None, {', '.join(returned)}")
-    exec("\n".join(lines), scope)
-    run: Run = scope["run"]
-    return run
-
-
-def _saved(op: Operator, needed: tuple[bool, ...], made: Pass, others: Sequence[Any]) -> list[str]:
-    """What the arguments and the saved outputs are called in `run`."""
-    names: list[str] = []
-    read = 0
-    for i, other in enumerate(others[:len(op.params)]):
-        if other is None:
-            names.append(f"saved[{read}]")
-            read += 1
-        else:
-            names.append(f"unread{i}" if isinstance(other, tuple) else f"others[{i}]")
-    places = {k: read + at for at, k in enumerate(op.read_by_backward(needed)[1])}
-    return names + [f"saved[{places[k]}]" for k in made.saved]
+    def _names(self, made: Pass) -> list[str]:
+        """What the arguments and the saved outputs are called in `run`."""
+        names: list[str] = []
+        read = number = 0
+        for i, known in enumerate(self.described):
+            if known is None:
+                names.append(f"saved[{read}]")
+                read += 1
+            elif known is NUMBER:
+                names.append(f"numbers[{number}]")
+                number += 1
+            else:
+                names.append(f"unread{i}")
+        places = {k: read + at for at, k in enumerate(self.op.read_by_backward(self.needed)[1])}
+        return names + [f"saved[{places[k]}]" for k in made.saved]

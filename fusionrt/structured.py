@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionrt.autograd import is_batched, is_watched, no_forward_mode, transforms_active
+from fusionrt.autograd import is_batched, is_watched, no_forward_mode, straight, transforms_active
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -65,11 +65,11 @@ class StructuredOp:
             return _Transformed.apply(self, *args)
         if is_watched():
             return self._overload(*args)
-        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):  # whose memory holds the opposite
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if any(t.is_neg() for t in tensors):  # whose memory holds the opposite
             args = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args)
-        if torch.is_grad_enabled() and self.gradient is not None and any(
-                isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return _Recorded.apply(self, *args)
+        if torch.is_grad_enabled() and self.gradient is not None and any(t.requires_grad for t in tensors):
+            return _record(self, *args)
         return self.run(*args)
 
     def _setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -105,6 +105,9 @@ class _Recorded(torch.autograd.Function):
             with _Seen():
                 return (None, *ctx.op._backward(ctx, *grads))
         return (None, *ctx.op._backward(ctx, *grads))
+
+
+_record = straight(_Recorded)
 
 
 class _Seen(TorchDispatchMode):

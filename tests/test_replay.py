@@ -22,14 +22,12 @@ def scaled_product(x, y, by: float):
 
 def test_the_second_pass_repeats_the_first(device):
     x, y = randn(5, 7, device=device), randn(7, device=device)
-    known = []
-    for by in (2.0, 3.0):  # numbers may differ
+    for by in (2.0, 3.0, 4.0):  # numbers may differ
         grad_output = randn(5, 7, device=device, requires_grad=False)
         grads = torch.autograd.grad(scaled_product(x, y, by), (x, y), grad_output)
         assert_close(grads, torch.autograd.grad(x * y * by, (x, y), grad_output))
-        known.append(scaled_product.operator.local.__dict__.get("known_backward"))
-    if device == "cpu":  # on a GPU it is the engine's thread that knows it
-        assert known[0] is known[1] is not None
+    known = scaled_product.operator.recording((x, y, 2.0)).known
+    assert [len(runs) for runs in known.values()] == [1]  # of the thread of backward passes
 
 
 @pytest.mark.parametrize("change", [
@@ -41,6 +39,19 @@ def test_gradients_in_another_layout(change, device):
         grad_output = make(randn(6, 6, device=device, requires_grad=False))
         grads = torch.autograd.grad(frt.bias_gelu(x, y), (x, y), grad_output)
         assert_close(grads, torch.autograd.grad(F.gelu(x + y), (x, y), grad_output))
+
+
+def test_calls_of_several_kinds_take_turns(device):
+    kinds = [(randn(*shape, device=device), randn(shape[1], device=device)) for shape in ((4, 6), (3, 5))]
+    for _ in range(3):
+        for x, y in kinds:
+            seed = randn(*x.shape, device=device, requires_grad=False)
+            for g in (seed, seed.t().contiguous().t()):
+                assert_close(torch.autograd.grad(scaled_product(x, y, 2.0), (x, y), g),
+                             torch.autograd.grad(x * y * 2, (x, y), g))
+    for x, y in kinds:
+        known = scaled_product.operator.recording((x, y, 2.0)).known
+        assert [len(runs) for runs in known.values()] == [2]
 
 
 def test_other_arguments_need_a_gradient(device):

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from fusionrt import deferred
 from fusionrt.array import check_writeable, converted, is_foreign
-from fusionrt.autograd import is_batched, is_watched
+from fusionrt.autograd import is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites
@@ -139,11 +139,13 @@ def _chosen(call: Call, in_place: bool) -> Run:
         isinstance(a, torch.Tensor) and a.requires_grad for a in call.args)
     if in_place:
         _check_in_place(call.op, call.args[0])
-    if with_gradient and not is_watched() and not any(
-            isinstance(a, torch.Tensor) and a.requires_grad for a in call.args[1:]):
+    tensors = [a for a in call.args if isinstance(a, torch.Tensor)]
+    plain = not seen_by_torch(*tensors)
+    if plain and with_gradient and not any(t.requires_grad for t in tensors[1:]):
         kernels = Kernels(call, in_place)
-        return lambda *args: CrossEntropy.apply(args[0], kernels, args)
-    losses_of_rows, reduction = _forward(call, with_gradient)
+        return lambda *args: _record(args[0], kernels, args)
+    prepared = _planned if plain and not with_gradient else None
+    losses_of_rows, reduction = _forward(call, with_gradient, prepared)
     return lambda *args: reduction(args, *losses_of_rows(*args))[0]
 
 
@@ -168,12 +170,27 @@ def _repeated(call: Call, in_place: bool) -> Run:
     return again
 
 
-def _forward(call: Call, with_gradient: bool) -> tuple[Run, Run]:
-    """Two operators, each with derivatives of any order of its own: (losses, share of the mean or None,
-    [what the gradient reads]) of the arguments; the result and what it was divided by of all that."""
+def _planned(kernel: Any) -> Run:
+    """The kernel for calls of one kind by one thread, without a gradient: nothing is looked at again."""
+    plans: list[Run] = []
+
+    def run(*args: Any) -> Any:
+        if not plans:
+            plans.append(kernel.operator.plan(args))
+        return plans[0](*args)
+
+    return run
+
+
+def _forward(call: Call, with_gradient: bool, prepared: Callable[[Run], Run] | None = None
+             ) -> tuple[Run, Run]:
+    """Two operators, each with derivatives of any order of its own unless `prepared` otherwise: (losses,
+    share of the mean or None, [what the gradient reads]) of the arguments; the result and what it was
+    divided by of all that."""
     kernel, has_shares = losses_of(call.params, with_gradient, call.rounds), call.has_shares
+    kernel = prepared(kernel) if prepared else kernel
     dim, call = call.args[0].dim(), call.without_tensors()
-    reduce = None if call.reduction == "none" else reducing(call, dim)
+    reduce = None if call.reduction == "none" else reducing(call, dim, prepared)
 
     def losses_of_rows(*args: Any) -> tuple[Any, Any, list[Any]]:
         found = kernel(*args)
@@ -195,7 +212,7 @@ class Kernels:
 
     def __init__(self, call: Call, in_place: bool) -> None:
         self.call, self.in_place = call.without_tensors(), in_place
-        self.losses, self.reduction = _forward(call, True)
+        self.losses, self.reduction = _forward(call, True, _planned)
         self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
         self.launches = Sites()
 
@@ -243,6 +260,9 @@ class CrossEntropy(torch.autograd.Function):
         return grad, None, None
 
 
+_record = straight(CrossEntropy)
+
+
 def _check_in_place(op: str, logits: torch.Tensor) -> None:
     check_writeable(op, input=logits)
     if logits.is_leaf and logits.requires_grad:
@@ -253,13 +273,14 @@ def _check_in_place(op: str, logits: torch.Tensor) -> None:
                          f"got strides {logits.stride()} of shape {tuple(logits.shape)}")
 
 
-def reducing(call: Call, dim: int) -> Run:
+def reducing(call: Call, dim: int, prepared: Callable[[Run], Run] | None = None) -> Run:
     """The sum or mean of losses with size 1 in the last of `dim` dimensions, and what it divided by: a
     function of the arguments, the losses and, where the mean divides by weights, these."""
     mean, of_classes, n_classes = call.reduction == "mean", call.of_classes, call.n_classes
     params = ["loss", "target", "ignore_index", "n_classes"] if of_classes else ["loss", "factor"]
     params += ["share"] if call.has_shares else []
     kernel = reduction_of(tuple(params), mean, str(call.dtype).removeprefix("torch."), dim)
+    kernel = prepared(kernel) if prepared else kernel
 
     def run(args: Sequence[Any], losses: torch.Tensor, share: Any) -> tuple[Any, Any]:
         rows = losses.numel()

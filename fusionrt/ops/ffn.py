@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusionrt.activation import activated, by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
+from fusionrt.autograd import straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
@@ -161,13 +162,13 @@ class FeedForward(torch.autograd.Function):
     """In memory of its own."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor,
-                out_bias: Tensor | None, *inner: Any) -> Tensor:
+    def forward(ctx: Any, operator: Operator, way: str, shape: Shape, recompute: bool, x: Tensor,
+                out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
         ctx.operator, ctx.shape, ctx.owned = operator, shape, linear.no_hooks()
         ctx.rng = operator.draw(x.device) if operator.streams else None
         rows = linear.rows_of(x)
         if shape.parts == 1:
-            hidden, z = linear.product(operator, rows, inner[0], inner[1], None, shape.numbers, ctx.rng,
+            hidden, z = linear.product(way, operator, rows, inner[0], inner[1], None, shape.numbers, ctx.rng,
                                        linear.reads_product(operator))
         else:
             z = _products(shape, rows, inner)
@@ -178,13 +179,13 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        operator, shape, rng, needed = ctx.operator, ctx.shape, ctx.rng, ctx.needs_input_grad[3:]
+        operator, shape, rng, needed = ctx.operator, ctx.shape, ctx.rng, ctx.needs_input_grad[4:]
         x, out_weight, out_bias, *inner, z, hidden = ctx.saved_tensors
         if linear.again(grad_output):
             def composed(*tensors: Any) -> Tensor:
                 return _composed(lambda *args: linear.applied(operator, args, rng), shape, False, *tensors)
 
-            return None, None, None, *linear.differentiated(
+            return None, None, None, None, *linear.differentiated(
                 composed, (x, out_weight, out_bias, *inner), grad_output, needed)
         owned = linear.let_go(ctx) and ctx.owned
         grad_output = linear.rows_of(grad_output)
@@ -194,7 +195,7 @@ class FeedForward(torch.autograd.Function):
             hidden, missing = _hidden(operator, shape, z, rng), False
         of_weight = grad_output.t() @ hidden if needed[1] and not missing else None
         if not inside:
-            return None, None, None, None, of_weight, of_bias, *(None for _ in inner)
+            return None, None, None, None, None, of_weight, of_bias, *(None for _ in inner)
         hidden = hidden if z is None else None  # before the memory of its gradient is asked for
         grad_z, of_biases, made = _inside(operator, shape, z, hidden, grad_output @ out_weight, rng,
                                           _biases(shape, inner, needed[3:]), missing, owned)
@@ -202,7 +203,18 @@ class FeedForward(torch.autograd.Function):
         of_weight = of_weight if made is None else grad_output.t() @ made
         hidden = made = None
         of_x, *of_weights = _of_products(grad_z, x, inner[:shape.weights], (needed[0], *needed[3:]))
-        return None, None, None, of_x, of_weight, of_bias, *of_weights, *_of_biases(shape, of_biases)
+        return None, None, None, None, of_x, of_weight, of_bias, *of_weights, *_of_biases(shape, of_biases)
+
+
+_record = straight(FeedForward)
+
+
+def _recording(operator: Operator, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor,
+               out_bias: Tensor | None, *inner: Any) -> Run:
+    way = linear.KERNEL
+    if shape.parts == 1:
+        way = linear.way_of(operator, x, inner[0], inner[1], linear.reads_product(operator))
+    return functools.partial(_record, operator, way, shape, recompute)
 
 
 def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[Any, ...] | None,
@@ -213,7 +225,7 @@ def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[An
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator
-    run = (functools.partial(FeedForward.apply, operator, shape, recompute) if linear.recorded(*given) else
+    run = (_recording(operator, shape, recompute, *given) if linear.recorded(*given) else
            _inferring(operator, shape, *given))
     return run(*given) if linear.casts(tensors[0]) else sites.keep(key, tensors, run)(*tensors)
 

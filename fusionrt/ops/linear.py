@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_batched, is_watched
+from fusionrt.autograd import Dispatched, is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites
 from fusionrt.errors import CaptureError
@@ -73,17 +73,18 @@ def _alone(activation: str) -> Expr:
     return expression
 
 
-def _way(operator: Operator, x: Tensor, weight: Tensor, library: bool) -> str:
+def way_of(operator: Operator, x: Tensor, weight: Tensor, bias: Any, keep: bool = False) -> str:
+    """For `product`."""
     n, k = weight.shape
     device = stands_for(x.device) if x.is_meta else x.device
-    return route(device, x.dtype, math.prod(x.shape[:-1]), n, k, operator.outputs[0], library)
+    return route(device, x.dtype, math.prod(x.shape[:-1]), n, k, operator.outputs[0],
+                 bias is not None and not keep)
 
 
-def product(operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None,
+def product(way: str, operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None,
             numbers: Numbers, rng: Rng | None, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """operator(x W^T + b, residual, *numbers), without autograd, and x W^T + b if it is to be kept;
     otherwise its memory is the result's."""
-    way = _way(operator, x, weight, bias is not None and not keep)
     if way != KERNEL:
         rows = rows_of(x)
         if way == EPILOGUE:
@@ -115,37 +116,43 @@ class LinearActivation(torch.autograd.Function):
     for relu."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor,
+    def forward(ctx: Any, operator: Operator, way: str, numbers: Numbers, x: Tensor, weight: Tensor,
                 bias: Tensor | None, residual: Tensor | None) -> Tensor:
         ctx.operator, ctx.numbers, ctx.owned = operator, numbers, no_hooks()
         ctx.rng = operator.draw(x.device) if operator.streams else None
         ctx.residual = None if residual is None else residual.dtype
-        out, z = product(operator, x, weight, bias, residual, numbers, ctx.rng, reads_product(operator))
+        out, z = product(way, operator, x, weight, bias, residual, numbers, ctx.rng, reads_product(operator))
         ctx.order = operator.drawn((out,), (out,))
         ctx.save_for_backward(x, weight, bias, z, out if reads_result(operator) else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        operator, needed = ctx.operator, ctx.needs_input_grad[2:]
+        operator, needed = ctx.operator, ctx.needs_input_grad[3:]
         x, weight, bias, z, out = ctx.saved_tensors
         of_residual = grad_output.to(ctx.residual) if needed[3] else None
         if not any(needed[:3]):
-            return None, None, None, None, None, of_residual
+            return None, None, None, None, None, None, of_residual
         # What is not read is only asked what shape it has.
-        unread = x.new_empty(()).expand(grad_output.shape)
+        spare = z is None or ctx.residual is not None
+        unread = x.new_empty(()).expand(grad_output.shape) if spare else None
         more = [*(() if ctx.residual is None else (unread,)), *ctx.numbers]
         if again(grad_output):
             def composed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 return applied(operator, [F.linear(x, weight, bias), *more], ctx.rng)
 
-            return None, None, *differentiated(composed, (x, weight, bias), grad_output, needed), of_residual
+            grads = differentiated(composed, (x, weight, bias), grad_output, needed)
+            return None, None, None, *grads, of_residual
         kernel = backward_kernel(operator, 1, (0,) if needed[2] else ()).walking(ctx.order)
         if z is not None and let_go(ctx) and ctx.owned:
             kernel = kernel.over({0: 0})
         args = [unread if z is None else z, *more, *([out] if kernel.saved else []), grad_output]
         grad, *of_bias = unpack(kernel.launch([*args, bias] if needed[2] else args, ctx.rng))
-        return None, None, *of_product(grad, x, weight, needed), of_bias[0] if of_bias else None, of_residual
+        return (None, None, None, *of_product(grad, x, weight, needed), of_bias[0] if of_bias else None,
+                of_residual)
+
+
+_record = straight(LinearActivation)
 
 
 @functools.lru_cache(4096)
@@ -263,7 +270,8 @@ def _chosen(op: str, activation: Any, numbers: Numbers, x: Tensor, weight: Tenso
         return inferring(operator, numbers, x, weight, bias)
     # A sum's gradient needs no kernel, and an activation that gives integers has none.
     if (activation is not None or numbers) and operator.differentiable[0]:
-        return lambda *tensors: LinearActivation.apply(operator, numbers, *tensors)
+        way = way_of(operator, x, weight, bias, reads_product(operator))
+        return lambda *tensors: _record(operator, way, numbers, *tensors)
 
     def composed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
         return finish(F.linear(x, weight, bias), *(() if residual is None else (residual,)), *numbers)
@@ -273,9 +281,10 @@ def _chosen(op: str, activation: Any, numbers: Numbers, x: Tensor, weight: Tenso
 
 def inferring(operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
     """`product`, decided once."""
-    if _way(operator, x, weight, bias is not None) != KERNEL:
+    way = way_of(operator, x, weight, bias)
+    if way != KERNEL:
         return lambda x, weight, bias, residual: product(
-            operator, x, weight, bias, residual, numbers, None)[0]
+            way, operator, x, weight, bias, residual, numbers, None)[0]
     over, plans = operator.over({0: 0}), list[Run]()
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
