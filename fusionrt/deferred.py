@@ -8,19 +8,22 @@ In a graph (torch.compile, torch.func, a CUDA graph's capture) nothing is checke
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+from fusionrt import forks
 from fusionrt.autograd import is_watched
 
 ON_THEIR_WAY = 1024     # counts, at most
 _UNKNOWN = -1
+_APART = 2              # numbers: kernels want addresses that are multiples of 16 bytes
 Message = Callable[[int], str]
-_lock = threading.Lock()
+Result = TypeVar("Result")
+_lock = forks.Lock()
 # Places on the host, in the order of calls, and the devices that write there.
 _pending: deque[tuple[int, Message, torch.device]] = deque()
 
@@ -29,9 +32,9 @@ class _Host:
     """Memory that a GPU writes to, and the same as NumPy sees it: reading an element there costs least."""
 
     def __init__(self) -> None:
-        memory = torch.full((ON_THEIR_WAY,), _UNKNOWN, dtype=torch.int64, device="cpu",
-                            pin_memory=True)
-        self.counts, self.places, self.next = memory.numpy(), memory.unbind(), 0
+        memory = torch.full((ON_THEIR_WAY, _APART), _UNKNOWN, dtype=torch.int64, device="cpu",
+                            pin_memory=True)[:, 0]
+        self.counts, self.places, self.free = memory.numpy(), memory.unbind(), deque(range(ON_THEIR_WAY))
 
 
 _host: _Host | None = None
@@ -45,10 +48,36 @@ def check(count: torch.Tensor, message: Message) -> None:
         wrong = int(count)
         if wrong:
             raise IndexError(message(wrong))
-    elif count.is_cuda:
-        examine()
-        if not torch.cuda.is_current_stream_capturing():
-            _send(count, message)
+    elif count.is_cuda and not torch.cuda.is_current_stream_capturing():
+        written(count.device, lambda memory: memory.copy_(count, non_blocking=True), message)
+
+
+def written(device: torch.device, launch: Callable[[torch.Tensor], Result], message: Message) -> Result:
+    """What `launch` gives, which writes the count to the memory that it is told: of the host, as a GPU's
+    kernel reaches it, which takes no copy. Each replay of a capture would write there: it gets memory of the
+    device, at which nobody looks."""
+    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+        return launch(torch.empty((), dtype=torch.int64, device=device))
+    examine()
+    host, place = _place()
+    host.counts[place] = _UNKNOWN
+    try:
+        result = launch(host.places[place])
+    except BaseException:
+        host.free.append(place)
+        raise
+    _pending.append((place, message, device))
+    return result
+
+
+def _place() -> tuple[_Host, int]:
+    global _host
+    with _lock():
+        host = _host = _host or _Host()
+    while True:
+        with contextlib.suppress(IndexError):
+            return host, host.free.popleft()
+        examine(wait=True)
 
 
 def examine(wait: bool = False) -> None:
@@ -56,31 +85,15 @@ def examine(wait: bool = False) -> None:
     if wait:
         for device in {device for _, _, device in tuple(_pending)}:
             torch.cuda.synchronize(device)
-    with _lock:
+    if not _pending:
+        return
+    with _lock():
         while _pending and _host is not None:
             place, message, _ = _pending[0]
             wrong = int(_host.counts[place])
             if wrong == _UNKNOWN:
                 return
             _pending.popleft()
+            _host.free.append(place)
             if wrong:
                 raise IndexError(message(wrong))
-
-
-def _send(count: Any, message: Message) -> None:
-    while not _sent(count, message):
-        examine(wait=True)
-
-
-def _sent(count: Any, message: Message) -> bool:
-    """Whether there was a place for it."""
-    global _host
-    with _lock:
-        if len(_pending) >= ON_THEIR_WAY:
-            return False
-        _host = _host or _Host()
-        place, _host.next = _host.next, (_host.next + 1) % ON_THEIR_WAY
-        _host.counts[place] = _UNKNOWN
-        _host.places[place].copy_(count, non_blocking=True)
-        _pending.append((place, message, count.device))
-        return True

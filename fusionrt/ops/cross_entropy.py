@@ -28,10 +28,12 @@ from fusionrt.autograd import is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites
-from fusionrt.op import seen_by_torch
+from fusionrt.op import Operator, seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
+from fusionrt.rehearsal import device_type
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
+FEW_ROWS = 1 << 15      # whose losses one block of threads adds
 
 
 class Call(NamedTuple):
@@ -144,8 +146,7 @@ def _chosen(call: Call, in_place: bool) -> Run:
     if plain and with_gradient and not any(t.requires_grad for t in tensors[1:]):
         kernels = Kernels(call, in_place)
         return lambda *args: _record(args[0], kernels, args)
-    prepared = _planned if plain and not with_gradient else None
-    losses_of_rows, reduction = _forward(call, with_gradient, prepared)
+    losses_of_rows, reduction = _forward(call, with_gradient, planned=plain and not with_gradient)
     return lambda *args: reduction(args, *losses_of_rows(*args))[0]
 
 
@@ -170,27 +171,27 @@ def _repeated(call: Call, in_place: bool) -> Run:
     return again
 
 
-def _planned(kernel: Any) -> Run:
-    """The kernel for calls of one kind by one thread, without a gradient: nothing is looked at again."""
+def _planned(operator: Operator, like: Callable[..., tuple[Any, ...]] = lambda *args: args) -> Run:
+    """For calls of one kind by one thread, without a gradient: nothing is looked at again. `like`: arguments
+    to plan for."""
     plans: list[Run] = []
 
     def run(*args: Any) -> Any:
         if not plans:
-            plans.append(kernel.operator.plan(args))
+            plans.append(operator.plan(like(*args)))
         return plans[0](*args)
 
     return run
 
 
-def _forward(call: Call, with_gradient: bool, prepared: Callable[[Run], Run] | None = None
-             ) -> tuple[Run, Run]:
-    """Two operators, each with derivatives of any order of its own unless `prepared` otherwise: (losses,
-    share of the mean or None, [what the gradient reads]) of the arguments; the result and what it was
-    divided by of all that."""
-    kernel, has_shares = losses_of(call.params, with_gradient, call.rounds), call.has_shares
-    kernel = prepared(kernel) if prepared else kernel
-    dim, call = call.args[0].dim(), call.without_tensors()
-    reduce = None if call.reduction == "none" else reducing(call, dim, prepared)
+def _forward(call: Call, with_gradient: bool, planned: bool = False) -> tuple[Run, Run]:
+    """Two operators, each with derivatives of any order of its own unless `planned`: (losses, share of the
+    mean or None, [what the gradient reads]) of the arguments; the result and what it was divided by of all
+    that."""
+    kernel: Any = losses_of(call.params, with_gradient, call.rounds)
+    kernel = _planned(kernel.operator) if planned else kernel
+    dim, has_shares, call = call.args[0].dim(), call.has_shares, call.without_tensors()
+    reduce = None if call.reduction == "none" else reducing(call, dim, planned)
 
     def losses_of_rows(*args: Any) -> tuple[Any, Any, list[Any]]:
         found = kernel(*args)
@@ -212,7 +213,7 @@ class Kernels:
 
     def __init__(self, call: Call, in_place: bool) -> None:
         self.call, self.in_place = call.without_tensors(), in_place
-        self.losses, self.reduction = _forward(call, True, _planned)
+        self.losses, self.reduction = _forward(call, True, planned=True)
         self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
         self.launches = Sites()
 
@@ -273,20 +274,27 @@ def _check_in_place(op: str, logits: torch.Tensor) -> None:
                          f"got strides {logits.stride()} of shape {tuple(logits.shape)}")
 
 
-def reducing(call: Call, dim: int, prepared: Callable[[Run], Run] | None = None) -> Run:
+def reducing(call: Call, dim: int, planned: bool = False) -> Run:
     """The sum or mean of losses with size 1 in the last of `dim` dimensions, and what it divided by: a
     function of the arguments, the losses and, where the mean divides by weights, these."""
     mean, of_classes, n_classes = call.reduction == "mean", call.of_classes, call.n_classes
     params = ["loss", "target", "ignore_index", "n_classes"] if of_classes else ["loss", "factor"]
     params += ["share"] if call.has_shares else []
-    kernel = reduction_of(tuple(params), mean, str(call.dtype).removeprefix("torch."), dim)
-    kernel = prepared(kernel) if prepared else kernel
+    flags = mean, str(call.dtype).removeprefix("torch."), dim
+    kernel: Any = reduction_of(tuple(params), *flags)
+    kernel = _planned(kernel.operator) if planned else kernel
+    telling = _telling((*params, "wrong"), *flags) if of_classes and planned else None
 
     def run(args: Sequence[Any], losses: torch.Tensor, share: Any) -> tuple[Any, Any]:
         rows = losses.numel()
         if of_classes:
-            found = kernel(losses, args[1], args[2], n_classes, *(() if share is None else (share,)))
-            _check(call, args, found[1])
+            given = losses, args[1], args[2], n_classes, *(() if share is None else (share,))
+            if telling is not None and rows <= FEW_ROWS and device_type(losses) == "cuda":
+                found = deferred.written(losses.device, functools.partial(telling, *given),
+                                         _message(call, args))
+            else:
+                found = kernel(*given)
+                deferred.check(found[1], _message(call, args))
         else:
             found = (kernel(losses, 1 / max(1, rows) if mean else 1.0),)
         if not mean:
@@ -296,14 +304,26 @@ def reducing(call: Call, dim: int, prepared: Callable[[Run], Run] | None = None)
     return run
 
 
+def _telling(*flags: Any) -> Run:
+    """The reduction, which writes the number of wrong classes to where its last argument lies: on the host,
+    whose memory a plan for the device's own serves."""
+    kernel: Any = reduction_of(*flags)
+    operator = kernel.operator
+
+    def on_device(*args: Any) -> tuple[Any, ...]:
+        return *args[:-1], torch.empty((), dtype=torch.int64, device=args[0].device)
+
+    return _planned(operator.over({1: len(operator.params) - 1}), on_device)
+
+
 def check_classes(call: Call, args: Sequence[Any]) -> None:
     if call.of_classes:
-        _check(call, args, count_wrong(args[1], args[2], call.n_classes))
+        deferred.check(count_wrong(args[1], args[2], call.n_classes), _message(call, args))
 
 
-def _check(call: Call, args: Sequence[Any], wrong: torch.Tensor) -> None:
-    target = args[1] if wrong.device.type == "cpu" else None
-    deferred.check(wrong, functools.partial(_wrong_classes, call.op, call.n_classes, args[2], target))
+def _message(call: Call, args: Sequence[Any]) -> deferred.Message:
+    target = args[1] if args[1].device.type == "cpu" else None  # it is not kept alive for long
+    return functools.partial(_wrong_classes, call.op, call.n_classes, args[2], target)
 
 
 def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Tensor | None, count: int

@@ -118,17 +118,17 @@ def _settled(roots: Sequence[Expr]) -> list[Expr]:
 @per_call
 def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int) -> Callable[..., Any]:
     """The kernel over the losses of all rows: their sum or mean, how many classes are wrong, and what the
-    gradient of a mean reads."""
+    gradient of a mean reads. A last argument `wrong` is memory for the second, see `over`."""
 
     def expression(loss: Expr, target: Any = None, ignore_index: float = 0, n_classes: float = 0,
-                   share: Any = None, factor: float = 1) -> tuple[Expr, ...]:
+                   share: Any = None, factor: float = 1, wrong: Any = None) -> tuple[Expr, ...]:
         if target is None:
             return (rounded(row_sum(loss) * factor),)
-        wrong = cast(row_sum(where(_is_wrong(target, ignore_index, n_classes), 1, 0)), "int64")
+        n_wrong = cast(row_sum(where(_is_wrong(target, ignore_index, n_classes), 1, 0)), "int64")
         if not mean:
-            return rounded(row_sum(loss)), wrong
+            return rounded(row_sum(loss)), n_wrong
         count = row_sum(where(target == ignore_index, 0, 1) if share is None else share)
-        return rounded(row_sum(loss) / count), wrong, count
+        return rounded(row_sum(loss) / count), n_wrong, count
 
     def rounded(result: Expr) -> Expr:
         return cast(result, dtype) if dtype in ("float16", "bfloat16") else result
