@@ -48,7 +48,8 @@ class Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         recording, rng, numbers = ctx.kept
         saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
-        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):  # a guard sees other watchers
+        # Other watchers are seen by guards; of a dispatch mode a device's thread lacks the key.
+        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes()):
             found = recording.again(saved, numbers, grads, rng)
             if found is not None:
                 return found
