@@ -49,7 +49,8 @@ class Recorded(torch.autograd.Function):
         recording, rng, numbers = ctx.kept
         saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
         # Other watchers are seen by guards; of a dispatch mode a device's thread lacks the key.
-        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes()):
+        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes()
+                or transforms_active()):
             found = recording.again(saved, numbers, grads, rng)
             if found is not None:
                 return found
