@@ -9,10 +9,6 @@ from checking import BF16, F16, F32, F64, assert_same_bits, check, dtypes, lost
 
 import fusionrt as frt
 from fusionrt import deferred, reference
-from fusionrt.ops.embedding_gradients import CHUNK, gradient_kernel, sort_kernel
-from fusionrt.ops.embedding_kernels import Form, sum_by_index, sum_kernel, threads_and_packs
-from fusionrt.rehearsal import collecting
-from fusionrt.runtime import compiler
 
 WORDS, POSITIONS, TYPES, COLUMNS = 50, 13, 3, 96
 
@@ -159,30 +155,6 @@ def test_strides(device):
 
 def exact_sums(grad, index, rows):
     return torch.zeros(rows, grad.shape[1], dtype=F64).index_add_(0, index.cpu().long(), grad.double().cpu())
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
-@pytest.mark.parametrize("kind", ["few", "one", "all different", "one among many", "runs", "longer runs"])
-def test_sums_by_index(kind, dtype, device):
-    """Indices that fill many chunks, one or a part of one, and their ends at the ends of chunks."""
-    count = 2500
-    index = {
-        "few": torch.randint(3, (count,)),
-        "one": torch.full((count,), 4),
-        "all different": torch.randperm(count),
-        "one among many": torch.where(torch.rand(count) < 0.5, 7, torch.randint(count, (count,))),
-        "runs": (torch.arange(count) + 5) // CHUNK,
-        "longer runs": (torch.arange(count) + 5) // (CHUNK + 1),
-    }[kind].to(device)
-    for columns in (1, 8, 40, 300):
-        grad = torch.randn(count, columns, device=device).to(dtype)
-        found = sum_by_index(grad, index, count, 0.5, -1)
-        exact = 0.5 * exact_sums(grad, index, count)
-        # 2500 terms in float32, rounded to dtype.
-        tolerance = {BF16: 2.0**-8, F32: 2.0**-20, F64: 2.0**-45}[dtype]
-        size = 0.5 * exact_sums(grad.abs(), index, count)
-        assert ((found.double().cpu() - exact).abs() <= tolerance * exact.abs() + lost(size, dtype)).all()
-        assert_same_bits(found, sum_by_index(grad, index, count, 0.5, -1))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -424,7 +396,7 @@ def test_graphs():
     torch.testing.assert_close(plain, reference.embedding_position(tokens, weight, layer_norm=(None, None)))
 
 
-# --- other arrays, kernels ------------------------------------------------------------------------
+# --- other arrays ---------------------------------------------------------------------------------
 
 
 def test_arrays():
@@ -436,66 +408,6 @@ def test_arrays():
     np.testing.assert_array_equal(
         found, frt.embedding_position(tokens, weight, positions, layer_norm=(gamma, beta)).numpy()
     )
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize(
-    ("dtype", "vec", "columns", "norm"),
-    [
-        ("bfloat16", 8, 4096, False),
-        ("bfloat16", 8, 4096, True),
-        ("float32", 4, 16384, True),
-        ("float64", 1, 77, True),
-    ],
-)
-def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
-    itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
-    threads, packs = threads_and_packs(columns, vec, norm, itemsize)
-    full = columns % (vec * packs * threads) == 0
-    dtypes, each = ("int64", "int32", "int64"), 1 if norm else 4
-    form = Form(
-        dtype, dtypes, vec, packs, threads, full, each, (2, 2), not norm, True, norm, (norm, norm), norm
-    )
-    kernels = [sum_kernel(form), *(gradient_kernel(dtype, "int32", vec, 4 * norm, stage) for stage in (0, 1))]
-    shape = threads_and_packs(columns, vec, True, itemsize, True)
-    if norm and shape is not None:
-        tile = vec * shape[0] * shape[1]
-        more = {"threads": shape[0], "packs": shape[1], "full": columns % tile == 0, "gradient": True}
-        kernels.append(sum_kernel(form._replace(**more, one_position=True, affine=(True, False))))
-    assert_no_spills(kernels, arch)
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-def test_gradients_of_norms_of_a_warps_rows_compile_without_spills(arch):
-    threads, packs = threads_and_packs(768, 8, True, 2, True)
-    assert (threads, packs) == (32, 3)
-    form = Form("bfloat16", ("int64",) * 3, 8, packs, threads, True, 1, (1, 2), True, False, True,
-                (True, False), True, True)
-    assert_no_spills([sum_kernel(form)], arch)
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_sorting_compiles_without_spills(arch):
-    passes = (False, True, False), (True, True, False), (True, False, True)
-    assert_no_spills([sort_kernel("int64", 9, *which) for which in passes], arch)
-
-
-def assert_no_spills(kernels, arch):
-    for kernel in kernels:
-        made = compiler.build(kernel.text, kernel.stem, arch, kernel.name).metadata
-        assert (made["spills"], made["stack"], made["warnings"]) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_warm_up_finds_its_kernels(kind):
-    tokens, weight = ids().to("meta"), table(WORDS).to("meta").requires_grad_()
-    with collecting(kind) as needed:
-        frt.embedding_position(tokens, weight).backward(torch.empty(4, 11, COLUMNS, device="meta"))
-    backward = "embedding_position_backward"
-    assert [kernel.name for kernel in needed] == [
-        "embedding_position",
-        *[backward] * (4 if kind == "cuda" else 1),
-    ]
 
 
 # --- errors ---------------------------------------------------------------------------------------
