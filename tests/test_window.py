@@ -285,6 +285,20 @@ def test_the_gradient_of_an_extreme_goes_to_the_first_one(device):
     assert x.grad.tolist() == [1] * 34 + [0] * 6
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradients_of_an_extreme_may_be_changed_in_place(device, dim):
+    """They are no views, which of an autograd.Function torch refuses to change."""
+    x = torch.randn(4, 5, 3, device=device).permute(2, 0, 1).requires_grad_()
+
+    def second(times):
+        extremes = sliding_window(x, 2, "max", dim=dim)
+        (grad,) = torch.autograd.grad(extremes.square().sum(), x, create_graph=True)
+        assert grad.stride() == x.stride()
+        return torch.autograd.grad(times(grad).sum(), x)
+
+    torch.testing.assert_close(second(lambda grad: grad.mul_(2.0)), second(lambda grad: grad * 2.0))
+
+
 def test_gradients_repeat_bit_by_bit_and_flow_from_any_layout(device):
     x = numbers((50, 300), torch.float32, device)
     for op in OPS:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import kernel as cpu
-from fusionrt.data.window_rows import Tensor, memory_order
+from fusionrt.data.window_rows import Tensor, like, memory_order
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
 from fusionrt.runtime.source import Field, pointer
@@ -59,18 +59,10 @@ def _cpu_kernel(dtype: torch.dtype) -> cpu.Kernel:
     return cpu.Kernel("sliding_window gradient", text, "float64")
 
 
-def _permuted(index: Tensor, dim: int, n: int) -> tuple[list[int], list[int], list[int]]:
-    """index's dimensions as they lie in memory, their sizes with n along dim, and the way back."""
-    order = memory_order(index, dim)
-    shape = [n if d == dim else index.shape[d] for d in order]
-    return order, shape, [order.index(d) for d in range(index.dim())]
-
-
 def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
-    order, shape, back = _permuted(index, dim, n)
-    out = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+    out, order = like(index, dim, n, grad.dtype).zero_(), memory_order(index, dim)
     grad, index, dim = grad.permute(order).contiguous(), index.permute(order).contiguous(), order.index(dim)
-    outer, results, inner = math.prod(shape[:dim]), index.shape[dim], math.prod(shape[dim + 1:])
+    outer, results, inner = math.prod(index.shape[:dim]), index.shape[dim], math.prod(index.shape[dim + 1:])
     if grad.numel():
         addresses = [0 if t.is_meta else t.data_ptr() for t in (grad, index, out)]
         if device_type(grad) == "cpu":
@@ -79,12 +71,11 @@ def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
             parts = -(-results // ITEMS)
             blocks = -(-outer * inner * parts // BLOCK)
             _gpu_kernel(grad.dtype)(grad.device, blocks, *addresses, outer, results, n, inner, parts)
-    return out.permute(back)
+    return out
 
 
 def _fake(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
-    _, shape, back = _permuted(index, dim, n)
-    return torch.empty(shape, dtype=grad.dtype, device=grad.device).permute(back)
+    return like(index, dim, n, grad.dtype)
 
 
 def _backward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
