@@ -76,11 +76,15 @@ def unroll(problem: Problem, width: int) -> int:
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
     other one has an offset for each element."""
     operands = sum(is_flat(o, problem.sizes) for o in problem.inputs if o.dtype != MASK)
-    gathers = any(access_mode(o, problem.sizes, width) == "gather" for o in problem.inputs)
-    crowded = operands > 1 or gathers or len(problem.inputs) > 3 or _words(problem, width) > 12
+    crowded = (operands > 1 or _gathers(problem, width) or len(problem.inputs) > 3
+               or _words(problem, width) > 12)
     if width < 4 or (crowded and not problem.streams):
         return 1
     return 4 if problem.streams and operands == 1 else 2
+
+
+def _gathers(problem: Problem, width: int) -> bool:
+    return any(access_mode(o, problem.sizes, width) == "gather" for o in problem.inputs)
 
 
 def _words(problem: Problem, width: int) -> int:
@@ -100,6 +104,16 @@ def min_blocks(problem: Problem, width: int) -> int:
     addresses = 0 if all(is_flat(o, problem.sizes) for o in full_outputs(problem)) else 24
     addresses += 6 * apart if apart > 2 and width > 4 else 0
     return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8 + addresses)))
+
+
+def _min_blocks_text(problem: Problem, width: int) -> list[str]:
+    """Compilers for Blackwell want 72 registers for four vectors of eight elements that have an offset each,
+    and spill with fewer."""
+    blocks, constant = min_blocks(problem, width), "constexpr int MIN_BLOCKS = {};".format
+    if unroll(problem, width) < 4 or width < 8 or not _gathers(problem, width):
+        return [constant(blocks)]
+    return ["#if __CUDA_ARCH__ >= 1000", constant(min(blocks, 65536 // (BLOCK * 72))), "#else",
+            constant(blocks), "#endif"]
 
 
 def each_of_few(problem: Problem, width: int) -> int:
@@ -192,7 +206,7 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
         geometry.index("count", problem.domain.numel)
         few = each_of_few(problem, width)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
-                     f"constexpr int MIN_BLOCKS = {min_blocks(problem, width)};",
+                     *_min_blocks_text(problem, width),
                      f"constexpr bool DRAWS = {str(bool(problem.streams)).lower()};",
                      *([f"constexpr int BLOCK_OF_FEW = {BLOCK_OF_FEW};",
                         f"#define EACH_OF_FEW {few}"] if few else [])]
