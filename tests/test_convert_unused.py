@@ -73,8 +73,15 @@ def test_draws_stay(draw):
     assert_close(*found)
 
 
+def attend_in_heads(x, p):
+    width, (w, b, w_out) = 8, torch.ones(40, 8).split((24, 8, 8))
+    return F.multi_head_attention_forward(x[:, None], x[:, None], x[:, None], width, 2, w, b.flatten()[:24],
+                                          None, None, False, p, w_out, None)
+
+
 @pytest.mark.parametrize(("call", "stays"), [
-    (lambda x: attend(x, 0.5), True), (lambda x: attend(x, 0.0), False), (F.normalize, False)])
+    (lambda x: attend(x, 0.5), True), (lambda x: attend(x, 0.0), False), (F.normalize, False),
+    (lambda x: attend_in_heads(x, 0.5), True), (lambda x: attend_in_heads(x, 0.0), False)])
 def test_what_draws_nothing_goes(call, stays):
     def function(x):
         call(x)

@@ -16,7 +16,7 @@ _DRAWS = frozenset({
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
     "lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Those that may: the place of the argument `dropout_p`.
-_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 11}
+_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 def is_pure(node: Node) -> bool:
