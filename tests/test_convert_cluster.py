@@ -66,6 +66,13 @@ def test_truth_values_of_rows(device):
         assert check(asked, x, y) == {"norm": 1}
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (1, 1), (1,)])
+def test_rows_of_one_value_keep_their_dtype(shape):
+    """They are no sums over a row, which are float32."""
+    check(lambda x: (torch.softmax(x * 2, -1), F.layer_norm(x + 1, (1,)).relu()),
+          torch.randn(shape, dtype=torch.bfloat16, requires_grad=True))
+
+
 def test_explicit_roundings_stay():
     x = torch.tensor([1 + 2.0**-10, 70000.0, 3e-8])
     check(lambda x: ((x * 1.0).half().float() * 2, (x + 0).to(torch.bfloat16).float() * 2), x, rtol=0, atol=0)
@@ -176,6 +183,17 @@ def test_in_place_calls_on_values_of_the_function_are_fused(device):
 
     counts = check(function, leaf(8, 8, device=device), leaf(8, device=device))
     assert counts == {"pointwise_cluster": 1}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_writes_through_views_of_what_dropped_nothing(training):
+    """It is the argument itself."""
+    def function(x, y):
+        dropped = F.dropout(F.dropout(x, 0.0 if training else 0.3, training), 0.3, False, inplace=True)
+        dropped[0].mul_(3)
+        return y * 2 + 1, x.sum()
+
+    assert check(function, torch.randn(3, 4), torch.randn(3, 4)) == {"pointwise_cluster": 1}
 
 
 def test_in_place_calls_that_views_see_stay():

@@ -169,8 +169,9 @@ def _finished(found: Expr, dtype: torch.dtype, natural: torch.dtype) -> Expr:
 
 
 def _one_a_row(n: Node, cluster: Cluster) -> bool:
+    """Whether it has one value a row. A row that is of one value is a row."""
     t, dims = value(n), cluster.row.row_dims if cluster.row else 0
-    return (isinstance(t, torch.Tensor) and t.dim() == len(cluster.shape)
+    return (isinstance(t, torch.Tensor) and t.dim() == len(cluster.shape) and not same(t.shape, cluster.shape)
             and all(same(size, 1) for size in t.shape[t.dim() - dims:]))
 
 

@@ -18,6 +18,11 @@ _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, 
 
 def identities(edits: Edits) -> None:
     """Their users get the operand. What torch reports about itself goes as well."""
+    for n in edits.nodes():
+        if _drops_nothing(n):  # nor writes, whatever it was told
+            n.kwargs = {name: given for name, given in n.kwargs.items() if name != "inplace"}
+            n.args = n.args[:3]
+    edits.changed()
     facts = edits.facts
     for n in facts.nodes:
         operand: Any = n.args[0] if n.args else n.kwargs.get("input")
@@ -31,9 +36,9 @@ def identities(edits: Edits) -> None:
 
 
 def _returns(n: Node, operand: Node, facts: Facts) -> bool:
-    if n.target in _DROPOUTS:
-        given = arguments(n, input=None, p=0.5, training=True, inplace=False)
-        return given is not None and (given["training"] is False or given["p"] == 0)
+    if _drops_nothing(n):
+        # Nobody told fake tensors: views of the result would be taken for other memory than the operand's.
+        return not facts.is_written(n)
     if rule_of(n) in CONVERSIONS:
         wishes = (n.kwargs.get("copy"), n.kwargs.get("memory_format"))
         if True in n.args or not all(w in (None, False, torch.preserve_format) for w in wishes):
@@ -43,3 +48,8 @@ def _returns(n: Node, operand: Node, facts: Facts) -> bool:
     pads: Any = n.args[1] if named(n, "pad") and len(n.args) > 1 else (1,)
     returned = any(u.op == "output" for c in facts.classes[n] for m in facts.members[c] for u in m.users)
     return not (any(pads) or returned or facts.is_written(operand) or facts.is_written(n))  # of a copy
+
+
+def _drops_nothing(n: Node) -> bool:
+    given = arguments(n, input=None, p=0.5, training=True, inplace=False) if n.target in _DROPOUTS else None
+    return given is not None and (given["training"] is False or given["p"] == 0)
