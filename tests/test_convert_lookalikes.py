@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from convert_checks import compiled
+from convert_checks import check, compiled
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -84,6 +84,39 @@ def test_other_numbers(function, shapes):
     args = [torch.randn(shape) for shape in shapes]
     run, _ = compiled(function)
     assert_close(run(*args), function(*args), rtol=1e-5, atol=1e-6)
+
+
+def gelu_of(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+@pytest.mark.parametrize(("function", "args"), [
+    (gelu_of, [torch.arange(-4, 4)]), (gelu_of, [torch.tensor([True, False])]),
+    (lambda x, b, w: torch.addmm(b, x.view(3, 4), w).view(torch.int32),
+     [torch.randn(3, 4), torch.randn(5), torch.randn(4, 5)]),
+    (lambda x, b, w: torch.addmm(b, x.view(torch.float32), w).view(3, 5),
+     [torch.randint(1, 1 << 30, (3, 4), dtype=torch.int32), torch.randn(5), torch.randn(4, 5)])])
+def test_other_dtypes(function, args):
+    check(function, *args)
+
+
+@pytest.mark.parametrize(("function", "shape"), [
+    (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ()),
+    (lambda x: torch.cat((-x[None], x[None]), -1) * 2, ()),
+    (lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4, dtype=torch.bool).tril()), (4, 8))])
+def test_fewer_dimensions(function, shape):
+    check(function, torch.randn(shape, requires_grad=True))
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: torch.cat(tensors=(-x[..., 4:], x[..., :4]), dim=-1) * 2,
+    lambda x: x * torch.rsqrt(torch.square(input=x).mean(dim=-1, keepdim=True) + 1e-6),
+    lambda x: 0.5 * x * (1 + torch.erf(input=x / math.sqrt(2))),
+    lambda x: F.layer_norm(weight=x[0], input=x * 2, normalized_shape=(8,)).relu(),
+    lambda x: torch.softmax(torch.matmul(x, torch.transpose(input=x, dim0=-2, dim1=-1)), -1) @ x,
+    lambda x: torch.where(condition=x > 0, other=x, input=x * 2).exp() + torch.arange(start=1, end=9)])
+def test_operands_by_name(function):
+    check(function, torch.randn(3, 8, requires_grad=True), rtol=1e-4, atol=1e-5)
 
 
 def test_norms_that_only_widen_are_known():

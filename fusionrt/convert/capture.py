@@ -7,6 +7,7 @@ Python, run as it is, in training as well. Repeated shapes are replays of CUDA g
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from fusionrt.convert.aliases import guarded
 from fusionrt.convert.effects import Facts, as_recorded, tensors
@@ -94,6 +96,7 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
     if not _is_plain(gm, example_inputs):
         return gm.forward
     _correct_views(gm)
+    _correct_places(gm)
     mutated = _mutated_inputs(gm)
     original = _copy(gm) if mutated else None
     found = rewrite(gm, chosen)
@@ -150,6 +153,28 @@ def _correct_views(gm: GraphModule) -> None:
     for n in gm.graph.nodes:
         if n.op.startswith("call") and VALUE in n.meta:
             n.meta[VALUE] = as_recorded(value(n))
+
+
+def _correct_places(gm: GraphModule) -> None:
+    """Operands that a model gives by name stand first, where passes look for them: torch.cat(tensors=...)."""
+    for part in gm.modules():
+        for n in part.graph.nodes if isinstance(part, GraphModule) else ():
+            first = _first_parameter(n) if n.op == "call_function" and n.kwargs and not n.args else None
+            if first is not None:
+                n.args = (n.kwargs[first],)
+                n.kwargs = {name: given for name, given in n.kwargs.items() if name != first}
+
+
+def _first_parameter(n: Node) -> str | None:
+    """The name of it, of the overload that has all that is given; None where nobody can tell."""
+    target: Any = n.target
+    try:
+        overloads: Any = get_signature_for_torch_op(target) or [inspect.signature(target)]
+    except (TypeError, ValueError):  # builtin, and not torch's
+        return None
+    fitting = (s.parameters for s in overloads if n.kwargs.keys() <= s.parameters.keys())
+    first = next(iter(next(fitting, ())), None)
+    return first if first in n.kwargs else None
 
 
 def _mutated_inputs(gm: GraphModule) -> list[int]:

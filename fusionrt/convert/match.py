@@ -77,7 +77,7 @@ def without_conversions(n: Any, exactly: bool = False) -> Any:
 
 def is_last_dim(given: Any, t: torch.Tensor) -> bool:
     given = given[0] if isinstance(given, (tuple, list)) and len(given) == 1 else given
-    return given in (-1, t.dim() - 1)
+    return t.dim() > 0 and given in (-1, t.dim() - 1)
 
 
 def only_users(nodes: Iterable[Node], inside: Collection[Node]) -> bool:

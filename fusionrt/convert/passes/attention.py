@@ -92,7 +92,7 @@ def _with_known_mask(found: Operands) -> Operands:
         return found._replace(mask=None)
     if mask is None or mask.dtype != torch.bool or found.causal:
         return found
-    sizes = value(found.q).shape[2], value(found.k).shape[2]
+    sizes = value(found.q).shape[-2], value(found.k).shape[-2]
     if mask.dim() < 2 or not same(mask.shape[-2:], sizes):
         return found
     triangle = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()

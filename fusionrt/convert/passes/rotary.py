@@ -123,7 +123,7 @@ def _part(n: Any, which: int) -> Node | None:
     if not isinstance(n, Node) or n.target is not operator.getitem:
         return None
     x, index = n.args
-    width = value(x).shape[-1] if is_tensor(x) else None
+    width = value(x).shape[-1] if is_tensor(x) and value(x).dim() else None
     if not isinstance(width, int) or width % 2 or not isinstance(index, tuple):
         return None
     expected = slice(width // 2, None, None) if which else slice(None, width // 2, None)

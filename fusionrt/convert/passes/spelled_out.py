@@ -66,7 +66,8 @@ def gelu(edits: Edits) -> None:
         for x, factor in (xs, xs[::-1]):
             approximate = _approximate(factor, x)
             nodes = between([x], n) if approximate is not None else []
-            if approximate is not None and only_users(nodes[:-1], nodes) and edits.allows(n, nodes):
+            if (approximate is not None and value(n).dtype == value(x).dtype  # of integers there is none
+                    and only_users(nodes[:-1], nodes) and edits.allows(n, nodes)):
                 edits.replace(nodes, n, F.gelu, (x,), None, approximate=approximate)
                 break
 
@@ -107,10 +108,15 @@ def addmm(edits: Edits) -> None:
             continue
         x, old = given["mat1"], [n]
         after = next(iter(n.users)) if len(n.users) == 1 else None
-        if named(x, "view", "reshape") and named(after, "view", "reshape") and after is not None:
+        if _changes_shape(x) and after is not None and _changes_shape(after):
             whole, flat = value(x.args[0]).shape, value(x).shape
             if same((*whole[:-1], value(n).shape[1]), value(after).shape) and same(whole[-1], flat[1]):
                 x, old = x.args[0], [n, after]
         if edits.allows(old[-1], old) and not edits.facts.is_written(x):
             weight = edits.call(torch.t, (given["mat2"],), {}, n, given=value(given["mat2"]).t())
             edits.replace(old, old[-1], F.linear, (x, weight, given["input"]), None)
+
+
+def _changes_shape(n: Node) -> bool:
+    """And nothing else: there are views as another dtype."""
+    return named(n, "view", "reshape") and value(n).dtype == value(n.args[0]).dtype
