@@ -44,6 +44,15 @@ def test_encoder_layers(norm_first, activation, device):
     assert is_repeatable(graph_of(model, x))
 
 
+def test_encoder_layers_under_autocast():
+    """On a CPU torch's one call is all in 16 bits."""
+    model, x = encoder(True), torch.randn(3, 5, 16)
+    run, _ = compiled(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, expected = run(x), model(x)
+    assert_close(ours, expected)
+
+
 def test_encoder_layers_train(device):
     """Then they are not one call."""
     counts = check_module(encoder(True).to(device).eval(), torch.randn(3, 5, 16, device=device), rtol=1e-4,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from convert_checks import check, compiled
+from convert_checks import check, compiled, of_pass
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -103,9 +103,25 @@ def test_other_dtypes(function, args):
 @pytest.mark.parametrize(("function", "shape"), [
     (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ()),
     (lambda x: torch.cat((-x[None], x[None]), -1) * 2, ()),
-    (lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4, dtype=torch.bool).tril()), (4, 8))])
+    (lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4, dtype=torch.bool).tril()), (4, 8)),
+    (lambda x: F.scaled_dot_product_attention(x, x, x) * 2, (2, 2, 3, 0))])
 def test_fewer_dimensions(function, shape):
     check(function, torch.randn(shape, requires_grad=True))
+
+
+@pytest.mark.parametrize(("weight", "bias"), [((4,), None), ((4, 4), (1,)), ((4, 4), (3, 4))])
+def test_linear_layers_of_other_shapes(weight, bias, monkeypatch):
+    for name in ("stacked", "biases", "aligned_rows"):
+        for place in of_pass(name, DEVICES=("cpu",)):
+            monkeypatch.setattr(*place)
+    for place in of_pass("aligned_rows", DEEP=4, MANY=1, ALIGNED=4):
+        monkeypatch.setattr(*place)
+    x, v, w = torch.randn(3, 4), torch.randn(weight), torch.randn(weight)
+    b = None if bias is None else torch.randn(bias)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            check(lambda x, v, w: F.gelu(F.linear(x, v, b)) + F.linear(x, w, b), x, v.requires_grad_(grad), w,
+                  rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [

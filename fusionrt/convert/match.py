@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.nn import functional as F
 
 from fusionrt.convert import pointwise as p
 from fusionrt.convert.effects import value
+from fusionrt.convert.graph import arguments, same
 
 
 def rule_of(n: Any) -> Any:
@@ -73,6 +75,16 @@ def without_conversions(n: Any, exactly: bool = False) -> Any:
             break
         n = n.args[0]
     return n
+
+
+def linear_layer(n: Any) -> dict[str, Any] | None:
+    """Input, weight and bias of F.linear, of a matrix and one number a result: torch takes other shapes."""
+    target = n.target if isinstance(n, Node) else None
+    given = arguments(n, input=None, weight=None, bias=None) if target is F.linear else None
+    if given is None or value(given["weight"]).dim() != 2:
+        return None
+    bias = given["bias"]
+    return given if bias is None or same(value(bias).shape, value(given["weight"]).shape[:1]) else None
 
 
 def is_last_dim(given: Any, t: torch.Tensor) -> bool:

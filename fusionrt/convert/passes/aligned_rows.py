@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fusionrt.convert.calls import ALIGNED, aligned_product
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import Edits, arguments, hint, is_tensor
-from fusionrt.convert.match import named
+from fusionrt.convert.graph import Edits, hint, is_tensor
+from fusionrt.convert.match import linear_layer, named
 from fusionrt.convert.revalue import take_place
 
 DEVICES = ("cuda",)
@@ -42,7 +42,7 @@ def aligned_rows(edits: Edits) -> None:
 def _operands(n: Node) -> tuple[Node, Node, Node | None] | None:
     """x, weight and bias."""
     if n.target is F.linear:
-        given = arguments(n, input=None, weight=None, bias=None)
+        given = linear_layer(n)
         return None if given is None else (given["input"], given["weight"], given["bias"])
     fits = named(n, "matmul") and len(n.args) == 2 and all(map(is_tensor, n.args)) and not n.kwargs
     return (n.args[0], n.args[1], None) if fits else None  # type: ignore[return-value]

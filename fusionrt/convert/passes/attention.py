@@ -80,6 +80,7 @@ def _fits(last: Node, found: Operands) -> bool:
     return (all(t.dim() == 4 and t.dtype in DTYPES and t.dtype == q.dtype and t.device.type in ("cpu", "cuda")
                 for t in (q, k, v))
             and same((q.shape[0], q.shape[3]), (k.shape[0], k.shape[3])) and same(k.shape[:3], v.shape[:3])
+            and not same(q.shape[3], 0)
             and (found.enable_gqa or same(k.shape[1], q.shape[1]))
             and same(value(last).shape, (*q.shape[:3], v.shape[3]))  # no mask is of more than the scores
             and (value(last).dtype == q.dtype or q.dtype != torch.float64))  # under autocast

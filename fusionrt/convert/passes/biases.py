@@ -18,7 +18,7 @@ from fusionrt.convert.calls import FEW_ROWS, linear
 from fusionrt.convert.cluster import Cluster, Clustering
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
-from fusionrt.convert.match import named
+from fusionrt.convert.match import linear_layer, named
 
 DEVICES = ("cuda",)
 
@@ -48,10 +48,8 @@ def biases(edits: Edits) -> None:
 
 
 def _layer(n: Node) -> _Layer | None:
-    given, dim = None, -1
-    if n.target is F.linear:
-        given = arguments(n, input=None, weight=None, bias=None)
-    elif n.target is F.conv2d:
+    given, dim = linear_layer(n), -1
+    if n.target is F.conv2d:
         dim = -3  # there may be no batch
         given = arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
     return None if given is None else _Layer(n.target, tuple(given.values()), dim)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
+from fusionrt.convert.match import named
 from fusionrt.convert.revalue import computed, revalue
 
 _REQUIRED = ("src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias",
@@ -21,7 +22,10 @@ _REQUIRED = ("src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_we
 
 
 def encoder_layers(edits: Edits) -> None:
-    """For the passes that know these."""
+    """For the passes that know these. Not under autocast: on a CPU torch's call then gives 16 bits, and fake
+    tensors do not know it."""
+    if torch.is_autocast_enabled("cpu") or any(named(n, "_enter_autocast") for n in edits.nodes()):
+        return
     for n in edits.nodes():
         given = (arguments(n, **dict.fromkeys(_REQUIRED), mask=None, mask_type=None)
                  if n.target is torch._transformer_encoder_layer_fwd else None)

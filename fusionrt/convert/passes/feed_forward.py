@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fusionrt.convert.cluster import Cluster, Clustering
 from fusionrt.convert.effects import value
 from fusionrt.convert.fused import traced
-from fusionrt.convert.graph import Edits, arguments, is_tensor, present
+from fusionrt.convert.graph import Edits, is_tensor, present
+from fusionrt.convert.match import linear_layer
 from fusionrt.convert.passes.convolution import is_plain
 from fusionrt.convert.passes.linear import statistic
 from fusionrt.convert.tail import catalogue, tail_of
@@ -44,9 +45,7 @@ def feed_forward(edits: Edits) -> None:
 
 def _linear(n: Node) -> Given | None:
     """The arguments of a linear layer."""
-    if n.target is not F.linear or not is_plain(n):
-        return None
-    return arguments(n, input=None, weight=None, bias=None)
+    return linear_layer(n) if n.target is F.linear and is_plain(n) else None
 
 
 def _plain(edits: Edits, n: Node, given: Given, product: Node, clusters: Mapping[Node, Cluster]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn import functional as F
-
 from fusionrt.convert.cluster import Clustering
-from fusionrt.convert.graph import Edits, arguments, present
+from fusionrt.convert.graph import Edits, present
+from fusionrt.convert.match import linear_layer
 from fusionrt.convert.passes.convolution import is_plain
 from fusionrt.convert.tail import tail_of
 from fusionrt.ops.linear import linear_activation
@@ -18,7 +17,7 @@ def linear(edits: Edits) -> None:
     either way."""
     clusters = Clustering(edits.facts).of
     for n in edits.nodes():
-        given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
+        given = linear_layer(n)
         tail = tail_of(n, clusters) if given is not None and is_plain(n) else None
         if given is None or tail is None or tail.activation is None or not edits.allows(
                 tail.result, [n, *tail.nodes]):

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fusionrt.convert import derived
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import DERIVED, Edits, arguments
+from fusionrt.convert.graph import DERIVED, Edits
+from fusionrt.convert.match import linear_layer
 from fusionrt.convert.revalue import revalue
 
 DEVICES = ("cuda",)  # on a CPU little is gained
@@ -24,7 +25,7 @@ def stacked(edits: Edits) -> None:
     """Where no gradients are recorded: the stacked weights are kept."""
     groups: dict[Any, Group] = defaultdict(list)
     for n in edits.nodes():
-        given = arguments(n, input=None, weight=None, bias=None) if n.target is F.linear else None
+        given = linear_layer(n)
         if given is not None and _can_be_stacked(edits, n, given):
             groups[given["input"], given["bias"] is None, edits.facts.region[n]].append((n, given))
     for group in groups.values():
