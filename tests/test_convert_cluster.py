@@ -172,6 +172,20 @@ def test_writes_to_arguments_and_views_keep_their_order():
     check(function, torch.randn(4, 8), torch.randn(4, 8))
 
 
+def test_writes_through_views_where_nothing_is_recorded():
+    """Of what requires a gradient: to ask such a view for its `grad_fn` is an error."""
+    def function(w):
+        w[0].mul_(3)
+        return torch.sigmoid(w) * 2
+
+    run, found = compiled(function)
+    w = torch.randn(3, 4)
+    with torch.no_grad():
+        ours, own = (w.clone().requires_grad_() for _ in range(2))
+        assert_close((run(ours), ours), (function(own), own))
+    assert found
+
+
 def test_in_place_calls_on_values_of_the_function_are_fused(device):
     def function(x, b):
         y = x @ x.T

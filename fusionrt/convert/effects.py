@@ -47,6 +47,8 @@ class Effect(NamedTuple):
     barrier: bool = False
 
 
+_autograd: Any = torch._C._autograd
+_made: Any = _autograd._get_creation_meta  # of a view
 NONE, BARRIER = Effect(), Effect(barrier=True)
 
 
@@ -57,9 +59,9 @@ def value(node: Any) -> Any:
 
 def as_recorded(found: Any) -> Any:
     """The value; without gradients torch says of a view of a parameter that it requires one, which nothing
-    records."""
+    records. (Of one that was written to it refuses to say `grad_fn`.)"""
     if (not torch.is_grad_enabled() and isinstance(found, torch.Tensor) and found.requires_grad
-            and found.grad_fn is None and found._is_view()):
+            and found._is_view() and _made(found) == _autograd.CreationMeta.NO_GRAD_MODE):
         return found.detach()
     return found
 
