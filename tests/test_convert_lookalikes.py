@@ -159,13 +159,19 @@ def attended(x):
     return torch.softmax(q @ q.transpose(2, 3) * 0.5, -1) @ q
 
 
+def attended_to_a_part(x):
+    q = x.view(2, 5, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q[..., :2])
+
+
 NORM = nn.GroupNorm(2, 8)
 
 
 @pytest.mark.parametrize("function", [
     lambda x: attended(x).view(2, 2, 20), lambda x: (attended(x) * 2).view(2, 2, 20),
     lambda x: attended(x).as_strided((2, 20), (40, 1)), lambda x: F.relu(NORM(x.transpose(1, 2))).view(2, -1),
-    lambda x: NORM(x.transpose(1, 2)).view(2, -1), lambda x: NORM(x.transpose(1, 2))])
+    lambda x: NORM(x.transpose(1, 2)).view(2, -1), lambda x: NORM(x.transpose(1, 2)), attended_to_a_part,
+    lambda x: attended_to_a_part(x) * 2, lambda x: torch.tanh(attended_to_a_part(x) + 1) * 2])
 def test_views_of_what_lies_otherwise_than_torchs(function):
     x = torch.randn(2, 5, 8, requires_grad=True)
     run, _ = compiled(function)

@@ -4,6 +4,7 @@ as their image. Results of a graph are put back, and views that only torch's hav
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fusionrt.convert.calls import batch_first_attention, laid, self_attention
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor
 from fusionrt.convert.kept_masks import attention_by_kept_mask
-from fusionrt.convert.match import named
+from fusionrt.convert.match import named, rule_of
 from fusionrt.ops.attention import attention
 
 _OURS = (attention, attention_by_kept_mask, batch_first_attention, self_attention)
@@ -21,12 +22,24 @@ _NORMS = ("fusionrt.ops.norm", "fusionrt.ops.batch_norm", "fusionrt.ops.softmax"
 
 
 def result_strides(edits: Edits) -> None:
-    """Results of attention and norms that share no memory with others; views of these are left."""
+    """Results of attention and norms, and of what is computed of these element by element, that share no
+    memory with others; views of these are left."""
     _let_views_copy(edits)
+    otherwise: set[Node] = set()  # may lie so
+    for n in edits.nodes():
+        follows = not otherwise.isdisjoint(n.all_input_nodes)
+        if _function(n) in _OURS or _module(n) in _NORMS or (follows and _lies_as_its_operands(n)):
+            otherwise.add(n)
     output = next(n for n in edits.nodes() if n.op == "output")
     for n in output.all_input_nodes:
-        if (_function(n) in _OURS or _module(n) in _NORMS) and is_tensor(n) and edits.allows(n):
+        if n in otherwise and is_tensor(n) and edits.allows(n):
             _put_back(edits, n, output)
+
+
+def _lies_as_its_operands(n: Node) -> bool:
+    """A call of elements, a part of several results."""
+    part = n.target is operator.getitem and not is_tensor(n.args[0])
+    return part or rule_of(n) is not None or hasattr(n.target, "operator")
 
 
 def _put_back(edits: Edits, n: Node, user: Node) -> None:
