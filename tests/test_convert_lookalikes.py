@@ -124,6 +124,12 @@ def test_linear_layers_of_other_shapes(weight, bias, monkeypatch):
                   rtol=1e-4, atol=1e-5)
 
 
+def test_norms_of_no_channels():
+    """Torch does not look at what there is no number for."""
+    check(lambda x, mean, variance: F.relu(F.batch_norm(x, mean, variance, training=True)) * 2,
+          torch.randn(3, 0, 4), torch.zeros(4), torch.ones(4))
+
+
 @pytest.mark.parametrize("function", [
     lambda x: torch.cat(tensors=(-x[..., 4:], x[..., :4]), dim=-1) * 2,
     lambda x: x * torch.rsqrt(torch.square(input=x).mean(dim=-1, keepdim=True) + 1e-6),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fusionrt.convert.cluster import Cluster, Clustering
 from fusionrt.convert.effects import effect, value
-from fusionrt.convert.graph import Edits, arguments, present
+from fusionrt.convert.graph import Edits, arguments, is_tensor, present, same
 from fusionrt.convert.members import FLOATS
 from fusionrt.convert.tail import Tail, tail_of
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
@@ -51,9 +51,13 @@ def _arguments(n: Node) -> Given | None:
 
 
 def norm_arguments(norm: Node) -> Given | None:
-    """Of F.batch_norm."""
-    return arguments(norm, input=None, running_mean=None, running_var=None, weight=None, bias=None,
-                     training=False, momentum=0.1, eps=1e-5)
+    """Of F.batch_norm, of one number a channel: of no numbers torch takes any statistics."""
+    given = arguments(norm, input=None, running_mean=None, running_var=None, weight=None, bias=None,
+                      training=False, momentum=0.1, eps=1e-5)
+    channels = value(norm).shape[1:2]
+    fits = all(same(value(a).shape, channels) for a in norm.all_input_nodes
+               if is_tensor(a) and value(a).dim() == 1)  # the momentum may be a symbol
+    return given if fits else None
 
 
 def _with_norm(edits: Edits, n: Node, given: Given, norm: Node, clusters: Clusters) -> None:
