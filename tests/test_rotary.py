@@ -153,6 +153,7 @@ def test_strides(dtype, interleaved, device):
         (memory(2, DIM, HEADS, LENGTH).transpose(1, 3), "bshd"),
         (memory(2, 1, HEADS, DIM).expand(-1, LENGTH, -1, -1), "bshd"),
         (memory(LENGTH, 2, HEADS, DIM).transpose(0, 1), "bshd"),  # sequence first
+        (memory(2, LENGTH, HEADS + DIM - 1).unfold(-1, DIM, 1), "bshd"),  # windows that overlap
     ]
     for view, layout in views:
         before = view.clone()

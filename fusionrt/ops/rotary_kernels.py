@@ -239,7 +239,8 @@ def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
         if not x.numel():
             continue
         source = x if x.stride(3) == 1 else x.contiguous()
-        result = out if out.stride(3) == 1 else torch.empty_like(source)
+        # Not like x: of windows that overlap that is no tensor of neighbouring columns either.
+        result = out if out.stride(3) == 1 else x.new_empty(x.shape)
         in_place = result.data_ptr() == source.data_ptr() != 0
         kernel = _cpu_kernel(_name(x), _name(cos), options.interleaved, in_place)
         batch, length, heads, head_dim = x.shape
