@@ -233,6 +233,16 @@ def test_derivatives_of_first_and_second_order(norm, device):
     torch.testing.assert_close(*seconds)
 
 
+def test_second_derivatives_of_no_tokens(device):
+    tokens = ids((2, 0), 4, device)
+    floats = [table(n, F64, device, 3).requires_grad_() for n in (4, 5, 2)]
+    y = of_floats(frt.embedding_position, tokens, token_type=tokens)(*floats)
+    g = torch.ones_like(y).requires_grad_()
+    grads = torch.autograd.grad(y, floats, g, create_graph=True)
+    assert not any(grad.any() for grad in grads)
+    assert torch.autograd.grad(sum(grad.sum() for grad in grads), g)[0].shape == g.shape
+
+
 def test_only_the_gradients_that_are_needed(device):
     tokens, floats = ids(device=device), [*tables(F32, device), *affine(F32, device)]
     g = torch.randn(4, 11, COLUMNS, device=device)

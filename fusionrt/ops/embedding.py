@@ -154,7 +154,7 @@ def _backward_gradients(saved: Sequence[Any], args: Sequence[Any], grads: Sequen
         terms.append(of_positions[:period].repeat(tokens.numel() // period, 1))
     if types and of_types is not None:
         term = of_types[:1] if token_type is None else _gathered(of_types, token_type, 1.0, -1)
-        terms.append(term.repeat(tokens.numel() // term.shape[0], 1))
+        terms.append(term.repeat(tokens.numel() // max(1, term.shape[0]), 1))
     return sum(terms[1:], terms[0]) if terms else None, *(None for _ in args[1:])
 
 
