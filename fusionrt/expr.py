@@ -267,11 +267,12 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "sqrt": ("sqrt({})", lambda g, out, a: (g / (2 * out),)),
     # Of norms and deviations: its derivative follows from the result, where the square may leave the range,
     # and is 0 at 0, as torch's.
-    "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g / (2 * out)),)),
+    "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g) / (2 * where(out == 0, 1, out)),)),
     "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
+    # What would be infinite beside a 0 is of base 1: a choice afterwards has derivatives of 0 times that.
     "pow": ("pow_({}, {})",
-            lambda g, out, a, b: (where(b == 0, 0, g * (b * pow_(a, b - 1))),
-                                  where((a == 0) & (0 <= b), 0, g * (out * log(a))))),
+            lambda g, out, a, b: (g * (b * pow_(where((b == 0) & ((a == 0) | (a != a)), 1, a), b - 1)),
+                                  g * (out * log(where((a == 0) & (0 <= b), 1, a))))),
     "sin": ("sin({})", lambda g, out, a: (g * cos(a),)),
     "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
     "tanh": ("tanh({})", lambda g, out, a: (g * (1 - out * out),)),

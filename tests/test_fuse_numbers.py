@@ -77,6 +77,24 @@ def test_exponents_of_0_and_1_have_derivatives(device):
     assert_close(first, torch.ones_like(x))
 
 
+def test_powers_of_0_have_second_derivatives(device):
+    """Also by the incoming gradient, as torch; of x^y at y = 0 both mixed ones are 1 / x."""
+    x = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0], dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.tensor([3.0, 2.5, 0.0, 0.0, 1.5], dtype=torch.float64, device=device, requires_grad=True)
+    g = torch.ones_like(x).requires_grad_()
+    power = frt.fuse(lambda x, y: x**y)
+    both = [torch.autograd.grad(f(x, y), (x, y), g, create_graph=True) for f in (power, torch.pow)]
+    assert_close(*both)
+    by_x, by_y = both[0]
+    assert_close(torch.autograd.grad((by_x + 2 * by_y).sum(), g, retain_graph=True)[0],
+                 (by_x + 2 * by_y).detach())
+    mixed = [torch.autograd.grad(found.sum(), other, retain_graph=True)[0]
+             for found, other in ((by_x, y), (by_y, x))]
+    assert_close(*(m[3:] for m in mixed))
+    assert mixed[0][3] == 1 / x[3]
+    assert all(m[:2].eq(0).all() for m in mixed)
+
+
 def test_integers_are_exact(device):
     """As far as float64 is: float32 ends at 2^24."""
     large = torch.tensor([2**24, 2**31 + 1, 2**53 - 1], device=device)

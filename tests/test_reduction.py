@@ -523,3 +523,14 @@ def test_the_gradient_of_a_deviation_whose_square_is_out_of_range(scale, device)
     x = (torch.tensor([[1.0, 0.0, 2.0]] * 5, device=device) * scale).requires_grad_()
     found, expected = (torch.autograd.grad(f(x, 1).sum(), x)[0] for f in (frt.std, torch.std))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["norm", "std"])
+def test_second_derivatives_where_the_first_is_0(name, device):
+    x = torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 4.0]], device=device, requires_grad=True)
+    g = torch.ones(2, device=device, requires_grad=True)
+    first, = torch.autograd.grad(getattr(frt, name)(x, 1), x, g, create_graph=True)
+    of_x, of_g = torch.autograd.grad((first * torch.tensor([1.0, 2.0, 3.0], device=device)).sum(), (x, g))
+    assert not of_x[0].any()
+    assert of_g[0] == 0
+    assert of_x.isfinite().all() and of_g[1] > 0
