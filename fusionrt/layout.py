@@ -84,6 +84,14 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
                   key=lambda d: (strides[d], -d))
 
 
+def lie_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory: each dimension steps over all that those of no larger steps
+    reach. Without sorting, which Dynamo does not do for sizes that vary."""
+    steps = [(stride, (n - 1) * stride) for n, stride in zip(shape, strides, strict=True) if n > 1]
+    return all(stride > sum(reach for other, reach in [*steps[:k], *steps[k + 1:]] if other <= stride)
+               for k, (stride, _) in enumerate(steps))
+
+
 def collapse(shape: Sequence[int], order: Sequence[int], operands: Sequence[Ints]) -> Domain:
     """Merge neighbouring dimensions wherever all operands allow it.
 

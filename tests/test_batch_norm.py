@@ -364,6 +364,28 @@ ERRORS = [
 ]
 
 
+def test_what_is_refused_writes_nothing():
+    x, several = torch.randn(2, 4, 3), torch.zeros(2, dtype=torch.int64)
+    refused = [
+        ({"x": x.int()}, TypeError, "x must be a floating-point tensor"),
+        ({"epilogue": 3}, TypeError, "epilogue must be a function of one traced value, got int"),
+        ({"weight": C * 1j}, TypeError, "weight has dtype torch.complex64"),
+        ({"momentum": "0.1"}, TypeError, "momentum must be a number or None, got '0.1'"),
+        ({"running_var": C.int()}, TypeError, "running_var .* a floating dtype, got torch.int32"),
+        ({"running_var": C.to("meta")}, ValueError, "running_var .* x, cpu, got one on meta"),
+        ({"running_var": C[:1].expand(4)}, ValueError, r"running_var .* apart in memory, got strides \(0,\)"),
+        ({"num_batches_tracked": several}, ValueError, r"must be one number .* torch.int64 of shape \(2,\)"),
+    ]
+    for change, kind, text in refused:
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        args = {"x": x, **dict(zip(names, (C * 0, C * 1, torch.tensor(0)), strict=True)), **change}
+        written = [args[name] for name in names if not args[name].is_meta]
+        before = [t.clone() for t in written]
+        with pytest.raises(kind, match=f"batch_norm: .*{text}"):
+            frt.batch_norm(**{"training": True, **args})
+        assert all(map(torch.equal, written, before))
+
+
 @pytest.mark.parametrize("call, kind, text", ERRORS, ids=[text[:40] for _, _, text in ERRORS])
 def test_errors(call, kind, text):
     with pytest.raises(kind, match=text):

@@ -146,6 +146,19 @@ def test_reduction_splits_the_domain(case, random):
     assert sorted(elements) == list(range(domain.numel))
 
 
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), max_size=4))
+def test_what_is_said_to_lie_apart_does(dims):
+    shape, strides = zip(*dims, strict=True) if dims else ((), ())
+    places = {sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*shape)}
+    if layout.lie_apart(shape, strides):
+        assert len(places) == math.prod(shape)
+    x = torch.empty(3, 4, 5, 6)
+    for dense in (x, x.permute(2, 0, 3, 1), x[::2, :, 1:], x[:, :1], torch.empty(())):
+        assert layout.lie_apart(dense.shape, dense.stride())
+    for shared in (x[:1].expand(2, -1, -1, -1), x.unfold(-1, 3, 1)):
+        assert not layout.lie_apart(shared.shape, shared.stride())
+
+
 @fast
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4).map(tuple), min_size=1, max_size=4))
 def test_broadcast_shapes(shapes):

@@ -306,6 +306,11 @@ def test_in_place_needs_elements_apart():
     q, _ = queries()
     with pytest.raises(ValueError, match="inplace needs a q whose elements lie apart in memory"):
         frt.rotary_embedding(q[:, :1].expand(-1, LENGTH, -1, -1), inplace=True)
+    windows = torch.randn(2, LENGTH, HEADS + DIM - 1)
+    before = windows.clone()
+    with pytest.raises(ValueError, match="inplace needs a q whose elements lie apart in memory"):
+        frt.rotary_embedding(windows.unfold(-1, DIM, 1), inplace=True)
+    assert torch.equal(windows, before)
     with pytest.raises(ValueError, match="inplace needs q and k in memory of their own"):
         frt.rotary_embedding(q, q.view(q.shape), inplace=True)
 

@@ -21,6 +21,7 @@ import torch
 from fusionrt.array import check_writeable, is_foreign, to_torch
 from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
+from fusionrt.layout import lie_apart
 from fusionrt.op import unpack
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
@@ -121,9 +122,9 @@ def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_c
         raise ValueError(f"{op}: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
 
 
-def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool, eps: float, **more: Any
-                   ) -> None:
-    """`needed` for what they are; otherwise they, and `more`, will be written to."""
+def _check_running(op: str, x: torch.Tensor, running_mean: Any, running_var: Any, needed: bool, eps: float,
+                   num_batches_tracked: Any = None) -> None:
+    """`needed` for what they are; otherwise they, and the number of batches, will be written to."""
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var go together: give both or neither")
     if needed and running_mean is None:
@@ -133,10 +134,35 @@ def _check_running(op: str, running_mean: Any, running_var: Any, needed: bool, e
         return
     if not eps > 0:
         raise ValueError(f"{op}: eps must be positive for statistics of the batch, got {eps}")
-    check_writeable(op, running_mean=running_mean, running_var=running_var, **more)
-    for name, value in (("running_mean", running_mean), ("running_var", running_var)):
-        if value is not None and value.requires_grad:
-            raise ValueError(f"{op}: {name} is written to and must not require a gradient")
+    running = {"running_mean": running_mean, "running_var": running_var}
+    check_writeable(op, **running, num_batches_tracked=num_batches_tracked)
+    for name, value in running.items():
+        if value is not None:
+            _check_written(op, x, name, value)
+    if num_batches_tracked is not None and (
+            num_batches_tracked.numel() != 1 or num_batches_tracked.dtype == torch.bool):
+        raise ValueError(f"{op}: num_batches_tracked must be one number to add 1 to, got "
+                         f"{num_batches_tracked.dtype} of shape {tuple(num_batches_tracked.shape)}")
+
+
+def _check_written(op: str, x: torch.Tensor, name: str, value: torch.Tensor) -> None:
+    if value.requires_grad:
+        raise ValueError(f"{op}: {name} is written to and must not require a gradient")
+    if not value.is_floating_point():
+        raise TypeError(f"{op}: {name} is written to and must have a floating dtype, got {value.dtype}")
+    if value.device != x.device:
+        raise ValueError(f"{op}: {name} must be on the device of x, {x.device}, got one on {value.device}")
+    if not (value.is_contiguous() or lie_apart(value.shape, value.stride())):
+        raise ValueError(f"{op}: {name} is written to and needs its elements apart in memory, got strides "
+                         f"{value.stride()} of shape {tuple(value.shape)}")
+
+
+def _check_momentum(momentum: Any, num_batches_tracked: Any) -> None:
+    if momentum is None and num_batches_tracked is None:
+        raise ValueError("batch_norm: momentum None is the mean over all batches and needs "
+                         "num_batches_tracked")
+    if not isinstance(momentum, (int, float, torch.Tensor, type(None))):
+        raise TypeError(f"batch_norm: momentum must be a number or None, got {momentum!r}")
 
 
 @torch.no_grad()
@@ -152,16 +178,11 @@ def _update(running: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tenso
 
 
 @torch.no_grad()
-def _factor(op: str, momentum: float | None, num_batches_tracked: torch.Tensor | None
-            ) -> float | torch.Tensor:
+def _factor(momentum: Any, num_batches_tracked: torch.Tensor | None) -> float | torch.Tensor:
     """That of the running average; without a momentum that of the mean of all batches so far."""
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
-    if momentum is not None:
-        return momentum
-    if num_batches_tracked is None:
-        raise ValueError(f"{op}: momentum None is the mean over all batches and needs num_batches_tracked")
-    return 1 / num_batches_tracked
+    return 1 / num_batches_tracked if momentum is None else momentum  # type: ignore[operator]
 
 
 # -- ops -------------------------------------------------------------------------------------------
@@ -191,16 +212,18 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
 
     def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
             num_batches_tracked: Any) -> torch.Tensor:
-        _check_running("batch_norm", running_mean, running_var, not training, eps,
-                       num_batches_tracked=num_batches_tracked)
+        _check_running("batch_norm", x, running_mean, running_var, not training, eps, num_batches_tracked)
         if training and x.numel() == x.shape[1]:
             raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
                              f"size {tuple(x.shape)}")
         running, tracked = (running_mean, running_var), running_mean is not None
         counted = training and (tracked or num_batches_tracked is not None)
-        factor = _factor("batch_norm", momentum, num_batches_tracked) if counted else 0.0
+        if counted:
+            _check_momentum(momentum, num_batches_tracked)
         y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue,
                                  recompute)
+        # Nothing is written before all that may be refused has been.
+        factor = _factor(momentum, num_batches_tracked) if counted else 0.0
         if training and tracked and x.numel():
             _update(running, (found[0], found[1]), factor)
         return y
@@ -220,7 +243,7 @@ def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: fl
     """
 
     def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *_: None) -> torch.Tensor:
-        _check_running("batch_norm_relu", mean, var, True, eps)
+        _check_running("batch_norm_relu", x, mean, var, True, eps)
         found = _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)
         return found[0]
 
@@ -245,7 +268,7 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
 
     def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
             *_: None) -> torch.Tensor:
-        _check_running(op, running_mean, running_var, not use_input_stats, eps)
+        _check_running(op, x, running_mean, running_var, not use_input_stats, eps)
         if use_input_stats and running_mean is not None and not isinstance(momentum, (int, float)):
             raise ValueError(f"{op}: momentum must be a number, got {momentum!r}")
         running, tracked = (running_mean, running_var), running_mean is not None

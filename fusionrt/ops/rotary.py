@@ -18,7 +18,7 @@ from fusionrt import indices
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
-from fusionrt.layout import is_among
+from fusionrt.layout import is_among, lie_apart
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
@@ -295,8 +295,7 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
 
 def _check_in_place(op: str, q: Tensor, k: Tensor | None) -> None:
     for name, t in {"q": q, "k": k}.items():
-        if t is not None and t.numel() and any(
-                stride == 0 < n - 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
+        if t is not None and t.numel() and not lie_apart(t.shape, t.stride()):
             raise ValueError(f"{op}: inplace needs a {name} whose elements lie apart in memory, got strides "
                              f"{t.stride()} of shape {tuple(t.shape)}")
     # Where torch watches, both are computed before either is written, and memory has no address.
