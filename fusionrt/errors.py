@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class CompileError(RuntimeError):
@@ -22,6 +23,19 @@ class CaptureError(RuntimeError):
             f"{kernel}: this specialisation is not loaded yet, and loading a kernel would break the "
             "CUDA graph that is being captured. Call the op once with the same dtypes, shapes and "
             "strides before the capture (fusionrt warmup fills the disk cache, a call loads it).")
+
+
+def as_float(op: str, name: str, value: Any) -> float:
+    """Of a number, or of what gives one (a tensor of one element); of nothing that is text."""
+    if isinstance(value, (int, float)) or hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+
+
+def as_int(op: str, name: str, value: Any) -> int:
+    if isinstance(value, int) or hasattr(value, "__index__"):
+        return value
+    raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
 for _error in (CompileError, CaptureError):

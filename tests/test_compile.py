@@ -472,3 +472,23 @@ def test_a_symbol_may_equal_a_number(function, x):
     x = torch.randn(x)
     run = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
     assert_close(run(x), function(x))
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "sum", "argmax", "var"])
+def test_dimensions_that_are_variables(op):
+    """Dynamo takes the numbers of a call, and of a closure, for such where sizes vary."""
+    def call(x, dim):
+        return getattr(frt, op)(x, dim)
+
+    for dim in (0, -1):
+        run = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+        for size in (5, 7):
+            x = torch.randn(size, 4, 6)
+            torch.testing.assert_close(run(x, dim), call(x, dim))
+
+
+def test_losses_that_broadcast():
+    """Which warn otherwise."""
+    run = torch.compile(frt.l1_loss, fullgraph=True, dynamic=True, backend="eager")
+    x, y = torch.randn(5, 6), torch.randn(6)
+    torch.testing.assert_close(run(x, y), (x - y).abs().mean())

@@ -325,6 +325,41 @@ def test_a_dimension_that_is_no_integer(dim):
             frt.ops.sum(x, dim)
 
 
+X, IDS = torch.randn(2, 3, 4, 8), torch.zeros(2, 3, dtype=torch.int64)
+NUMBERS = [
+    ("var", (X,), "correction", "number"),
+    ("huber_loss", (X, X), "delta", "number"),
+    ("smooth_l1_loss", (X, X), "beta", "number"),
+    ("attention", (X, X, X), "scale", "number"),
+    ("attention", (X, X, X), "softcap", "number"),
+    ("embedding_position", (IDS, X[0, 0]), "scale", "number"),
+    ("embedding_position", (IDS, X[0, 0]), "padding_idx", "integer"),
+    ("rotary_embedding", (X,), "base", "number"),
+    ("rotary_embedding", (X,), "scaling", "number"),
+    ("rotary_embedding", (X,), "rotary_dim", "integer"),
+    ("rotary_embedding", (X,), "offset", "integer"),
+    ("multihead_attention", (X[0], X[0], X[0]), "num_heads", "integer"),
+    ("qkv_heads", (X[0],), "num_heads", "integer"),
+    ("sliding_window", (X, 2, "var"), "correction", "number"),
+    ("sliding_window", (X, 2), "dim", "integer"),
+]
+
+
+@pytest.mark.parametrize("op, args, name, kind", NUMBERS, ids=[f"{op} {name}" for op, _, name, _ in NUMBERS])
+def test_what_is_no_number(op, args, name, kind):
+    function = getattr(frt, op) if hasattr(frt, op) else getattr(frt.data, op)
+    for value in ("2", *([1.5] if kind == "integer" else [])):
+        with pytest.raises(TypeError, match=f"{op}: {name} must be an? {kind}, got {value!r}"):
+            function(*args, **{name: value})
+
+
+def test_a_number_of_which_a_batch_has_none():
+    x = torch.randn(3, 4)
+    for nothing in (None, "x"):
+        with pytest.raises(TypeError, match="kl_div: input must be a tensor, an array or a number"):
+            frt.kl_div(nothing, x, "batchmean")
+
+
 def test_epilogues_of_nothing():
     x = torch.randn(4, 8)
     for epilogue in (lambda v: 1.0, lambda v: frt.exp(v * 0 + 1) * 0 + 1):

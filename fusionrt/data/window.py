@@ -16,6 +16,7 @@ from fusionrt.autograd import transforms_active
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
 from fusionrt.data.window_rows import Request, Tensor, like, walkable
+from fusionrt.errors import as_float, as_int
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
 
@@ -57,7 +58,8 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
                                       min_periods=min_periods, correction=correction))
     dim = _checked(x, window, op, dim, stride, min_periods)
     left, right = _padding(window, padding)
-    request = Request(op, window, stride, left, right, min_periods, float(correction))
+    request = Request(op, window, stride, left, right, min_periods,
+                      as_float("sliding_window", "correction", correction))
     n = x.shape[dim]
     if n and request.dense(n) < 1:
         raise ValueError(f"sliding_window: window must be at most {n + left + right}, dim {dim} with its "
@@ -76,7 +78,7 @@ def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: i
                         f"got {x.dtype}: cast it first")
     if op not in OPS:
         raise ValueError(f"sliding_window: op must be one of {', '.join(OPS)}, got {op!r}")
-    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+    if x.dim() == 0 or not -x.dim() <= as_int("sliding_window", "dim", dim) < x.dim():
         raise ValueError(f"sliding_window: dim must be one of the {x.dim()} dimensions of x, got {dim}")
     for name, value in (("window", window), ("stride", stride), ("min_periods", min_periods)):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -14,6 +14,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.errors import as_float, as_int
 from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated
@@ -140,7 +141,7 @@ def _number(op: str, name: str, value: Any) -> float:
     if learns or (isinstance(value, Tensor) and value.numel() != 1):
         raise TypeError(f"{op}: {name} must be a number or a tensor of one that requires no gradient, got a "
                         f"tensor of shape {tuple(value.shape)}{' that does' if value.requires_grad else ''}")
-    return float(value)
+    return as_float(op, name, value)
 
 
 def _cast_by_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -251,7 +252,7 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
 
 def _dim_of_heads(op: str, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> int:
     width = q.shape[2]
-    if num_heads < 1 or width % num_heads or not width:
+    if as_int(op, "num_heads", num_heads) < 1 or width % num_heads or not width:
         raise ValueError(f"{op}: num_heads must divide the width of q, {width}, got {num_heads}")
     dim = width // num_heads
     if k.shape[:2] != v.shape[:2] or k.shape[0] != q.shape[0]:

@@ -17,6 +17,7 @@ from fusionrt import indices, random
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, backward, is_watched, transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.errors import as_float, as_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.layout import is_among
@@ -400,7 +401,7 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
     gamma, beta = given[-2:]
     weight = operands[1]
     sizes = (0 if operands[k] is None else operands[k].shape[0] for k in _TABLES)
-    more = float(scale), _checked_padding(padding_idx, weight.shape[0]), *sizes
+    more = as_float(_OP, "scale", scale), _checked_padding(padding_idx, weight.shape[0]), *sizes
     if eps is None and keep is None:
         result = _sum(*operands, *more)
     else:
@@ -425,7 +426,7 @@ def _checked_norm(layer_norm: Any) -> tuple[Any, Any, float | None]:
         raise TypeError(f"{_OP}: layer_norm must be (weight, bias) or (weight, bias, eps), got a "
                         f"{type(layer_norm).__name__}")
     weight, bias, *eps = layer_norm
-    return weight, bias, float(eps[0]) if eps else EPS
+    return weight, bias, as_float(_OP, "eps of layer_norm", eps[0]) if eps else EPS
 
 
 def _check_kinds(arrays: dict[str, Any]) -> None:
@@ -482,6 +483,6 @@ def _checked_padding(padding_idx: int | None, rows: int) -> int:
     """Not negative, or -1 for none."""
     if padding_idx is None:
         return -1
-    if not -rows <= padding_idx < rows:
+    if not -rows <= as_int(_OP, "padding_idx", padding_idx) < rows:
         raise ValueError(f"{_OP}: padding_idx must be in [-{rows}, {rows}), got {padding_idx}")
     return padding_idx % rows

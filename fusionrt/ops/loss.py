@@ -21,6 +21,7 @@ import torch
 
 from fusionrt import layout
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.errors import as_float
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
 from fusionrt.op import SCALAR
@@ -91,8 +92,9 @@ def _shape(op: str, input: Any, target: Any) -> tuple[int, ...]:
     shape = layout.broadcast_shapes([mine, other])
     if shape is None:
         raise ValueError(f"{op}: input and target must broadcast, got {mine} and {other}")
-    warnings.warn(f"{op}: target has shape {other} and input {mine}: they broadcast, which is seldom what "
-                  "is meant", UserWarning, stacklevel=4)
+    if not torch.compiler.is_dynamo_compiling():  # which cannot warn
+        warnings.warn(f"{op}: target has shape {other} and input {mine}: they broadcast, which is seldom "
+                      "what is meant", UserWarning, stacklevel=4)
     return shape
 
 
@@ -163,7 +165,7 @@ def smooth_l1_loss(input: Any, target: Any, reduction: str = "mean", beta: float
 
         smooth_l1_loss(model(x), y, beta=0.1)
     """
-    if not beta >= 0:
+    if not as_float("smooth_l1_loss", "beta", beta) >= 0:
         raise ValueError(f"smooth_l1_loss: beta must be at least 0, got {beta!r}")
     if beta == 0:
         return _reduced("smooth_l1_loss", _l1_loss, reduction, input, target)
@@ -179,7 +181,7 @@ def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 
 
         huber_loss(model(x), y, delta=2.0)
     """
-    if not delta > 0:
+    if not as_float("huber_loss", "delta", delta) > 0:
         raise ValueError(f"huber_loss: delta must be positive, got {delta!r}")
     return _reduced("huber_loss", _huber_loss, reduction, input, target, delta)
 
@@ -247,6 +249,6 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     loss = _kl_div_of_logs if log_target else _kl_div
     if reduction != "batchmean":
         return _reduced("kl_div", loss, reduction, input, target)
-    size = input.shape[0] if len(input.shape) else 1
+    size = next(iter(getattr(input, "shape", ())), 1)
     shape, total = _shape("kl_div", input, target), _kernels(loss, input, target).total
     return total(input, target, 1 / size) if math.prod(shape) else total(input, target, 1.0) / size

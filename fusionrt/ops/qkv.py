@@ -9,6 +9,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.errors import as_int
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import DTYPES, check_angles, checked_dim, checked_positions, checked_tables
@@ -172,7 +173,7 @@ def _checked_width(op: str, qkv: Any, num_heads: int, kv_heads: int) -> int:
     if qkv.dtype not in DTYPES:
         raise TypeError(f"{op}: qkv must have a floating dtype (float16, bfloat16, float32, float64), got "
                         f"{qkv.dtype}")
-    if num_heads < 1 or kv_heads < 1:
+    if as_int(op, "num_heads", num_heads) < 1 or as_int(op, "num_kv_heads", kv_heads) < 1:
         raise ValueError(f"{op}: num_heads and num_kv_heads must be at least 1, got {num_heads} and "
                          f"{kv_heads}")
     if qkv.dim() != 3 or not qkv.shape[2] or qkv.shape[2] % (num_heads + 2 * kv_heads):

@@ -21,6 +21,7 @@ import torch
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
+from fusionrt.errors import as_float
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
@@ -134,7 +135,8 @@ class _Layout(NamedTuple):
 
 def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout:
     n_dims = len(shape)
-    dims = tuple(range(n_dims)) if dim is None or dim == () else dim if isinstance(dim, tuple) else (dim,)
+    given = dim if isinstance(dim, tuple) else () if dim is None else (dim,)
+    dims = given or tuple(range(n_dims))
     for d in dims:
         if not isinstance(d, int):
             raise TypeError(f"{op}: dim must be None, an int or ints, got {dim!r}")
@@ -142,8 +144,9 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
             raise IndexError(
                 f"{op}: dim must be in [{-n_dims}, {n_dims - 1}] for x of {n_dims} dimensions, got {d}"
             )
-    reduced = tuple(sorted(d % n_dims for d in dims))
-    if len({*reduced}) < len(reduced):
+    # Found by comparing: numbers of a closure are variables to Dynamo, and these are constants.
+    reduced = tuple(d for d in range(n_dims) if any(d == other % n_dims for other in dims))
+    if len(reduced) < len(dims):
         raise ValueError(f"{op}: dim names a dimension twice, got {dim}")
     kept = tuple(d for d in range(n_dims) if d not in reduced)
     order = (*kept, *reduced)
@@ -370,7 +373,7 @@ def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
 
         var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]
     """
-    return _reduce("var", "var", x, dim, keepdim, None, float(correction))
+    return _reduce("var", "var", x, dim, keepdim, None, as_float("var", "correction", correction))
 
 
 @public(example=_matrix)
@@ -381,7 +384,7 @@ def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
 
         std(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [1.4142, 0.]
     """
-    return _reduce("std", "std", x, dim, keepdim, None, float(correction))
+    return _reduce("std", "std", x, dim, keepdim, None, as_float("std", "correction", correction))
 
 
 @public(example=_matrix)

@@ -18,6 +18,7 @@ from fusionrt import indices
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.errors import as_float, as_int
 from fusionrt.layout import is_among, lie_apart
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type
@@ -228,13 +229,14 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
 
 def check_angles(op: str, base: float | None, scaling: float) -> None:
     """`base`: None where angles are not computed."""
-    if not all(n is None or 0 < n < math.inf for n in (base, scaling)):
+    given = {"base": 1.0 if base is None else base, "scaling": scaling}
+    if not all(0 < as_float(op, name, n) < math.inf for name, n in given.items()):
         raise ValueError(f"{op}: base and scaling must be positive numbers, got {base!r} and {scaling!r}")
 
 
 def checked_dim(op: str, rotary_dim: int | None, head_dim: int) -> int:
     found = head_dim if rotary_dim is None else rotary_dim
-    if found % 2 or not 0 < found <= head_dim:
+    if as_int(op, "rotary_dim", found) % 2 or not 0 < found <= head_dim:
         raise ValueError(f"{op}: rotary_dim must be even and in [2, {head_dim}], the columns of a head, got "
                          f"{found}")
     return found
@@ -243,6 +245,7 @@ def checked_dim(op: str, rotary_dim: int | None, head_dim: int) -> int:
 def checked_positions(op: str, positions: Any, offset: int, batch: int, length: int, device: torch.device
                       ) -> Tensor | None:
     """Of shape (B or 1, S)."""
+    as_int(op, "offset", offset)
     if positions is None:
         return None
     if not isinstance(positions, Tensor):

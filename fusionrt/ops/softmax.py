@@ -18,6 +18,7 @@ from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
+from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.layout import is_among
@@ -72,9 +73,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     rank = x.dim()
     if rank == 0:
         return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
-    if not hasattr(dim, "__index__"):
-        raise TypeError(f"{op}: dim must be an integer, got {dim!r}")
-    if not -rank <= dim < rank:
+    if not -rank <= as_int(op, "dim", dim) < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
     tensors, numbers = [x], []
     if isinstance(scale, (int, float)):
@@ -83,7 +82,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         tensors.append(_fitting(op, "scale", scale, x))
     if mask is not None:
         tensors.append(_fitting(op, "mask", mask, x))
-    is_last = dim in (-1, rank - 1)
+    is_last = is_among(dim, -1, rank - 1)
     if not is_last:
         tensors = [_movable(t, rank).movedim(dim, -1) for t in tensors]
     if causal:
