@@ -426,3 +426,14 @@ def test_windows_of_one_lie_as_compiled_programs_are_told(op):
         for needs in (False, True):
             x = x.detach().requires_grad_(needs)
             torch.testing.assert_close(torch.compile(function, backend="aot_eager")(x), function(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 1, 3), (1, 5, 1, 1), (4, 1, 6)], ids=str)
+def test_compiled_for_sizes_that_vary_where_some_are_one(shape):
+    """Dimensions of equal strides are told apart by sizes, which a compiler compares as symbols."""
+    def function(x, window):
+        return sliding_window(x, window, "sum", dim=-1, padding="causal")
+
+    x = torch.randn(shape)
+    run = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(run(x, 1), function(x, 1))

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 def memory_order(x: Tensor, dim: int) -> list[int]:
     """All dimensions, outermost first; those of one element do not matter."""
-    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d != dim and x.shape[d] == 1, d))
+    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d != dim and bool(x.shape[d] == 1), d))
 
 
 def rows_of(x: Tensor, dim: int) -> Rows | None:
