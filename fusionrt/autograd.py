@@ -94,9 +94,13 @@ def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence
          ) -> None:
     """Keep the arguments that the backward expression reads, of other tensors a description; the
     outputs that it reads; `more`; and the order of the walk, if random numbers were drawn."""
-    ctx.order = op.drawn(args, out if isinstance(out, tuple) else (out,))
     reads, saved = op.read_by_backward(tuple(needed))
-    more = (*(out[k] if isinstance(out, tuple) else out for k in saved), *more)
+    results = out if isinstance(out, tuple) else (out,)
+    ctx.order = op.drawn(args, results)
+    fixed = [o for o, graded in zip(results, op.graded(tuple(needed)), strict=True) if not graded]
+    if fixed:
+        ctx.mark_non_differentiable(*fixed)
+    more = (*(results[k] for k in saved), *more)
     ctx.save_for_backward(*[a for a, read in zip(args, reads, strict=True)
                             if read and isinstance(a, torch.Tensor)], *more)
     ctx.others = [a if not isinstance(a, torch.Tensor) else None if read else (a.shape, a.dtype, a.device)

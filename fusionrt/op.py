@@ -512,6 +512,13 @@ class Operator:
             self._behind[given] = frozenset(int(name.removeprefix("a")) for name in leaves(roots, "arg"))
         return self._behind[given]
 
+    def graded(self, needed: tuple[bool, ...]) -> list[bool]:
+        """Which outputs require a gradient, as torch's: those that follow from a needed argument."""
+        wanted = {i for i, need in enumerate(needed) if need}
+        places = range(len(self.differentiable))
+        return [is_graded and not wanted.isdisjoint(self.behind(tuple(j == k for j in places)))
+                for k, is_graded in enumerate(self.differentiable)]
+
     @functools.cached_property
     def differentiable(self) -> tuple[bool, ...]:
         """Which outputs have a gradient: not truth values, not integers."""

@@ -61,7 +61,7 @@ class Recording:
         kept = [f"args[{i}]" for i, known in enumerate(self.described) if known is None]
         kept += [result.format(k) for k in self.op.read_by_backward(self.needed)[1]]
         kept += ["mask"] if self.op.masking else []
-        fixed = [result.format(k) for k, graded in enumerate(self.op.differentiable) if not graded]
+        fixed = [result.format(k) for k, graded in enumerate(self.op.graded(self.needed)) if not graded]
         numbers = [f"args[{i}]," for i, known in enumerate(self.described) if known is NUMBER]
         lines = ["def save(ctx, rng, args, out):", *(["    out, mask = out"] if self.op.masking else []),
                  f"    ctx.save_for_backward({', '.join(kept)})",

@@ -259,3 +259,21 @@ def test_results_that_the_backward_pass_reads_may_be_changed_without_one(device)
     assert_same_bits(out.add_(1.0).detach(), expected)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@frt.fuse
+def of_some(x, y, unread):
+    return x * 2, y * 3, x > y
+
+
+@pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_follows_from_no_graded_argument_requires_no_gradient(needed, compiled, device):
+    args = [torch.randn(4, device=device, requires_grad=bool(need)) for need in needed]
+    function = torch.compile(of_some, backend="aot_eager", fullgraph=True) if compiled else of_some
+    outs = function(*args)
+    assert [out.requires_grad for out in outs] == [bool(needed[0]), bool(needed[1]), False]
+    for out, x, factor in zip(outs, args, (2.0, 3.0), strict=False):
+        if out.requires_grad:
+            found, = torch.autograd.grad(out.sum(), x, retain_graph=True)
+            assert torch.equal(found, torch.full_like(x, factor))
