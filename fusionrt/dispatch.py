@@ -37,7 +37,21 @@ def guard(*tensors: torch.Tensor) -> Check:
     # Of those without strides the guard asks for them, which ends the process.
     if TensorGuards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
         return lambda *tensors: False
-    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    firsts = [next(k for k, other in enumerate(tensors) if other is t) for t in tensors]
+    own = [t for k, t in enumerate(tensors) if firsts[k] == k]
+    check: Check = TensorGuards(*own, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check if len(own) == len(tensors) else _of_some_twice(check, firsts)
+
+
+def _of_some_twice(check: Check, firsts: Sequence[int]) -> Check:
+    """Of tensors some of which stand in several places, which torch's guard refuses; it sees each once."""
+    again = [(k, first) for k, first in enumerate(firsts) if k != first]
+    own = [k for k, first in enumerate(firsts) if k == first]
+
+    def checked(*tensors: Any) -> bool:
+        return all(tensors[k] is tensors[first] for k, first in again) and check(*(tensors[k] for k in own))
+
+    return checked
 
 
 def guard_all(check: Check, args: Sequence[Any]) -> Check:
@@ -61,8 +75,7 @@ def _with_numbers(kinds: tuple[type | None, ...]) -> Callable[[Check], Check]:
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
     made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
-    the guard does not look at, and the guard of the tensors. (That does not know a call that has one tensor
-    twice; it is checked each time.)
+    the guard does not look at, and the guard of the tensors.
 
         run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
         return run(*tensors)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
+from fusionrt import dispatch
 
 
 def randn(*shape, device, requires_grad=True):
@@ -62,6 +63,19 @@ def test_other_arguments_need_a_gradient(device):
     frozen = y.detach()
     assert_close(torch.autograd.grad(frt.bias_gelu(x, frozen).sum(), x),
                  torch.autograd.grad(F.gelu(x + frozen).sum(), x))
+
+
+def test_one_tensor_in_two_places_is_known_again(device):
+    x, y, z = (randn(4, 6, device=device) for _ in range(3))
+    check = dispatch.guard(x, y, x)
+    assert check(x, y, x) and check(z, y, z)
+    assert not check(x, y, z) and not check(y, y, y) and not check(x, y, 1.0)
+    for _ in range(3):
+        out = scaled_product(x, x, 2.0)
+        grad_output = randn(4, 6, device=device, requires_grad=False)
+        assert_close(torch.autograd.grad(out, x, grad_output), torch.autograd.grad(x * x * 2, x, grad_output))
+    known = scaled_product.operator.recording((x, x, 2.0)).known
+    assert [len(runs) for runs in known.values()] == [1]
 
 
 def test_some_outputs_have_no_gradient(device):
