@@ -478,6 +478,16 @@ def leaves(roots: Iterable[Expr], op: str) -> list[str]:
     return [str(n.args[0]) for n in toposort(roots) if n.op == op]
 
 
+class _Ungraded:
+    """What no gradient goes through: truth values and integers."""
+
+    def __contains__(self, n: Any) -> bool:
+        return n.is_truth or n.op.startswith(("cast_int", "cast_uint", "cast_bool"))
+
+
+UNGRADED = _Ungraded()
+
+
 def substitute(roots: Iterable[Expr], replacement: Mapping[Expr, Expr]) -> list[Expr]:
     """The same expressions with some nodes replaced."""
     made: dict[Expr, Expr] = dict(replacement)

@@ -22,7 +22,18 @@ import torch
 from fusionrt import dispatch, layout, random, rehearsal
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_watched, record
-from fusionrt.expr import Expr, argument, cast, emit, gradients, leaves, substitute, through_output, toposort
+from fusionrt.expr import (
+    UNGRADED,
+    Expr,
+    argument,
+    cast,
+    emit,
+    gradients,
+    leaves,
+    substitute,
+    through_output,
+    toposort,
+)
 from fusionrt.problem import STORAGE, Output, Problem, pose
 from fusionrt.replay import Recording
 from fusionrt.rowwise import schedule
@@ -505,11 +516,12 @@ class Operator:
         return self._reads[needed]
 
     def behind(self, given: tuple[bool, ...]) -> frozenset[int]:
-        """The arguments that these outputs are computed from."""
+        """The arguments that these outputs are computed from, otherwise than by comparing them."""
         if given not in self._behind:
             # A mask has no gradient, and none in `given`.
             roots = [root for root, is_given in zip(self.outputs, given, strict=False) if is_given]
-            self._behind[given] = frozenset(int(name.removeprefix("a")) for name in leaves(roots, "arg"))
+            self._behind[given] = frozenset(int(str(n.args[0]).removeprefix("a"))
+                                            for n in toposort(roots, UNGRADED) if n.op == "arg")
         return self._behind[given]
 
     def graded(self, needed: tuple[bool, ...]) -> list[bool]:
@@ -522,8 +534,7 @@ class Operator:
     @functools.cached_property
     def differentiable(self) -> tuple[bool, ...]:
         """Which outputs have a gradient: not truth values, not integers."""
-        return tuple(not (root.is_truth or root.op.startswith(("cast_int", "cast_uint", "cast_bool")))
-                     for root in self.outputs)
+        return tuple(root not in UNGRADED for root in self.outputs)
 
 
 def _rank(dtype: torch.dtype) -> int:

@@ -262,8 +262,8 @@ def test_results_that_the_backward_pass_reads_may_be_changed_without_one(device)
 
 
 @frt.fuse
-def of_some(x, y, unread):
-    return x * 2, y * 3, x > y
+def of_some(x, y, compared):
+    return x * 2, frt.where(compared > 0, y * 3, y * 3), x > y
 
 
 @pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=str)
