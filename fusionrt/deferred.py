@@ -32,8 +32,9 @@ class _Host:
     """Memory that a GPU writes to, and the same as NumPy sees it: reading an element there costs least."""
 
     def __init__(self) -> None:
-        memory = torch.full((ON_THEIR_WAY, _APART), _UNKNOWN, dtype=torch.int64, device="cpu",
-                            pin_memory=True)[:, 0]
+        with torch.inference_mode(False):  # whose tensors cannot be copied to outside of it
+            memory = torch.full((ON_THEIR_WAY, _APART), _UNKNOWN, dtype=torch.int64, device="cpu",
+                                pin_memory=True)[:, 0]
         self.counts, self.places, self.free = memory.numpy(), memory.unbind(), deque(range(ON_THEIR_WAY))
 
 

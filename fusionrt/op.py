@@ -262,13 +262,15 @@ class Operator:
         """The broadcast shape and the one device; raises before anything is written."""
         named = [(n, a) for n, a in zip(self.params, args, strict=True) if isinstance(a, torch.Tensor)]
         device = named[0][1].device
+        # What is only memory for a result may be of the host, whose memory a GPU's kernel reaches.
+        memory = {self.params[at] for at in self.into.values() if f"a{at}" not in self.used}
         for name, t in named:
             if t.dtype not in STORAGE:
                 raise TypeError(f"{self.name}: {name} has dtype {t.dtype}; supported are "
                                 + ", ".join(STORAGE.values()))
             if t.layout != torch.strided:
                 raise TypeError(f"{self.name}: {name} must be a dense tensor, got {t.layout}")
-            if t.device != device:
+            if t.device != device and name not in memory:
                 raise ValueError(f"{self.name}: all tensors must be on one device, got "
                                  + ", ".join(f"{n} on {t.device}" for n, t in named))
         if device.type not in ("cuda", "cpu", "meta"):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -171,14 +171,13 @@ def _repeated(call: Call, in_place: bool) -> Run:
     return again
 
 
-def _planned(operator: Operator, like: Callable[..., tuple[Any, ...]] = lambda *args: args) -> Run:
-    """For calls of one kind by one thread, without a gradient: nothing is looked at again. `like`: arguments
-    to plan for."""
+def _planned(operator: Operator) -> Run:
+    """For calls of one kind by one thread, without a gradient: nothing is looked at again."""
     plans: list[Run] = []
 
     def run(*args: Any) -> Any:
         if not plans:
-            plans.append(operator.plan(like(*args)))
+            plans.append(operator.plan(args))
         return plans[0](*args)
 
     return run
@@ -305,15 +304,11 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
 
 
 def _telling(*flags: Any) -> Run:
-    """The reduction, which writes the number of wrong classes to where its last argument lies: on the host,
-    whose memory a plan for the device's own serves."""
+    """The reduction, which writes the number of wrong classes to its last argument: memory of the host, in a
+    capture of the device, which one plan serves."""
     kernel: Any = reduction_of(*flags)
     operator = kernel.operator
-
-    def on_device(*args: Any) -> tuple[Any, ...]:
-        return *args[:-1], torch.empty((), dtype=torch.int64, device=args[0].device)
-
-    return _planned(operator.over({1: len(operator.params) - 1}), on_device)
+    return _planned(operator.over({1: len(operator.params) - 1}))
 
 
 def check_classes(call: Call, args: Sequence[Any]) -> None:
