@@ -95,6 +95,13 @@ def test_powers_of_0_have_second_derivatives(device):
     assert all(m[:2].eq(0).all() for m in mixed)
 
 
+def test_powers_of_what_has_no_finite_reciprocal(device):
+    x = torch.tensor([1e-39, -1e-39, 0.0, math.nan, math.inf, 1e-38, 2.0], device=device, requires_grad=True)
+    y, power = torch.zeros(7, device=device), frt.fuse(lambda x, y: x**y)
+    found, expected = (torch.autograd.grad(f(x, y).sum(), x)[0] for f in (power, torch.pow))
+    assert torch.equal(found, expected)
+
+
 def test_integers_are_exact(device):
     """As far as float64 is: float32 ends at 2^24."""
     large = torch.tensor([2**24, 2**31 + 1, 2**53 - 1], device=device)
