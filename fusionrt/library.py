@@ -37,6 +37,11 @@ def call(handle: int, *args: Any) -> Any:
     if op.streams:
         tensor = next(a for a in args if isinstance(a, torch.Tensor))
         rng = random.draw_tensor(tensor.device)
+    return seen(op, args, rng)
+
+
+def seen(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
+    """With derivatives for whoever watches."""
     if transforms_active() or forward_ad._current_level >= 0:
         return Transformed.apply(op, rng, *args)
     return apply(op, args, rng)
@@ -188,4 +193,4 @@ def _unpacked(rng: torch.Tensor) -> random.Rng:
     return seed, offset, None
 
 
-Dispatched.call, Dispatched.apply, Dispatched.packed, Dispatched.allow = call, apply, packed, allow
+Dispatched.call, Dispatched.apply, Dispatched.packed, Dispatched.allow = call, seen, packed, allow

@@ -1,5 +1,7 @@
 """Transforms of torch.func: gradients, vmap, and forward mode, which is refused."""
 
+import functools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -81,6 +83,18 @@ def test_forward_mode_is_refused(device):
         frt.gelu(forward_ad.make_dual(x, torch.ones_like(x)))
     with forward_ad.dual_level():
         assert_close(frt.gelu(x), F.gelu(x))
+
+
+def test_transforms_of_the_backward_pass_of_an_earlier_graph(device):
+    """Gradients by the incoming gradient are found, and no tangent is lost."""
+    x = torch.randn(4, 6, dtype=torch.float64, device=device, requires_grad=True)
+    g = torch.randn(4, 6, dtype=torch.float64, device=device)
+    ours, theirs = (functools.partial(torch.autograd.grad, f(x), x, retain_graph=True)
+                    for f in (frt.gelu, F.gelu))
+    assert_close(*(torch.func.grad(lambda g, f=f: f(g, create_graph=True)[0].square().sum())(g)
+                   for f in (ours, theirs)))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        ours(forward_ad.make_dual(g, g))
 
 
 STRUCTURED = {

@@ -21,7 +21,6 @@ from fusionrt.errors import as_float, as_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.layout import is_among
-from fusionrt.library import Transformed
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding_gradients import MOST_TYPES, sum_rows_on_gpu
 from fusionrt.ops.embedding_kernels import (
@@ -215,8 +214,6 @@ def _apply(operator: Any, args: list[Any], rng: Tensor | None) -> Any:
         return operator.apply(args, _numbers(rng))
     if rng is not None:
         rng = rng.to(args[0].device)
-    if transforms_active():
-        return Transformed.apply(operator, rng, *args)
     return Dispatched.apply(operator, args, rng)
 
 
