@@ -542,6 +542,16 @@ def test_errors(call, kind, message):
         call(torch.rand(4, 5), torch.zeros(4, dtype=torch.int64))
 
 
+def test_numbers_in_tensors():
+    """As torch takes them; one may be written to between calls."""
+    x, target, smoothing = torch.randn(4, 5), torch.arange(4), torch.tensor(0.1)
+    for k in (1, 2):
+        found = frt.cross_entropy(x, target, ignore_index=torch.tensor(k), label_smoothing=smoothing)
+        exact = reference.cross_entropy(x, target, ignore_index=k, label_smoothing=smoothing.item())
+        torch.testing.assert_close(found, exact)
+        smoothing += 0.2
+
+
 @reductions
 @pytest.mark.parametrize("wrong", [5, -1, 2**40])
 def test_classes_out_of_range(wrong, reduction):

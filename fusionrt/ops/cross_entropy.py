@@ -330,6 +330,11 @@ def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Ten
             f"value{'s' * (count > 1)}{such}")
 
 
+def _held(number: Any) -> Any:
+    """A tensor may hold another one in the next call."""
+    return number.item() if isinstance(number, torch.Tensor) else number
+
+
 def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), make(ROWS, dtype=torch.int64, high=COLUMNS)
 
@@ -373,6 +378,11 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
             "cross_entropy", {"input": input, "target": target, "weight": weight})
         return restore(cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing,
                                      z_loss=z_loss, softcap=softcap, inplace_backward=inplace_backward))
+    numbers = ignore_index, label_smoothing, z_loss, softcap
+    if key is not None and any(isinstance(n, torch.Tensor) for n in numbers):
+        ignore_index, label_smoothing, z_loss, softcap = map(_held, numbers)
+        return cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss,
+                             softcap=softcap, inplace_backward=inplace_backward)
     call = checked("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing, z_loss,
                    softcap)
     if key is None or seen_by_torch(*tensors):
