@@ -269,10 +269,10 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # and is 0 at 0, as torch's.
     "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g) / (2 * where(out == 0, 1, out)),)),
     "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
-    # What would be infinite beside a 0 (next to 0 too) is of base 1: a choice afterwards has derivatives of 0
-    # times that.
+    # What would be infinite beside a 0 (of a reciprocal beyond float32 too) is of base 1: a choice afterwards
+    # has derivatives of 0 times that.
     "pow": ("pow_({}, {})",
-            lambda g, out, a, b: (g * (b * pow_(where((b == 0) & ~(abs_(1 / a) < math.inf), 1, a), b - 1)),
+            lambda g, out, a, b: (g * (b * pow_(where((b == 0) & ~(abs_(a) > 3e-39), 1, a), b - 1)),
                                   g * (out * log(where((a == 0) & (0 <= b), 1, a))))),
     "sin": ("sin({})", lambda g, out, a: (g * cos(a),)),
     "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
