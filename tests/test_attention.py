@@ -421,13 +421,15 @@ REFUSED = [
 
 @pytest.mark.parametrize("option", ["scale", "softcap"])
 def test_numbers_in_tensors_are_read_at_each_call(option, device):
-    q, number = torch.randn(1, 2, 5, 8, device=device), torch.tensor(0.5)
-    for value in (0.5, 2.0):
-        number.fill_(value)
-        expected = frt.attention(q, q, q, **{option: value})
-        assert_close(frt.attention(q, q, q, **{option: number}), expected)
-        with pytest.raises(TypeError, match="requires no gradient"):
-            frt.attention(q, q, q, **{option: number.clone().requires_grad_()})
+    q, k, v = torch.randn(3, 1, 2, 5, 8, device=device).unbind()
+    for operands in ((q, k, v), (q, q, q)):
+        number = torch.tensor(0.5)
+        for value in (0.5, 2.0):
+            number.fill_(value)
+            expected = frt.attention(*operands, **{option: value})
+            assert_close(frt.attention(*operands, **{option: number}), expected)
+            with pytest.raises(TypeError, match="requires no gradient"):
+                frt.attention(*operands, **{option: number.clone().requires_grad_()})
 
 
 @pytest.mark.parametrize("args, options, error, text", REFUSED, ids=[text[:40] for *_, text in REFUSED])

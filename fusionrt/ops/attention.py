@@ -24,7 +24,6 @@ from fusionrt.ops.softmax import softmax
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
-_FIXED = (type(None), float, int)  # a tensor is read at each call
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -154,6 +153,11 @@ def _cast_by_autocast(*tensors: Tensor | None) -> list[Any]:
             for t in tensors]
 
 
+def _is_fixed(asked: tuple[Any, ...]) -> bool:
+    """Whether options say the same in the next call: what a tensor holds may be another number then."""
+    return not any(isinstance(option, Tensor) for option in asked)
+
+
 # -- attention -------------------------------------------------------------------------------------
 
 def _example(make: Make) -> tuple[Any, ...]:
@@ -188,8 +192,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
     """
     op, asked = "attention", (causal, scale, dropout_p, training, enable_gqa, window, softcap)
-    fixed = isinstance(scale, _FIXED) and isinstance(softcap, _FIXED)
-    run = repeated(q, k, v, asked) if fixed and mask is None and alibi_slopes is None else None
+    run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     if run is not None:
         return run(q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes}
@@ -211,7 +214,7 @@ def _attention(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, alibi_slopes
     mask, slopes = _checked_mask(op, mask, q, keys), _checked_slopes(op, alibi_slopes, q)
     options = options_of(op, q, keys, causal, scale, dropout_p, training, window, slopes is not None, softcap)
     cast, k, v, mask = _cast_by_autocast(q, k, v, mask)
-    return attend(cast, k, v, mask, slopes, options, asked if cast is q else None)
+    return attend(cast, k, v, mask, slopes, options, asked if cast is q and _is_fixed(asked) else None)
 
 
 def _example_of_rows(make: Make) -> tuple[Any, ...]:
@@ -244,8 +247,7 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
     q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2)
                for t, n in ((q, num_heads), (k, kv_heads), (v, kv_heads)))
     asked = causal, scale, dropout_p, training, enable_gqa, window, softcap
-    fixed = isinstance(scale, _FIXED) and isinstance(softcap, _FIXED)
-    run = repeated(q, k, v, asked) if fixed and mask is None and alibi_slopes is None else None
+    run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     out = _attention(op, q, k, v, mask, alibi_slopes, asked) if run is None else run(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
