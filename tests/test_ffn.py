@@ -407,6 +407,7 @@ def test_older_torch(monkeypatch, device):
     ({"bias2": torch.ones(3)}, ValueError, r"bias2 must have the shape \(2,\), got \(3,\)"),
     ({"activation": "swish"}, ValueError, "activation must be None, .* got 'swish'"),
     ({"activation": ["relu"]}, TypeError, "activation must be None, .* got list"),
+    ({"dropout_p": torch.tensor(0.0)}, TypeError, "dropout_p must be a number, got Tensor"),
     ({"dropout_p": -1}, ValueError, r"dropout_p must be a probability in \[0, 1\], got -1")])
 def test_errors(change, kind, message):
     args = {"x": torch.ones(4, 3), "weight1": torch.ones(7, 3), "bias1": torch.ones(7),

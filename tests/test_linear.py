@@ -454,6 +454,7 @@ def test_arrays():
     ({"residual": torch.ones(7)}, ValueError, r"residual must have the shape \(4, 7\), got \(7,\)"),
     ({"residual": "x"}, TypeError, "residual must be a tensor or an array, got str"),
     ({"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability in \[0, 1\], got 1.5"),
+    ({"dropout_p": torch.tensor(0.0)}, TypeError, "dropout_p must be a number, got Tensor"),
     ({"activation": "gelus"}, ValueError,
      "activation must be None, a function of one traced value, or one of elu, gelu, .*, tanh, got 'gelus'"),
     ({"activation": 3}, TypeError,

@@ -303,7 +303,7 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
                            training=training, recompute=recompute))
     check("ffn", ("x", x), ("weight1", weight1), ("bias1", bias1))
     check("ffn", ("x", x), ("weight2", weight2), ("bias2", bias2), weight1.shape[0])
-    scale = scale_of_kept("ffn", dropout_p, training, "dropout_p") if dropout_p else None
+    scale = scale_of_kept("ffn", dropout_p, training, "dropout_p")
     shape = Shape(1, 1, () if scale is None else (float(dropout_p), scale))
     if key is not None:
         resolve("ffn", activation)  # what cannot be a key of `finishing` has an error of its own

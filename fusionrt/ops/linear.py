@@ -245,7 +245,7 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
     check(op, ("x", x), ("weight", weight), ("bias", bias))
     if residual is not None:
         _check_residual(op, x, weight, residual)
-    scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None
+    scale = scale_of_kept(op, dropout_p, training, "dropout_p")
     numbers = () if scale is None else (float(dropout_p), scale)
     given = (*cast_as_autocast(x, weight, bias), residual)
     if key is not None and not seen_by_torch(*given):
