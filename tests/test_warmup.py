@@ -463,7 +463,7 @@ def test_one_op_of_every_kind_compiles_for_wider_elements(dtype: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.slow  # 85 s on two cores
+@pytest.mark.slow  # three to ten minutes on two cores
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_every_kernel_compiles_for_every_architecture(dtype: str) -> None:
     compile_everything(["all"], dtype)
