@@ -48,7 +48,7 @@ class Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         recording, rng, numbers = ctx.kept
         saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
-        # Other watchers are seen by guards; of a dispatch mode a device's thread lacks the key.
+        # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
         if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes()
                 or transforms_active()):
             found = recording.again(saved, numbers, grads, rng)

@@ -64,7 +64,7 @@ def written(device: torch.device, launch: Callable[[torch.Tensor], Result], mess
     host.counts[place] = _UNKNOWN
     try:
         result = launch(host.places[place])
-    except BaseException:
+    except Exception:  # nothing was launched; an interrupt may come later than that, and keeps the place
         host.free.append(place)
         raise
     _pending.append((place, message, device))

@@ -103,6 +103,19 @@ class Sites(threading.local):
         return run
 
 
+def planned_once(operator: Operator) -> Run:
+    """`operator.launch` for arguments (and random numbers) of one kind in one thread, of which whoever calls
+    has made sure: nothing is looked at again."""
+    plans: list[Run] = []
+
+    def run(*args: Any) -> Any:
+        if not plans:
+            plans.append(operator.plan(args[:len(operator.params)]))
+        return plans[0](*args)
+
+    return run
+
+
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
     """The function that users call, written for its signature.
 

@@ -27,8 +27,8 @@ from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
-from fusionrt.dispatch import Run, Sites
-from fusionrt.op import Operator, seen_by_torch
+from fusionrt.dispatch import Run, Sites, planned_once
+from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
 from fusionrt.rehearsal import device_type
 
@@ -171,24 +171,12 @@ def _repeated(call: Call, in_place: bool) -> Run:
     return again
 
 
-def _planned(operator: Operator) -> Run:
-    """For calls of one kind by one thread, without a gradient: nothing is looked at again."""
-    plans: list[Run] = []
-
-    def run(*args: Any) -> Any:
-        if not plans:
-            plans.append(operator.plan(args))
-        return plans[0](*args)
-
-    return run
-
-
 def _forward(call: Call, with_gradient: bool, planned: bool = False) -> tuple[Run, Run]:
     """Two operators, each with derivatives of any order of its own unless `planned`: (losses, share of the
     mean or None, [what the gradient reads]) of the arguments; the result and what it was divided by of all
     that."""
     kernel: Any = losses_of(call.params, with_gradient, call.rounds)
-    kernel = _planned(kernel.operator) if planned else kernel
+    kernel = planned_once(kernel.operator) if planned else kernel
     dim, has_shares, call = call.args[0].dim(), call.has_shares, call.without_tensors()
     reduce = None if call.reduction == "none" else reducing(call, dim, planned)
 
@@ -281,7 +269,7 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
     params += ["share"] if call.has_shares else []
     flags = mean, str(call.dtype).removeprefix("torch."), dim
     kernel: Any = reduction_of(tuple(params), *flags)
-    kernel = _planned(kernel.operator) if planned else kernel
+    kernel = planned_once(kernel.operator) if planned else kernel
     telling = _telling((*params, "wrong"), *flags) if of_classes and planned else None
 
     def run(args: Sequence[Any], losses: torch.Tensor, share: Any) -> tuple[Any, Any]:
@@ -308,7 +296,7 @@ def _telling(*flags: Any) -> Run:
     capture of the device, which one plan serves."""
     kernel: Any = reduction_of(*flags)
     operator = kernel.operator
-    return _planned(operator.over({1: len(operator.params) - 1}))
+    return planned_once(operator.over({1: len(operator.params) - 1}))
 
 
 def check_classes(call: Call, args: Sequence[Any]) -> None:

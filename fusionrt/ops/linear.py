@@ -24,7 +24,7 @@ from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dispatch import Run, Sites
+from fusionrt.dispatch import Run, Sites, planned_once
 from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr
 from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
@@ -285,14 +285,12 @@ def inferring(operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor, b
     if way != KERNEL:
         return lambda x, weight, bias, residual: product(
             way, operator, x, weight, bias, residual, numbers, None)[0]
-    over, plans = operator.over({0: 0}), list[Run]()
+    finish = planned_once(operator.over({0: 0}))
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
         z = F.linear(x, weight, bias)
         args = (z, *numbers) if residual is None else (z, residual, *numbers)
-        if not plans:
-            plans.append(over.plan(args))
-        return plans[0](*args, operator.draw(x.device)) if operator.streams else plans[0](*args)
+        return finish(*args, operator.draw(x.device)) if operator.streams else finish(*args)
 
     return run
 
