@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusionrt
 from benchmarks import script
-from fusionrt.bench import timing
+from fusionrt.bench import sampling, timing
 from fusionrt.bench.results import Results, why
 from fusionrt.ops.attention import options_of
 from fusionrt.ops.attention_path import way_of
@@ -112,7 +112,7 @@ def _measure(cell: Cell, direction: str, run: Results) -> None:
     functions |= _of_variant(cell, ours, run) if cell.variant else _of_torch(cell.causal)
     calls, failed = _calls(functions, operands, direction)
     n = max(1, 4096 // cell.length) if direction == "forward" else 1
-    measure = timing.replayed if direction == "forward" else timing.issued
+    measure = timing.replayed if direction == "forward" else sampling.issued
     # A round begins with the device waiting for the host: it begins and ends with a call that does not count.
     calls = {"begin": calls["fusionrt"], **calls, "end": calls["fusionrt"]}
     times = measure({name: [call] * n for name, call in calls.items()})

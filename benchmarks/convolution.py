@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fusionrt
 from benchmarks import script
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, sampling, timing
 from fusionrt.bench.results import Results, why
 
 BATCH = 32
@@ -83,7 +83,7 @@ def _measure(case: Case, run: Results) -> None:
     figures |= {"issued": True} if issued else {}
     if case.labels["table"] == "depthwise":
         rate = case.nbytes / ours / 1e6
-        ceiling = run.ceiling("copy", timing.copy_ceiling(case.nbytes))
+        ceiling = run.ceiling("copy", ceilings.copy(case.nbytes))
         figures |= {"TB/s": round(rate, 4), "of_copy": round(rate / ceiling, 4)}
     run.add(**case.labels, bytes=case.nbytes, MB=round(case.nbytes / (1 << 20), 2), us=ours, eager_us=eager,
             vs_eager=round(eager / ours, 3), spread=times["ours"].spread, **figures)
@@ -96,7 +96,7 @@ def _timed(variants: dict[str, list[timing.Call]], backward: bool) -> tuple[dict
     except RuntimeError:
         if not backward:
             raise
-        return timing.issued(variants), True
+        return sampling.issued(variants), True
 
 
 def _variants(case: Case, made: Sequence[Made]) -> dict[str, list[Function]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import script
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, sampling, timing
 from fusionrt.bench.results import kind, why
 from fusionrt.data import RandomParameters, image_preprocess, random_parameters
 from fusionrt.data.samples import ADJUSTMENTS
@@ -131,12 +131,12 @@ def _on_gpu(run: Any, case: str, batch: tuple[int, int, int], functional: Any) -
     with timing.stream():
         ours = [functools.partial(_ours, case, sets[k % len(sets)], drawn) for k in range(4 * len(sets))]
         time = timing.replayed({"": ours})[""]
-        rate = run.ceiling("copy", timing.copy_ceiling(nbytes))
+        rate = run.ceiling("copy", ceilings.copy(nbytes))
         row: dict[str, Any] = {"us": time.us, "spread": time.spread, "TB/s": nbytes / time.us / 1e6,
                                "of_copy": nbytes / time.us / 1e6 / rate}
         rivals = _rivals(case, first, drawn, functional)
         for name, call in rivals.items():
-            taken = timing.issued({"": [call] * 2}, rounds=5)[""]
+            taken = sampling.issued({"": [call] * 2}, rounds=5)[""]
             row |= {f"{name}_us": taken.us, f"vs_{name}": taken.us / time.us}
         walls = timing.bursts({"ours": ours[0], **rivals}, calls=5, rounds=5)
     row["wall_us"] = walls["ours"].wall.us

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fusionrt
 from benchmarks import script
-from fusionrt.bench import timing
+from fusionrt.bench import sampling, timing
 from fusionrt.bench.results import Results, why
 
 CASES = ((8192, 1024, 50257), (8192, 4096, 128256), (32768, 4096, 128256))  # tokens, width, vocabulary
@@ -46,7 +46,7 @@ def _measure(tokens: int, width: int, vocabulary: int, run: Results) -> None:
     for name, step in steps.items():
         step()
         peaks[name] = _peak(step) / (1 << 20)
-        times[name] = timing.issued({"": [step, step]}, rounds=3)[""].us
+        times[name] = sampling.issued({"": [step, step]}, rounds=3)[""].us
         timing.release()
     run.add(tokens=tokens, width=width, vocabulary=vocabulary, us=times["ours"], eager_us=times["eager"],
             vs_eager=round(times["eager"] / times["ours"], 3), peak_MB=peaks["ours"],

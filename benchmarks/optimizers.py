@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import script
 from fusionrt import optim
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, timing
 from fusionrt.bench.results import Results, why
 
 LARGEST_COPY = 4 << 30
@@ -132,7 +132,7 @@ def measured(run: Results, variant: Variant, shapes: list[tuple[int, ...]], roun
     wall = timing.bursts(calls, 20, rounds)
     latency = timing.latency(calls, 3 * rounds)
     moved = int(variant.moved * elements)
-    ceiling = run.ceiling("copy", timing.copy_ceiling(min(moved, LARGEST_COPY)))
+    ceiling = run.ceiling("copy", ceilings.copy(min(moved, LARGEST_COPY)))
     row: dict[str, Any] = {
         "elements": elements, "device_us": device["ours"].us, "spread": device["ours"].spread,
         "TB/s": moved / device["ours"].us / 1e6,

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import script
-from fusionrt.bench import memory, profile, timing
+from fusionrt.bench import memory, profile, sampling, timing
 from fusionrt.bench.results import Results, why
 from fusionrt.nn import TransformerBlock
 
@@ -157,7 +157,7 @@ def measured(run: Results, model: Model, direction: str) -> dict[str, Any]:
             row["failed"] = f"{name}: {why(error)}"
             del calls[name]
     lists = {name: [one] * 10 for name, one in calls.items()}
-    times = (timing.replayed if direction == "forward" else timing.issued)(lists, 15)
+    times = (timing.replayed if direction == "forward" else sampling.issued)(lists, 15)
     device = torch.device("cuda")
     for name, one in calls.items():
         row |= {f"{name}us": times[name].us, f"{name}spread": times[name].spread,
@@ -189,7 +189,7 @@ def errors(pair: list[nn.Module], x: torch.Tensor) -> dict[str, float]:
 
 def matmul_rate(n: int = 8192) -> dict[str, float]:
     a, b = (torch.randn(n, n, device="cuda").to(DTYPE) for _ in range(2))
-    us = timing.issued({"": [lambda: a @ b] * 4})[""].us
+    us = sampling.issued({"": [lambda: a @ b] * 4})[""].us
     return {"n": n, "us": us, "TFLOP/s": round(2 * n**3 / us / 1e6, 1)}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import script
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, sampling, timing
 from fusionrt.bench.results import kind, why
 from fusionrt.data import sliding_window
 
@@ -127,15 +127,15 @@ def _on_gpu(run: Any, x: torch.Tensor, function: Callable[[torch.Tensor], torch.
     sets = [x, *(x.clone() for _ in range(timing.n_sets(nbytes) - 1))]
     with timing.stream():
         if backward:
-            time = timing.issued({"": [functools.partial(_both, function, s) for s in sets]}, rounds=5)[""]
+            time = sampling.issued({"": [functools.partial(_both, function, s) for s in sets]}, rounds=5)[""]
         else:
             time = timing.replayed({"": [functools.partial(function, s) for s in sets]})[""]
-        rate = run.ceiling("copy", timing.copy_ceiling(nbytes))
+        rate = run.ceiling("copy", ceilings.copy(nbytes))
         row = {"us": time.us, "spread": time.spread, "TB/s": nbytes / time.us / 1e6,
                "of_copy": nbytes / time.us / 1e6 / rate}
         for name, (call, times) in rivals.items():
             try:
-                taken = timing.issued({"": [call]}, rounds=3)[""].us * times
+                taken = sampling.issued({"": [call]}, rounds=3)[""].us * times
                 row |= {f"{name}_us": taken, f"vs_{name}": taken / time.us}
             except torch.cuda.OutOfMemoryError as error:
                 run.note(f"{name}: {why(error)}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, sampling, timing
 from fusionrt.bench.results import Results, why
 
 Function = Callable[..., Any]
@@ -53,8 +53,8 @@ def _measure(work: Work, direction: str, run: Results) -> None:
     sets = [made[i % len(made)] for i in range(n)]
     variants = {name: [_call(getattr(one, name), one.leaves, direction) for one in sets]
                 for name in ("ours", "eager")}
-    times = (timing.replayed if direction == "forward" else timing.issued)(variants)
-    reached = timing.read_ceiling(nbytes) if work.ceiling == "read" else timing.copy_ceiling(nbytes)
+    times = (timing.replayed if direction == "forward" else sampling.issued)(variants)
+    reached = ceilings.read(nbytes) if work.ceiling == "read" else ceilings.copy(nbytes)
     ceiling = run.ceiling(work.ceiling, reached)
     ours, rate = times["ours"], nbytes / times["ours"].us / 1e6
     run.add(**work.labels, direction=direction, bytes=nbytes, MB=round(nbytes / (1 << 20), 2), us=ours.us,

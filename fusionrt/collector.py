@@ -16,4 +16,7 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()  # the new objects are old ones then: else they would be walked now
+                gc.unfreeze()
             gc.enable()

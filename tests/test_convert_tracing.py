@@ -1,29 +1,41 @@
-"""No garbage is collected while a converted model is traced, and is again afterwards."""
+"""While a converted model is traced no garbage is collected and no guards are timed, and are again afterwards."""
 
 import gc
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import config
+from torch._dynamo import config, guards
 
 import fusionrt as frt
 from fusionrt.convert import tracing
 
 
 def state():
-    return gc.isenabled(), getattr(config, "run_gc_after_compile", None)
+    return gc.isenabled(), getattr(config, "run_gc_after_compile", None), guards.profile_guard_manager
 
 
 def test_the_collector_waits():
     before = state()
     assert before[0]
-    with tracing.without_collecting():
-        assert state() == (False, None if before[1] is None else False)
+    with tracing.quickly():
+        inside = state()
+        assert inside[:2] == (False, None if before[1] is None else False)
+        assert inside[2] is not before[2] and inside[2](None, {}, 1) == 0
+        with tracing.quickly():
+            assert state() == inside
+        assert state() == inside
     assert state() == before
-    with pytest.raises(KeyError), tracing.without_collecting():
+    with pytest.raises(KeyError), tracing.quickly():
         raise KeyError
     assert state() == before
+
+
+def test_whoever_reads_the_log_of_guards_finds_their_time(monkeypatch):
+    monkeypatch.setattr(guards.guards_log, "isEnabledFor", lambda level: True)
+    before = state()
+    with tracing.quickly():
+        assert state()[2] is before[2]
 
 
 def test_the_first_call_is_made_so_and_later_ones_are_not():

@@ -20,7 +20,7 @@ from fusionrt.bench.timing import Call
 
 CPU_SAMPLE = 20.0       # us that a sample should take at least: 400 ticks of the clock
 GPU_SAMPLE = 250.0      # us, beside which what two events add counts little
-GRAPH_SAMPLE = 1000.0   # us, beside which the start of a graph does
+LONG_SAMPLE = 1000.0    # us, beside which the start of a graph does
 MOST_CALLS = 50         # a sample: fewer launches than the queue holds (1024) wait in it
 CYCLES = 2000           # of the device's clock a microsecond, at most
 LONGEST_SPIN = 500_000  # us
@@ -141,14 +141,14 @@ class Variant:
         count = self.calls * self.weight
         return Sample(start.elapsed_time(end) * 1e3 / count, host * 1e6 / count, ahead)
 
-    def prepare(self) -> None:
-        """Find how long the device must be kept busy, and how many calls a sample needs."""
+    def prepare(self, sample: float = GPU_SAMPLE) -> None:
+        """Find how long the device must be kept busy, and how many calls a sample of so many us needs."""
         self._get_ahead()
         if self.flush is not None or self.waits:
             return
         first = min((self.take() for _ in range(3)), key=lambda sample: sample.us)
         few = max(1, int(2000 / max(1.0, first.host * self.weight)))  # a slow host: 2 ms a sample
-        self.calls = min(few, _enough(first.us * self.weight, GPU_SAMPLE, MOST_CALLS))
+        self.calls = min(few, _enough(first.us * self.weight, sample, MOST_CALLS))
         if self.calls > 1:
             self._get_ahead()
 
@@ -174,8 +174,14 @@ class Variant:
         return sample
 
 
+def issued(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str, timing.Time]:
+    """Device time of calls that no graph can hold, as `timing.replayed` gives it of those that one can."""
+    found = on_gpu(variants, 2, rounds, None, False, LONG_SAMPLE)
+    return {name: timing.summary(samples.us) for name, samples in found.items()}
+
+
 def on_gpu(variants: Mapping[str, Sequence[Call]], warmup: int, repeat: int, flush: Call | None,
-           graph: bool) -> dict[str, Samples]:
+           graph: bool, sample: float = GPU_SAMPLE) -> dict[str, Samples]:
     """A variant is its calls, one an input set; `flush` comes before every sample.
 
     Graphs are captured on the current stream, which then must not be the default one.
@@ -187,7 +193,7 @@ def on_gpu(variants: Mapping[str, Sequence[Call]], warmup: int, repeat: int, flu
                 call()
             torch.cuda.synchronize()
             prepared[name] = variant = Variant(name, calls, flush)
-            variant.prepare()
+            variant.prepare(sample)
             if graph:
                 prepared[name] = _captured(variant, calls)
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
@@ -206,7 +212,7 @@ def _captured(variant: Variant, calls: Sequence[Call]) -> Variant:
     count = 1
     if variant.flush is None:
         us = min(variant.take().us for _ in range(3))
-        count = max(len(calls), _enough(us, GRAPH_SAMPLE, 300))
+        count = max(len(calls), _enough(us, LONG_SAMPLE, 300))
     graph = timing.capture(list(itertools.islice(itertools.cycle(calls), count)))
     found = Variant(variant.name, [graph.replay], variant.flush, count)
     found.prepare()

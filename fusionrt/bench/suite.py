@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import fusionrt
-from fusionrt.bench import rivals, timing, traffic
+from fusionrt.bench import ceilings, rivals, sampling, timing, traffic
 from fusionrt.bench.case import FORWARD, Case, least_bytes
 from fusionrt.bench.results import Results, Row, why
 from fusionrt.bench.rivals import Rival
@@ -139,8 +139,8 @@ def figures(case: Case, direction: str, present: Present, into: Results, host: b
     if on_gpu:
         times = timing.replayed(variants)
         if apart:
-            times |= timing.issued(apart)
-        ceiling = into.ceiling("copy", timing.copy_ceiling(nbytes))
+            times |= sampling.issued(apart)
+        ceiling = into.ceiling("copy", ceilings.copy(nbytes))
         found["cache"] = "warm" if len(case.inputs) == 1 else "cold"
     else:
         times = timing.cpu({name: calls[0] for name, calls in variants.items()},
@@ -199,4 +199,4 @@ def _of_the_host(variants: Mapping[str, Sequence[timing.Call]], direction: str) 
 
 @functools.cache
 def _cpu_ceiling(nbytes: int) -> Row:
-    return timing.cpu_copy_ceiling(nbytes)
+    return ceilings.cpu_copy(nbytes)

@@ -182,28 +182,15 @@ def replayed(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[s
                       rounds)
 
 
-def issued(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str, Time]:
-    """The same, for calls that are issued one by one and are long enough to hide that."""
-    def each(calls: Sequence[Call]) -> Call:
-        def run() -> None:
-            for call in calls:
-                call()
-        return run
-
-    return _on_device({n: (each(calls), len(calls)) for n, calls in variants.items()}, rounds, AHEAD_ISSUED)
+AHEAD = 200_000  # cycles of the device, 0.1 ms, in which the host issues graphs
 
 
-# Cycles in which the host gets ahead of the device: 0.1 ms for graphs; for backward passes, whose first one
-# wakes autograd's thread, 2 ms. With less, whichever variant comes first in a round is charged for it.
-AHEAD, AHEAD_ISSUED = 200_000, 4_000_000
-
-
-def _on_device(variants: Mapping[str, tuple[Call, int]], rounds: int, ahead: int = AHEAD) -> dict[str, Time]:
+def _on_device(variants: Mapping[str, tuple[Call, int]], rounds: int) -> dict[str, Time]:
     names, events = list(variants), []
     for k, name in enumerate(in_turns(names, rounds + 2)):
         if k % len(names) == 0:
             torch.cuda.synchronize()
-            torch.cuda._sleep(ahead)
+            torch.cuda._sleep(AHEAD)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         variants[name][0]()
@@ -232,65 +219,3 @@ def n_sets(nbytes: int) -> int:
 def n_calls(nbytes: int) -> int:
     """Calls in a graph: so many that its start does not count, in a few gigabytes."""
     return max(n_sets(nbytes), min(100, max(2, (4 << 30) // nbytes)))
-
-
-# -- the ceiling -----------------------------------------------------------------------------------
-
-def copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
-    """The best rate of a device copy that moves `nbytes` (half read, half written), in TB/s.
-
-    Both torch's `copy_`, issued eagerly (in a graph it becomes a memcpy node, which is slower from
-    1 GB on), and an elementwise kernel, replayed as everything else is. Sizes are rounded to four
-    significant bits, so that neighbours share a measurement.
-    """
-    drop = max(0, nbytes.bit_length() - 4)
-    return _copy_ceiling(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
-
-
-@functools.cache
-def _copy_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
-    read = [torch.randn(nbytes // 8, dtype=torch.float32, device="cuda") for _ in range(n_sets(nbytes))]
-    pairs = [(one, torch.empty_like(one)) for one in read]
-    chosen = [pairs[i % len(pairs)] for i in range(n_calls(nbytes))]
-
-    def copies() -> list[Call]:
-        return [functools.partial(dst.copy_, src) for src, dst in chosen]
-
-    times = {"torch.neg": replayed({"": [functools.partial(torch.neg, src, out=dst)
-                                         for src, dst in chosen]})[""].us}
-    if nbytes >= LARGE:
-        times["copy_"] = issued({"": copies()})[""].us
-    best = min(times, key=lambda name: times[name])
-    rate = round(nbytes / times[best] / 1e6, 3)
-    return {"bytes": nbytes, "us": times[best], "TB/s": rate, "by": best}
-
-
-def read_ceiling(nbytes: int) -> dict[str, float | str | int]:
-    """The rate in TB/s of a kernel that reads `nbytes` and writes nothing, kernels_src/read.cu."""
-    drop = max(0, nbytes.bit_length() - 4)
-    return _read_ceiling(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
-
-
-@functools.cache
-def _read_ceiling(nbytes: int, device: int) -> dict[str, float | str | int]:
-    from fusionrt.runtime.kernel import Kernel
-    from fusionrt.runtime.source import Field, pointer
-
-    blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-    read = Kernel("read", "read", [pointer("unsigned", "x"), pointer("unsigned", "out", const=False),
-                                   Field("long long vectors", "q"), Field("unsigned never", "I")])
-    sets = [torch.randn(nbytes // 4, dtype=torch.float32, device="cuda") for _ in range(n_sets(nbytes))]
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    never = (1 << 32) - 1
-    calls = [functools.partial(read, out.device, blocks, sets[i % len(sets)].data_ptr(), out.data_ptr(),
-                               nbytes // 16, never) for i in range(n_calls(nbytes))]
-    us = replayed({"": calls})[""].us
-    return {"bytes": nbytes, "us": us, "TB/s": round(nbytes / us / 1e6, 3), "by": "read.cu"}
-
-
-def cpu_copy_ceiling(nbytes: int) -> dict[str, float | str | int]:
-    """The same on the CPU: `copy_` with torch's threads, into memory that is there already."""
-    src = torch.randn(nbytes // 8, dtype=torch.float32, device="cpu")
-    dst = torch.empty_like(src)
-    us = cpu({"": lambda: dst.copy_(src)})[""].us
-    return {"bytes": nbytes, "us": us, "GB/s": round(nbytes / us / 1e3, 2), "by": "copy_"}

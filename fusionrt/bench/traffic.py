@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionrt.array import is_foreign, to_torch
-from fusionrt.bench import timing
+from fusionrt.bench import ceilings, timing
 
 _CUDA = 2  # of DLPack's device types
 
@@ -174,6 +174,6 @@ def copy_rate(nbytes: int, device: torch.device) -> float:
     on a GPU once a size and process."""
     nbytes = min(max(nbytes, 1 << 10), 4 << 30)
     if device.type == "cpu":
-        return float(timing.cpu_copy_ceiling(nbytes)["GB/s"]) / 1e3
+        return float(ceilings.cpu_copy(nbytes)["GB/s"]) / 1e3
     with torch.cuda.device(device), timing.stream():
-        return float(timing.copy_ceiling(nbytes)["TB/s"])
+        return float(ceilings.copy(nbytes)["TB/s"])

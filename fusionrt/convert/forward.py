@@ -144,7 +144,7 @@ class Forward:
         self.__wrapped__ = self.inner
         options = self.options._replace(on_graph=heard.append)
         try:
-            with tracing.without_collecting():
+            with tracing.quickly():
                 self._run = torch.compile(_entry(self.inner),
                                           backend=functools.partial(capture.backend, options=options))
                 return self._run(*args, **kwargs)

@@ -1,0 +1,51 @@
+"""Python's collector of cycles is put aside for a while, and finds afterwards what there is."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from fusionrt.collector import paused
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a program; conftest.py freezes what the suite has imported."""
+    gc.unfreeze()
+    yield
+    gc.enable()
+    gc.freeze()
+
+
+def test_nothing_is_collected_meanwhile_and_all_of_it_later() -> None:
+    with paused():
+        assert not gc.isenabled()
+        gone, kept = weakref.ref(Cycle()), [[one] for one in range(100_000)]
+    assert gc.isenabled() and gone() is not None and gc.get_freeze_count() == 0
+    assert gc.get_count()[0] < len(kept)  # they are old
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    with paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_what_a_program_froze_stays_frozen() -> None:
+    kept = Cycle()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with paused():
+        gone = weakref.ref(Cycle())
+    assert 0 < gc.get_freeze_count() <= frozen and gc.isenabled() and kept.itself is kept
+    gc.collect()
+    assert gone() is None
