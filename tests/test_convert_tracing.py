@@ -1,4 +1,4 @@
-"""While a converted model is traced no garbage is collected and no guards are timed, and are again afterwards."""
+"""While a converted model is traced nothing is collected and no guards are timed, and both are afterwards."""
 
 import gc
 
