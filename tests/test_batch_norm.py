@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
+from fusionrt.runtime import row_layout
 
 SHAPES = [(5, 4), (5, 4, 3), (3, 4, 5, 6), (1, 4, 5, 6), (2, 4, 3, 2, 3)]
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -466,3 +467,39 @@ def test_groups_that_packs_do_not_fit(shape, groups, channels_last, dtype):
     few = {BF16: 5e-3, F16: 6e-4, F32: 1e-6}[dtype]
     for a, b in zip(both_ways(frt.group_norm), both_ways(F.group_norm, torch.float64), strict=True):
         assert (a.double() - b).norm() <= few * b.norm()
+
+
+LONG_GROUPS = [((3, 8, 112, 112), 4), ((3, 24, 56, 56), 3), ((5, 32, 28, 28), 2), ((2, 18, 60, 68), 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("shape, groups", LONG_GROUPS, ids=str)
+def test_groups_of_long_rows(shape, groups, dtype):
+    """Rows that wait in shared memory, or in registers, while the weights of their channels are read anew."""
+    tensors = [make(s, dtype, "cuda") for s in (shape, (shape[1],), (shape[1],), shape)]
+    grad = torch.randn_like(tensors[0])
+
+    def both_ways(function, dtype=dtype):
+        x, weight, bias, residual = (t.detach().to(dtype).requires_grad_() for t in tensors)
+        y = function(x, weight, bias, residual)
+        return [y.detach(), *torch.autograd.grad(y, [x, weight, bias, residual], grad.to(dtype))]
+
+    found = both_ways(lambda x, w, b, r: frt.group_norm(x, groups, w, b, residual=r, epilogue=frt.silu))
+    expected = both_ways(lambda x, w, b, r: F.silu(F.group_norm(x, groups, w, b) + r), torch.float64)
+    few = {BF16: 5e-3, F16: 6e-4, F32: 1e-6}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= few * b.norm()
+        assert (a.double() - b).abs().max() <= 20 * few * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_where_rows_of_groups_wait(dtype):
+    x = torch.empty(64, 64, 112, 112, device="meta", dtype=dtype, requires_grad=True)
+    of_channel = [torch.empty(64, device="meta", dtype=dtype, requires_grad=True) for _ in range(2)]
+    with collecting() as needed:
+        y = frt.group_norm(x, 32, *of_channel, epilogue=frt.silu)
+        torch.autograd.grad(y, [x, *of_channel], torch.empty_like(y))
+    rows = [p for p in needed if getattr(p, "row_dims", 0)]
+    assert [row_layout.layout(p, 16, True).kind for p in rows] == ["staged", "staged"]
+    assert [len(row_layout.held(p)) for p in rows] == [1, 2]

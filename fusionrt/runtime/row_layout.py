@@ -28,6 +28,7 @@ REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
 WORKING = 36               # registers of a thread beside those that it keeps
+OF_CHANNELS = 8            # that find the weights of a pack's channel
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
@@ -121,14 +122,22 @@ def varies(operand: Operand, problem: Problem) -> bool:
     return any(operand.strides[problem.row_dims:]) or n_rows(problem) == 1
 
 
+def repeats(operand: Operand, problem: Problem) -> bool:
+    """Within a row: a channel's weight, in the rows of groups of channels."""
+    row = zip(problem.sizes[:problem.row_dims], operand.strides, strict=False)
+    return any(size > 1 and not step for size, step in row)
+
+
 def held(problem: Problem) -> list[Operand]:
-    """What a row consists of: operands that change along it and from row to row."""
-    return [o for o in problem.inputs if varies(o, problem) and not is_uniform(o, problem)]
+    """What a row consists of: operands that change all along it and from row to row."""
+    return [o for o in problem.inputs
+            if varies(o, problem) and not is_uniform(o, problem) and not repeats(o, problem)]
 
 
 def weights(problem: Problem) -> list[Operand]:
-    """What changes along a row alone."""
-    return [o for o in problem.inputs if not varies(o, problem) and not is_uniform(o, problem)]
+    """What is read more than once: of columns alone, or alike in many of a row."""
+    here = held(problem)
+    return [o for o in problem.inputs if o not in here and not is_uniform(o, problem)]
 
 
 def width(problem: Problem, alignment: int) -> int:
@@ -183,7 +192,8 @@ def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     if not any(problem.reduced) and looks(problem) == 1:
         return _streamed(problem, width(problem, alignment), clusters)
     in_registers = _in_registers(problem, width(problem, alignment))
-    if in_registers is not None and not any(problem.reduced):
+    if in_registers is not None and not any(problem.reduced) and not (
+            clusters and _is_alone(problem, in_registers)):
         return in_registers
     if clusters and alignment >= 16 and can_be_staged(problem):
         staged = _staged(problem, width(problem, alignment))
@@ -248,12 +258,12 @@ def weight_bytes(problem: Problem, made: Layout) -> int:
 
 
 def can_be_staged(problem: Problem) -> bool:
-    return problem.row_dims == 1 and bool(held(problem)) and _can_be_copied(problem, held(problem))
+    return bool(held(problem)) and _can_be_copied(problem, held(problem))
 
 
 def _can_be_copied(problem: Problem, operands: Sequence[Operand]) -> bool:
-    """The copy engine takes multiples of 16 bytes."""
-    return all(o.strides[0] == 1 and all(step * ITEMSIZE[o.dtype] % 16 == 0 for step in (
+    """The copy engine takes runs of memory, in multiples of 16 bytes."""
+    return all(_is_dense(o, problem) and all(step * ITEMSIZE[o.dtype] % 16 == 0 for step in (
         columns(problem), *o.strides[problem.row_dims:])) for o in operands)
 
 
@@ -308,8 +318,18 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
     small = n_rows(problem) >= MANY_ROWS and packs * of_row < 16
     rows = max(1, (256 if (threads > 32 if summed else small) else 128) // threads)
     working = (48 if summed else 32 if threads > 256 else 36 + pack if heavy else 44) * _word(problem)
+    working += OF_CHANNELS * _repeat(problem) * (2 if problem.sizes[0] % pack else 1)
     needed = working + packs * (of_row * (2 if summed else 1) + staying)
     return Layout("registers", pack, packs, threads, rows, 1, 0, _blocks(needed, threads * rows), summed)
+
+
+def _is_alone(problem: Problem, made: Layout) -> bool:
+    """Rows of groups of which a multiprocessor's registers hold one: shared memory holds several."""
+    return _repeat(problem) and made.blocks == 1 and made.block >= 512
+
+
+def _repeat(problem: Problem) -> bool:
+    return any(repeats(o, problem) for o in weights(problem))
 
 
 def _is_heavy(problem: Problem) -> bool:

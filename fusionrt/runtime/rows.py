@@ -21,7 +21,6 @@ from fusionrt.runtime.row_layout import (
     n_rows,
     operand_bytes,
     stage_bytes,
-    varies,
     weights,
     width,
 )
@@ -312,7 +311,7 @@ class Text:
         needed = toposort(roots, names)
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
-        of_columns = {o: self.modes[o] for o in inputs if not varies(o, self.problem)}
+        of_columns = {o: self.modes[o] for o in inputs if o in weights(self.problem)}
         full = [self.problem.outputs[k] for k in written if k not in self.sums]
         lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in of_columns.items()),
                  *self._reads(of_columns, "{}_pack", "pack_in<WEIGHTS_STAGED, {}>"),
