@@ -7,6 +7,7 @@ A call is one kernel over the rows; a sum over several rows that this kernel can
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,18 @@ from fusionrt.rehearsal import device_type, stands_for
 ROW_SHARED, MANY_THREADS, FEW_COLUMNS = 4096, 1 << 17, 1 << 15
 _BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
 _OF_ROWS = frozenset({*REDUCTIONS, *_BY_COLUMN, "row_size"})
+
+
+class Along(enum.IntEnum):
+    """Sums that a kernel over rows takes along: over the rows alone, or over segments of them as well."""
+
+    NONE, ROWS, SEGMENTS = range(3)
+
+    def takes(self, missing: set[int], rows: set[int], columns: set[int]) -> bool:
+        """`missing`: the dimensions that are summed over, not all columns."""
+        if missing & columns:
+            return self == Along.SEGMENTS
+        return self >= Along.ROWS and missing == rows
 
 
 class RowOperator(Operator):
@@ -104,7 +117,7 @@ class RowOperator(Operator):
         order = self.walk(args, shape, outputs)
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
-        parts = self._parts(args, shape, outputs, order)
+        parts = self._parts(args, shape, outputs, order, alignment)
         runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment,
                               part.of_whole), part) for part in parts]
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
@@ -153,21 +166,22 @@ class RowOperator(Operator):
             return order
         return [d for d in order if d >= first] + [d for d in order if d < first]
 
-    def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int]
-               ) -> list[Part]:
+    def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int],
+               alignment: int) -> list[Part]:
         """The kernels of a call; the one over the rows with all the sums that it can take along."""
         first = next(a for a in args if isinstance(a, torch.Tensor))
         if device_type(first) == "cuda":
             from fusionrt.runtime import device, row_layout
-            parts = self._divided(args, shape, order, outputs, sums_along=True)
             index = stands_for(first.device).index
             clusters = index is None or device.has_clusters(index)
-            if row_layout.takes_sums(self._posed(args, shape, parts[0]), clusters):
-                return parts
-        return self._divided(args, shape, order, outputs, sums_along=False)
+            for along in (Along.SEGMENTS, Along.ROWS):
+                parts = self._divided(args, shape, order, outputs, along)
+                if row_layout.takes_sums(self._posed(args, shape, parts[0]), alignment, clusters):
+                    return parts
+        return self._divided(args, shape, order, outputs, Along.NONE)
 
     def _divided(self, args: Args, shape: Ints, order: Sequence[int], outputs: Sequence[torch.Tensor],
-                 sums_along: bool) -> list[Part]:
+                 along: Along) -> list[Part]:
         on_rows, sums = Part(self.row_dims, order), Part(0, order)
         first = len(shape) - self.row_dims
         columns = {d for d in range(first, len(shape)) if shape[d] != 1}
@@ -183,9 +197,9 @@ class RowOperator(Operator):
                 on_rows.add(k, self._value_a_row(made, args, shape) if later else made, later)
             elif not missing:
                 on_rows.add(k, made)
-            elif (sums_along and missing == rows) or not _needs_rows(root):
+            elif (taken_along := along.takes(missing, rows, columns)) or not _needs_rows(root):
                 summed = made._replace(over=layout.reduced_strides(o.shape, shape, order), reduced=True)
-                (on_rows if sums_along and missing == rows else sums).add(k, summed)
+                (on_rows if taken_along else sums).add(k, summed)
             else:
                 on_rows.add(k, self._in_full(args, shape, order, root), tuple(sorted(missing)))
         return [part for part in (on_rows, sums) if part.outputs]

@@ -9,6 +9,8 @@
 //
 // Gradients of weights are sums over the rows: blocks are then PERSISTENT, walk over many rows, keep the sums
 // of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up.
+// Of channels' weights, where rows are groups of channels, they are sums over segments of rows: each row leaves what its
+// segments have, which `sum_partials` adds up as well.
 // No atomics: two runs give the same bits. Blocks that keep their part of the weights stay as well.
 //
 // The prologue defines the constants above, KIND being one of the three, and
@@ -17,6 +19,7 @@
 //   STAGES, STAGE_BYTES           rows of a team in shared memory, or parts of them (IN_PARTS); bytes of one
 //   WEIGHTS_STAGED                whether the block's part of what is alike in all rows stays there as well
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
+//   SEGMENTS, segment_of(p, column)        sums over segments, of which p.segments make a row
 //   CARRIED                       values of an element that a pass leaves to a later one
 //   FINDS_MOMENTS, WEIGHTED       whether a pass finds moments; whether there are weights
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
@@ -26,8 +29,8 @@
 //   fetch_weights(...), find_weights(...)  the same of the weights; where they are then read
 //   Known<PASS>, know(...)        uniform expressions of a pass
 //   element<PASS, W>(...)         compute W columns: what this pass reduces into found[k], its outputs, sums; what
-//                                 it leaves, or finds, in carried[k], if it CARRIES
-//   Values<PASS>::FIRST, COUNT    which of the values this pass finds
+//                                 it leaves, or finds, in carried[k], if it CARRIES; add to of_segments
+//   Values<PASS>::FIRST, COUNT    which of the values this pass finds; whether it ADDS_TO_SEGMENTS
 //   identity<PASS>, join_lanes<PASS, N>                      its reductions: start, join lanes, and take in
 //   collect<PASS, W>(values, found, column)                  `found`, packs of VEC that are STEP apart
 //   store_row(p, row, values)     outputs with one value a row
@@ -122,10 +125,11 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
 // Over a row
 
 constexpr column_t STEP = THREADS * VEC;
-constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1;
+constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1, MOST_SEGMENTS = SEGMENTS ? SEGMENTS : 1;
 constexpr int OWN = KIND == STREAMED ? 1 : PACKS;  // packs that are a thread's from the first pass to the last
 using Sums = acc_t[MOST_SUMS][VEC];
 using Carried = acc_t[MOST_CARRIED][VEC];
+using OfSegments = acc_t[MOST_SEGMENTS];
 using SumsOfColumns = Sums[OWN];
 
 // What a thread has of a row.
@@ -139,13 +143,14 @@ struct Held {
 constexpr bool FIT_80 = 4 * VEC * sizeof(acc_t) <= 64 || __CUDA_ARCH__ < 1000;
 constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : FIT_80 ? 768 : 512);
 constexpr bool MANY = (KIND == STAGED && PERSISTENT) || (KIND != STREAMED && FINDS_MOMENTS && ROOM);
-constexpr int TOGETHER = MANY && !SUMS && !CARRIES && PACKS >= 4 ? 4 : 1;
-constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES;
+constexpr int TOGETHER = MANY && !SUMS && !SEGMENTS && !CARRIES && PACKS >= 4 ? 4 : 1;
+constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES, SEGMENTS_AT = KIND == STAGED ? WEIGHTS_AT : 0;
 
 extern __shared__ __align__(128) char memory[];
 
 struct Work {
     Row row;
+    unsigned r;
     bool valid;
     column_t first, end;   // of the block's part of the row
     int team, lane;
@@ -157,12 +162,12 @@ struct Work {
 template <int PASS, int N>
 __device__ __forceinline__ void take(const Params& p, const Work& work, const Known<PASS>& known,
                                      acc_t (&values)[MOST_VALUES], column_t column, const Tile<VEC> (&tiles)[N],
-                                     Carried* carried, Sums* sums) {
+                                     Carried* carried, Sums* sums, OfSegments& of_segments) {
     acc_t found[MOST_VALUES][N * VEC];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         acc_t of_pack[MOST_VALUES][VEC];
-        element<PASS, VEC>(p, work.row, known, column + n * STEP, tiles[n], of_pack, carried[n], sums[n]);
+        element<PASS, VEC>(p, work.row, known, column + n * STEP, tiles[n], of_pack, carried[n], sums[n], of_segments);
 #pragma unroll
         for (int k = 0; k < MOST_VALUES; ++k)
 #pragma unroll
@@ -182,7 +187,8 @@ __device__ __forceinline__ void stream(const Params& p, const Work& work, const 
         for (int n = 0; n < N; ++n) tiles[n] = load_tile<VEC>(p, work.row, column + n * STEP);
         Carried carried[N];
         Sums sums[N];
-        take<PASS>(p, work, known, values, column, tiles, carried, sums);
+        OfSegments none;
+        take<PASS>(p, work, known, values, column, tiles, carried, sums, none);
     }
     if constexpr (N > 1) stream<PASS, N / 2>(p, work, known, values, column);
 }
@@ -190,7 +196,8 @@ __device__ __forceinline__ void stream(const Params& p, const Work& work, const 
 // N packs from the k-th on, all of which the thread has.
 template <int PASS, int N>
 __device__ __forceinline__ void take_held(const Params& p, const Work& work, const Known<PASS>& known, Held& held,
-                                          acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, int k) {
+                                          acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, OfSegments& of_segments,
+                                          int k) {
     Tile<VEC> tiles[N];
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -198,7 +205,64 @@ __device__ __forceinline__ void take_held(const Params& p, const Work& work, con
             tiles[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
         else
             tiles[n] = held.tiles[k + n];
-    take<PASS>(p, work, known, values, work.first + k * STEP, tiles, held.carried + k, sums + k);
+    take<PASS>(p, work, known, values, work.first + k * STEP, tiles, held.carried + k, sums + k, of_segments);
+}
+
+// Each warp has a place for each of the row's segments, where it alone adds.
+__device__ __forceinline__ acc_t* sums_of_segments(unsigned segments, int which, int warp) {
+    return reinterpret_cast<acc_t*>(memory + SEGMENTS_AT) + (which * (BLOCK / 32) + warp) * segments;
+}
+template <typename P>  // whose members exist only where there are segments
+__device__ __forceinline__ void clear_segments(const P& p, const Work& work) {
+    const int warp = threadIdx.x / 32;
+    for (unsigned s = work.lane % 32; s < p.segments; s += 32)
+        for (int which = 0; which < SEGMENTS; ++which) sums_of_segments(p.segments, which, warp)[s] = 0;
+    __syncwarp();
+}
+// Of the segment that a lane is at. The packs of a warp's lanes are neighbours, so few segments have part in them.
+struct Running { unsigned segment; OfSegments sums; };
+
+__device__ __forceinline__ unsigned within(const Work& work, column_t column) { return min(column, work.end - 1); }
+
+template <typename P>
+__device__ __forceinline__ Running at_first_segment(const P& p, const Work& work) {
+    return {segment_of(p, within(work, work.first)), {}};
+}
+template <typename P>
+__device__ __forceinline__ void flush(const P& p, const Running& running) {
+    const unsigned last = __shfl_sync(0xffffffffu, running.segment, 31);
+    for (unsigned segment = __shfl_sync(0xffffffffu, running.segment, 0); segment <= last; ++segment)
+#pragma unroll
+        for (int which = 0; which < SEGMENTS; ++which) {
+            acc_t sum = running.segment == segment ? running.sums[which] : acc_t(0);
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            if (threadIdx.x % 32 == 0) sums_of_segments(p.segments, which, threadIdx.x / 32)[segment] += sum;
+        }
+}
+template <typename P>
+__device__ __forceinline__ void add_to_segments(const P& p, const Work& work, column_t column, const OfSegments& sums,
+                                                Running& running) {
+    const unsigned mine = segment_of(p, within(work, column));
+    if (__any_sync(0xffffffffu, mine != running.segment)) {
+        flush(p, running);
+        running = {mine, {}};
+    }
+#pragma unroll
+    for (int which = 0; which < SEGMENTS; ++which) running.sums[which] += sums[which];
+}
+// What the row's warps have, in their order.
+template <typename P>
+__device__ __forceinline__ void store_segments(const P& p, const Work& work, unsigned rank) {
+    meet();
+    for (unsigned i = work.lane; i < SEGMENTS * p.segments && work.valid; i += THREADS) {
+        const unsigned which = i / p.segments, segment = i - which * p.segments;
+        acc_t sum = 0;
+        for (int warp = 0; warp < WARPS; ++warp)
+            sum += sums_of_segments(p.segments, which, work.team * WARPS + warp)[segment];
+        const unsigned long long row = static_cast<unsigned long long>(which * CLUSTER + rank) * p.rows + work.r;
+        p.partials[row * p.segments + segment] = sum;
+    }
 }
 
 template <int PASS>
@@ -213,17 +277,23 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& he
         constexpr int SOME = KIND == REGISTERS && Values<PASS>::COUNT == 0 ? 1 : TOGETHER;
         constexpr int FEW = sizeof(Tile<VEC>) > 16 && !WEIGHTED && MIN_BLOCKS * BLOCK > 1024 ? 2 : 4;
         constexpr int UNROLL = KIND == STAGED && !(SUMS || CARRIES) && PACKS > FEW ? (FEW + SOME - 1) / SOME : PACKS;
+        constexpr bool ADDS = Values<PASS>::ADDS_TO_SEGMENTS;
+        Running running = {};
+        if constexpr (ADDS) running = at_first_segment(p, work);
 #pragma unroll UNROLL
         for (int k = 0; k < PACKS; k += SOME) {
+            OfSegments of_segments = {};
             if (SOME > 1 && k + SOME <= PACKS && work.first + (k + SOME - 1) * STEP < work.end) {
-                take_held<PASS, SOME>(p, work, known, held, values, sums, k);
+                take_held<PASS, SOME>(p, work, known, held, values, sums, of_segments, k);
                 continue;
             }
 #pragma unroll
             for (int n = 0; n < SOME && k + n < PACKS; ++n)
                 if (work.first + (k + n) * STEP < work.end)
-                    take_held<PASS, 1>(p, work, known, held, values, sums, k + n);
+                    take_held<PASS, 1>(p, work, known, held, values, sums, of_segments, k + n);
+            if constexpr (ADDS) add_to_segments(p, work, work.first + k * STEP, of_segments, running);
         }
+        if constexpr (ADDS) flush(p, running);
     }
 }
 
@@ -283,7 +353,7 @@ __device__ __forceinline__ void store_sums(const P& p, const Work& work, SumsOfC
 // The work on row r, or none beyond the last one.
 __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank) {
     Work work;
-    work.valid = r < p.rows;
+    work.r = r, work.valid = r < p.rows;
     work.row = load_row(p, work.valid ? r : p.rows - 1);
     work.team = team_of_thread(), work.lane = lane_in_team();
     work.first = rank * p.span + work.lane * VEC;
@@ -295,8 +365,10 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
 __device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Held& held,
                                        SumsOfColumns& sums, Exchange& exchange, int& turn) {
     acc_t values[MOST_VALUES];
+    if constexpr (SEGMENTS > 0) clear_segments(p, work);
     passes<0>(p, work, held, values, sums, exchange, turn);
     if (work.valid && work.lane == 0 && rank == 0) store_row(p, work.row, values);
+    if constexpr (SEGMENTS > 0) store_segments(p, work, rank);
 }
 
 // Rows base + team, and so on every `step` rows.
@@ -456,7 +528,8 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
         if (PASS == 0) ring.wait();
         if (column < work.end) {
             const Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
-            take<PASS>(p, work, known, values, column, tile, held.carried + k, sums + k);
+            OfSegments none;
+            take<PASS>(p, work, known, values, column, tile, held.carried + k, sums + k, none);
         }
         if (PASS > 0) {
             meet();
@@ -496,6 +569,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    if constexpr (SEGMENTS > 0) next_may_begin();
     if constexpr (SUMS > 0) {
         next_may_begin();
         store_sums(p, begin(p, 0, rank), sums, block);

@@ -469,16 +469,25 @@ def test_groups_that_packs_do_not_fit(shape, groups, channels_last, dtype):
         assert (a.double() - b).norm() <= few * b.norm()
 
 
-LONG_GROUPS = [((3, 8, 112, 112), 4), ((3, 24, 56, 56), 3), ((5, 32, 28, 28), 2), ((2, 18, 60, 68), 2)]
+LONG_GROUPS = [((3, 8, 112, 112), 4), ((3, 24, 56, 56), 3), ((5, 32, 28, 28), 2), ((2, 18, 60, 68), 2),
+               ((4, 24, 14, 14), 2), ((7, 6, 64, 64), 1), ((1, 12, 40, 40), 2), ((2, 256, 8, 8), 4)]
+
+
+def begins_at(x, place):
+    """The same at an address that is `place` elements behind one that packs can be read from."""
+    room = torch.empty(x.numel() + 16, dtype=x.dtype, device=x.device)
+    return room[place:place + x.numel()].view_as(x).copy_(x)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("shape, groups", LONG_GROUPS, ids=str)
-def test_groups_of_long_rows(shape, groups, dtype):
+@pytest.mark.parametrize("place", [0, 1])
+def test_groups_of_long_rows(place, shape, groups, dtype):
     """Rows that wait in shared memory, or in registers, while the weights of their channels are read anew."""
     tensors = [make(s, dtype, "cuda") for s in (shape, (shape[1],), (shape[1],), shape)]
-    grad = torch.randn_like(tensors[0])
+    tensors[0] = begins_at(tensors[0], place)
+    grad = torch.randn_like(tensors[3])
 
     def both_ways(function, dtype=dtype):
         x, weight, bias, residual = (t.detach().to(dtype).requires_grad_() for t in tensors)
@@ -500,6 +509,6 @@ def test_where_rows_of_groups_wait(dtype):
     with collecting() as needed:
         y = frt.group_norm(x, 32, *of_channel, epilogue=frt.silu)
         torch.autograd.grad(y, [x, *of_channel], torch.empty_like(y))
-    rows = [p for p in needed if getattr(p, "row_dims", 0)]
-    assert [row_layout.layout(p, 16, True).kind for p in rows] == ["staged", "staged"]
-    assert [len(row_layout.held(p)) for p in rows] == [1, 2]
+    assert [row_layout.layout(p, 16, True).kind for p in needed] == ["staged", "staged"]
+    assert [len(row_layout.held(p)) for p in needed] == [1, 2]
+    assert row_layout.segments(needed[1]) == row_layout.Segments(each=2, kept=64, repeats=64)

@@ -147,6 +147,18 @@ def test_many_long_rows(name, shape, dtype):
     check_case(name, arguments(name, shape, dtype, "cuda"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("columns", [4096, 16_384, 65_536])
+def test_rows_at_odd_addresses(columns, dtype):
+    """Where packs are single elements sums over rows do not fit into the kernel, and are not left out."""
+    def arguments_at_odd_addresses():
+        return [torch.empty(a.numel() + 1, dtype=dtype, device="cuda")[1:].view_as(a).copy_(a)
+                for a in arguments("layer_norm", (32, columns), dtype, "cuda")]
+
+    check_case("layer_norm", arguments_at_odd_addresses(), again=arguments_at_odd_addresses)
+
+
 @pytest.mark.parametrize("op", [frt.layer_norm, frt.rms_norm])
 @pytest.mark.parametrize("shape", [(4, 5), (3, 4, 5), (1,)], ids=str)
 def test_several_dimensions_are_normalised(op, shape, device):

@@ -173,7 +173,7 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
-    _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, chunks)
+    _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, rows.kept, chunks)
 
 
 def _joined(kept: int, chunks: int) -> dict[str, str]:
@@ -231,20 +231,23 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
     values |= {"span": str(row_layout.span(problem, layout)),
                "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    of_segments = row_layout.segments(problem)
+    kept, chunks = row_layout.columns(problem), blocks
+    if of_segments is not None:
+        kept, chunks = of_segments.kept, layout.cluster * of_segments.repeats
+        values["segments"] = str(of_segments.each)
     if summed:
-        kept, acc = row_layout.columns(problem), getattr(torch, problem.acc)
-        text.allocate("partials", (len(summed) * blocks * kept,), (1,), acc)
+        text.allocate("partials", (len(summed) * chunks * kept,), (1,), getattr(torch, problem.acc))
         text.lines.append("p_partials = partials.data_ptr()")
-        values |= {"partials": "p_partials", "chunks": str(blocks)}
+        values |= {"partials": "p_partials", "chunks": str(chunks)}
     text.launch(source, blocks * layout.cluster, layout.block, values, shared, layout.cluster)
-    _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, blocks)
+    _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, kept, chunks)
 
 
 def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
-                chunks: int) -> None:
-    """Add the partial sums of outputs (place, dtype). They keep what `rows` does, or else the columns; their
-    memory has the order of the walk until the last lines."""
-    kept = row_layout.columns(part) if rows is None else rows.kept
+                kept: int, chunks: int) -> None:
+    """Add the partial sums of outputs (place, dtype), of each `kept` in `chunks`. Their memory has the order
+    of the walk until the last lines."""
     size = chunks * kept * getattr(torch, part.acc).itemsize
     before = 0
     for dtype, group in _together(sums):

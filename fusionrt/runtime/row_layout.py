@@ -28,7 +28,8 @@ REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
 WORKING = 36               # registers of a thread beside those that it keeps
-OF_CHANNELS = 8            # that find the weights of a pack's channel
+MOST_SEGMENTS = 64         # of a row
+OF_CHANNELS = 8            # registers that find the weights of a pack's channel
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
 MOST_IN_REGISTERS = 8      # packs a thread
@@ -140,6 +141,40 @@ def weights(problem: Problem) -> list[Operand]:
     return [o for o in problem.inputs if o not in here and not is_uniform(o, problem)]
 
 
+def sums(problem: Problem) -> list[int]:
+    """Outputs that are a row of sums over the rows."""
+    return [k for k, o in enumerate(problem.outputs) if problem.reduced[k] and not repeats(o, problem)]
+
+
+def segment_sums(problem: Problem) -> list[int]:
+    """Outputs that are sums over segments of rows, and over rows: the gradients of channels' weights."""
+    return [k for k, o in enumerate(problem.outputs) if problem.reduced[k] and repeats(o, problem)]
+
+
+class Segments(NamedTuple):
+    """Of a row there are `each`, as long as its inner dimensions; a value is kept for `kept` of them, which
+    `repeats` rows after the other add to."""
+
+    each: int
+    kept: int
+    repeats: int
+
+
+def segments(problem: Problem) -> Segments | None:
+    """None where there are no sums over segments, or not in the order of the rows."""
+    n, sizes, found = problem.row_dims, problem.sizes, segment_sums(problem)
+    steps = {problem.outputs[k].strides for k in found}
+    if len(steps) != 1:
+        return None
+    strides = next(iter(steps))
+    first = next((d for d, step in enumerate(strides) if step), n)
+    last = next((d for d in range(first, len(sizes)) if not strides[d]), len(sizes))
+    in_order = (*(0,) * first, *dense(sizes[first:last]), *(0,) * (len(sizes) - last))
+    if not 0 < first < n <= last or strides != in_order:
+        return None
+    return Segments(math.prod(sizes[first:n]), math.prod(sizes[first:last]), math.prod(sizes[last:]))
+
+
 def width(problem: Problem, alignment: int) -> int:
     """Elements of a pack: 16 bytes of the widest operand of whole rows (weights may take two accesses), as
     far as pointers are aligned, to `alignment` bytes, and rows are whole packs."""
@@ -157,7 +192,7 @@ def _is_in_one_piece(problem: Problem) -> bool:
     """Rows of several dimensions that lie in memory one element after the other, of the results at least: a
     pack may then reach from one of the innermost rows into the next. What does not is gathered."""
     full = [o for o in problem.outputs if any(o.strides[:problem.row_dims])]
-    return bool(full) and not any(problem.reduced) and all(_is_dense(o, problem) for o in full)
+    return bool(full) and not sums(problem) and all(_is_dense(o, problem) for o in full)
 
 
 def _is_dense(operand: Operand, problem: Problem) -> bool:
@@ -189,10 +224,10 @@ def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
 
 
 def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
-    if not any(problem.reduced) and looks(problem) == 1:
+    if not sums(problem) and looks(problem) == 1:
         return _streamed(problem, width(problem, alignment), clusters)
     in_registers = _in_registers(problem, width(problem, alignment))
-    if in_registers is not None and not any(problem.reduced) and not (
+    if in_registers is not None and not sums(problem) and not (
             clusters and _is_alone(problem, in_registers)):
         return in_registers
     if clusters and alignment >= 16 and can_be_staged(problem):
@@ -202,9 +237,16 @@ def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     return in_registers or _streamed(problem, width(problem, alignment), clusters)
 
 
-def takes_sums(problem: Problem, clusters: bool) -> bool:
-    """Whether the kernel can keep sums over rows in registers."""
-    return layout(problem, 16, clusters).kind != "streamed"
+def takes_sums(problem: Problem, alignment: int, clusters: bool) -> bool:
+    """Whether the kernel can keep sums over rows in registers, or find those of segments."""
+    made = layout(problem, alignment, clusters)
+    if made.kind == "streamed" or not segment_sums(problem):
+        return made.kind != "streamed"
+    found = segments(problem)
+    if found is None or found.each > MOST_SEGMENTS or sums(problem):
+        return False
+    wide = 2 * made.width * max(ITEMSIZE[o.dtype] for o in held(problem)) >= 16
+    return wide and made.threads >= 32 and not made.persistent
 
 
 def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
@@ -213,10 +255,10 @@ def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
     needed = -(-n_rows(problem) // made.rows)
     if not made.persistent:
         return needed
-    sums = sum(problem.reduced)
-    if sums:  # each block leaves partial sums: with few rows they would outweigh the rows themselves
+    n_sums = len(sums(problem))
+    if n_sums:  # each block leaves partial sums: with few rows they would outweigh the rows themselves
         one_each = max(1, at_a_time // made.blocks)
-        at_a_time = min(at_a_time, max(one_each, n_rows(problem) // (8 * sums * made.rows)))
+        at_a_time = min(at_a_time, max(one_each, n_rows(problem) // (8 * n_sums * made.rows)))
     return min(needed, max(1, at_a_time))
 
 
@@ -234,10 +276,11 @@ def span(problem: Problem, made: Layout) -> int:
 
 
 def shared_bytes(problem: Problem, made: Layout) -> int:
+    of_segments = segment_bytes(problem, made.block)
     if made.kind != "staged":
-        return 0
-    of_sums = 4 * _word(problem) * made.width * made.block if made.rows > 1 and any(problem.reduced) else 0
-    of_rows = made.stages * made.rows * stage_bytes(problem, made)
+        return of_segments
+    of_sums = 4 * _word(problem) * made.width * made.block if made.rows > 1 and sums(problem) else 0
+    of_rows = made.stages * made.rows * stage_bytes(problem, made) + of_segments
     return max(of_rows + (weight_bytes(problem, made) if made.weights else 0), of_sums)
 
 
@@ -251,6 +294,12 @@ def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:
     in_part = made.in_parts and varies(operand, problem)
     columns = made.threads * made.width if in_part else span(problem, made)
     return -(-columns * ITEMSIZE[operand.dtype] // 128) * 128
+
+
+def segment_bytes(problem: Problem, block: int) -> int:
+    """A value of each warp's for each of a row's segments."""
+    found = segments(problem)
+    return 0 if found is None else 4 * _word(problem) * len(segment_sums(problem)) * block // 32 * found.each
 
 
 def weight_bytes(problem: Problem, made: Layout) -> int:
@@ -279,7 +328,7 @@ def _blocks(registers: int, block: int) -> int:
 def _a_pack(problem: Problem, pack: int) -> tuple[int, int]:
     """Registers that a pack of the row takes, and those that stay taken: of its sums, of what is carried."""
     words = sum(max(4, ITEMSIZE[o.dtype] * pack) for o in held(problem)) // 4
-    return max(1, words), (sum(problem.reduced) + how_many(problem.roots)) * pack * _word(problem)
+    return max(1, words), (len(sums(problem)) + how_many(problem.roots)) * pack * _word(problem)
 
 
 def _word(problem: Problem) -> int:
@@ -302,7 +351,7 @@ def _left(threads: int) -> int:
 def _in_registers(problem: Problem, pack: int) -> Layout | None:
     packs_a_row = -(-columns(problem) // pack)
     of_row, staying = _a_pack(problem, pack)
-    summed, heavy = any(problem.reduced), _is_heavy(problem)
+    summed, heavy = bool(sums(problem)), _is_heavy(problem)
     most = max(1, 64 // (2 * of_row + staying) if summed else 4 * MOST_IN_REGISTERS // of_row)
     narrowest = min((ITEMSIZE[o.dtype] for o in held(problem)), default=4)
     wanted = max(1, (MOST_IN_FLIGHT if heavy else IN_FLIGHT[narrowest]) // of_row)
@@ -336,14 +385,14 @@ def _is_heavy(problem: Problem) -> bool:
     """Whether instructions are the bound: then a thread has as many packs as it can, and a multiprocessor as
     many threads."""
     light = instructions(problem.roots) <= LIGHT or problem.domain.numel < MANY_ELEMENTS
-    return not (light or any(problem.reduced) or problem.streams or _word(problem) > 1)
+    return not (light or sums(problem) or problem.streams or _word(problem) > 1)
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
     measured = _with_weights(problem, pack)
     if measured is not None:
         return measured
-    if any(problem.reduced):
+    if sums(problem):
         staying = _at_full_width(problem, pack) or _staying(problem, pack)
         if staying is None:
             return _in_parts(problem, pack)
@@ -355,7 +404,7 @@ def _with_weights(problem: Problem, pack: int) -> Layout | None:
     """Weights read from the L2 for every row are as many bytes as the row, of a layer norm twice as many, and
     the L2 has not much more than twice the memory's rate: blocks stay and have their part in shared memory.
     Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1."""
-    summed, (_, staying) = any(problem.reduced), _a_pack(problem, pack)
+    summed, (_, staying) = bool(sums(problem)), _a_pack(problem, pack)
     if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
         return None
     packs_a_row = -(-columns(problem) // pack)
@@ -375,7 +424,7 @@ def _with_weights(problem: Problem, pack: int) -> Layout | None:
 
 def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout:
     packs = -(-columns(problem) // (pack * choice.threads * cluster))
-    in_teams = choice.weights and (cluster == 1 or not any(problem.reduced))
+    in_teams = choice.weights and (cluster == 1 or not sums(problem))
     rows, blocks = (choice.rows, 1) if in_teams else (1, choice.rows)
     return Layout("staged" if choice.stages else "registers", pack, packs, choice.threads, rows, cluster,
                   choice.stages, blocks, choice.stages > 1, weights=choice.weights, ahead=choice.ahead)
@@ -383,7 +432,7 @@ def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout
 
 def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
     light = instructions(problem.roots) <= LIGHT
-    if any(problem.reduced):
+    if sums(problem):
         if how_many(problem.roots):
             return _carrying(problem, pack)
         if columns(problem) >= LONG_GRADIENTS:
@@ -429,7 +478,8 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
     light = _word(problem) == 1 and not problem.streams and instructions(problem.roots) <= LIGHT
     large = light and n_rows(problem) >= 2 * TURNS
     most = PART if large and len(held(problem)) == 1 and not weights(problem) else PART // 2
-    ahead = len(held(problem)) <= sum(any(o.strides[:problem.row_dims]) for o in problem.outputs)
+    ahead = len(held(problem)) <= sum(
+        any(o.strides[:problem.row_dims]) and not repeats(o, problem) for o in problem.outputs)
     for cluster in CLUSTERS:
         packs_a_block = -(-columns(problem) // (pack * cluster))
         made = Layout("staged", pack, 1, 256, 1, cluster, 1, 1, False, ahead=ahead)
@@ -438,7 +488,8 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
         alone = light and part > PART // 2 and (cluster == 1 or fits_once)
         threads = (1024 if alone else 512 if part > PART // 2 else 256) // (2 if heavy else 1)
         working = 32 if alone else (80 if heavy else 48 if problem.streams else 40) * _word(problem)
-        blocks = min(MOST_PASSING, SHARED // (part + (1 << 10)), _blocks(working, threads))
+        reserved = (1 << 10) + segment_bytes(problem, threads)
+        blocks = min(MOST_PASSING, SHARED // (part + reserved), _blocks(working, threads))
         packs = -(-packs_a_block // threads)
         if blocks and packs <= 2 * MOST_IN_REGISTERS:
             found = made._replace(packs=packs, threads=threads, blocks=blocks)
@@ -520,7 +571,7 @@ def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     of_row, _ = _a_pack(problem, pack)
     packs_a_row = -(-columns(problem) // pack)
     most = 2 if instructions(problem.roots) > LIGHT and looks(problem) > 1 else 4
-    packs = 1 if any(problem.reduced) else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
+    packs = 1 if sums(problem) else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
     block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, min(8, _power(packs_a_row))
     one_turn = _power(-(-packs_a_row // packs))
     sums_alone = _word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)

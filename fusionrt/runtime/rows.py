@@ -20,7 +20,9 @@ from fusionrt.runtime.row_layout import (
     layout,
     n_rows,
     operand_bytes,
+    segment_sums,
     stage_bytes,
+    sums,
     weights,
     width,
 )
@@ -43,7 +45,9 @@ class Text:
         self.problem, self.alignment = problem, alignment
         self.pack = width(problem, alignment)
         self.modes = {o: access_mode(o, problem, self.pack) for o in (*problem.inputs, *problem.outputs)}
-        self.sums = {k: i for i, k in enumerate(k for k, r in enumerate(problem.reduced) if r)}
+        self.sums = {k: i for i, k in enumerate(sums(problem))}
+        self.segments = {k: i for i, k in enumerate(segment_sums(problem))}
+        self.stored = [k for k, reduced in enumerate(problem.reduced) if not reduced]
         self.roots = with_sums(problem.roots)
         self.passes = schedule(self.roots)
         self.carried = carried(self.passes, self.roots)
@@ -57,16 +61,16 @@ class Text:
 
     def _declare_geometry(self) -> None:
         n, sizes = self.problem.row_dims, self.problem.sizes
-        written = [o for k, o in enumerate(self.problem.outputs) if k not in self.sums]
-        operands = [*self.problem.inputs, *written]
-        self.inner = {o: o._replace(strides=o.strides[:n]) for o in operands}
+        operands = [*self.problem.inputs, *(self.problem.outputs[k] for k in self.stored)]
+        of_segments = [self.problem.outputs[k] for k in self.segments][:1]  # they lie alike
+        self.inner = {o: o._replace(strides=o.strides[:n]) for o in (*operands, *of_segments)}
         self.outer = {o: o._replace(strides=o.strides[n:]) for o in operands}
         reach = max(sum((size - 1) * step for size, step in zip(sizes, o.strides, strict=False))
                     for o in self.inner.values())
         wide = max(reach, columns(self.problem)) >= INDEX_LIMIT
         self.of_columns = Geometry(sizes[:n], wide, "c")
         self.of_rows = Geometry(sizes[n:], n_rows(self.problem) >= INDEX_LIMIT, "r", wide_strides=True)
-        self.of_columns.declare([self.inner[o] for o in operands if self.modes[o] != "row"])
+        self.of_columns.declare([inner for o, inner in self.inner.items() if self.modes[o] != "row"])
         self.of_rows.declare(list(self.outer.values()))
         self.of_columns.index("columns", columns(self.problem))
         self.of_columns.index("span", "span")
@@ -85,12 +89,12 @@ class Text:
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
-            f"SUMS = {len(self.sums)}, CARRIED = {len(self.carried)}, "
+            f"SUMS = {len(self.sums)}, SEGMENTS = {len(self.segments)}, CARRIED = {len(self.carried)}, "
             "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
             f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
             f"WEIGHTED = {str(bool(weights(self.problem))).lower()};", *self._layouts(),
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
-            *self._reductions(), *self._store_row()])
+            *self._reductions(), *self._store_row(), *self._segment_of()])
         return Source("rows", text, params, tuple(values for _, values in fields))
 
     def _fields(self) -> list[tuple[Field, Values]]:
@@ -99,9 +103,11 @@ class Text:
         fields: list[tuple[Field, Values]] = [
             (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
         fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
-                   for k, o in enumerate(problem.outputs) if k not in self.sums]
+                   for o in (problem.outputs[k] for k in self.stored)]
         fields += [(pointer("acc_t", "partials", const=False), ("partials",)),
                    (Field("unsigned long long chunks", U64), ("chunks",))] if self.sums else []
+        fields += [(pointer("acc_t", "partials", const=False), ("partials",)),
+                   (Field("unsigned segments", "I"), ("segments",))] if self.segments else []
         fields += pointwise.random_fields(problem)
         fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
         fields += [*self.of_columns.fields, *self.of_rows.fields,
@@ -140,7 +146,7 @@ class Text:
         copy engine is asked for."""
         inputs = [o for o in self.problem.inputs if self.modes[o] != "row"]
         uniform = [o for o in self.problem.inputs if self.modes[o] == "row"]
-        outputs = [o for k, o in enumerate(self.problem.outputs) if k not in self.sums]
+        outputs = [self.problem.outputs[k] for k in self.stored]
         place = {o: f"p.{o.name} + ({self.of_rows.offset(self.outer[o])})" for o in self.outer}
         coordinates = ["    " + line for line in self.of_rows.coordinates("r")]
         lines = ["struct Row {", "    index_t begin;", *(f"    const {o.dtype}_t* {o.name};" for o in inputs),
@@ -194,8 +200,7 @@ class Text:
                 f"({self.of_columns.offset(self.inner[operand])})).data[0]);", "}"]
 
     def _store_row(self) -> list[str]:
-        stored = [k for k, o in enumerate(self.problem.outputs)
-                  if self.modes[o] == "row" and k not in self.sums]
+        stored = [k for k in self.stored if self.modes[self.problem.outputs[k]] == "row"]
         roots = [self.roots[k] for k in stored]
         statements, results = emit(roots, "const auto {} = {};", self._at_hand(roots))
         values = ARRAY.format("values")
@@ -204,6 +209,15 @@ class Text:
                 *(f"    *row.{self.problem.outputs[k].name} = "
                   f"from_acc<{self.problem.outputs[k].dtype}_t>({result});"
                   for k, result in zip(stored, results, strict=True)), "}"]
+
+    def _segment_of(self) -> list[str]:
+        """That of a column, which is its place in the sums of a row's."""
+        if not self.segments:
+            return []
+        operand = self.inner[self.problem.outputs[min(self.segments)]]
+        return [f"{INLINE} unsigned segment_of(const Params& p, column_t column) {{",
+                *("    " + line for line in self.of_columns.coordinates("column")),
+                f"    return {self.of_columns.offset(operand)};", "}"]
 
     # -- columns ---------------------------------------------------------------------------------
 
@@ -262,10 +276,11 @@ class Text:
                  f"template <int PASS, int W> {INLINE} void element(const Params& p, const Row& row,",
                  "        const Known<PASS>& known, column_t column, const Tile<W>& tile,",
                  "        acc_t (&found)[VALUES ? VALUES : 1][W],",
-                 "        acc_t (&carried)[CARRIED ? CARRIED : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W]) {"]
+                 "        acc_t (&carried)[CARRIED ? CARRIED : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W],",
+                 "        acc_t (&of_segments)[SEGMENTS ? SEGMENTS : 1]) {"]
         for k, one in enumerate(self.passes):
             written = [j for j in one.outputs
-                       if self.modes[self.problem.outputs[j]] != "row" or j in self.sums]
+                       if self.modes[self.problem.outputs[j]] != "row" or self.problem.reduced[j]]
             roots = [f.operand for f in one.found] + [self.roots[j] for j in written]
             leaves = {n: i for i, (n, left) in enumerate(self.carried.items()) if left == k}
             finds = {n: f"carried[{i}][v]" for i, (n, left) in enumerate(self.carried.items()) if left < k}
@@ -312,7 +327,7 @@ class Text:
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
         of_columns = {o: self.modes[o] for o in inputs if o in weights(self.problem)}
-        full = [self.problem.outputs[k] for k in written if k not in self.sums]
+        full = [self.problem.outputs[k] for k in written if k in self.stored]
         lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in of_columns.items()),
                  *self._reads(of_columns, "{}_pack", "pack_in<WEIGHTS_STAGED, {}>"),
                  *(f"acc_t {o.name}[W];" for o in full)]
@@ -327,6 +342,7 @@ class Text:
         body += [f"found[{self.first[f]}][v] = {result};"
                  for f, result in zip(one.found, results, strict=False)]
         body += [f"sums[{self.sums[k]}][v] += {result};" if k in self.sums else
+                 f"of_segments[{self.segments[k]}] += {result};" if k in self.segments else
                  f"{self.problem.outputs[k].name}[v] = {result};"
                  for k, result in zip(written, results[len(one.found):], strict=False)]
         body += [f"carried[{i}][v] = {result};"
@@ -340,8 +356,9 @@ class Text:
         lines, first = ["template <int PASS> struct Values;"], 0
         for k, one in enumerate(self.passes):
             count = sum(len(f.values) for f in one.found)
+            adds = str(not self.segments.keys().isdisjoint(one.outputs)).lower()
             lines.append(f"template <> struct Values<{k}> {{ static constexpr int FIRST = {first}, "
-                         f"COUNT = {count}; }};")
+                         f"COUNT = {count}; static constexpr bool ADDS_TO_SEGMENTS = {adds}; }};")
             first += count
             made: dict[str, list[str]] = {name: [] for name in bodies}
             for f in one.found:
