@@ -58,10 +58,14 @@ template <int VEC, int UNROLL, int THREADS> __device__ __forceinline__ void elem
 
     if (i + At::LAST + VEC <= p.count) {
         whole_vectors<VEC, At>(p, i);
-    } else if (VEC * UNROLL > 1) {  // the ragged end: single elements
+    } else if (VEC * UNROLL > 1) {  // the ragged end: single vectors, and single elements
 #pragma unroll 1
         for (int u = 0; u < UNROLL; ++u) {
             const index_t first = i + u / 2 * At::PAIR_STEP + u % 2 * At::STEP;
+            if (UNROLL > 1 && first + VEC <= p.count) {
+                finish<VEC>(p, first, load<VEC>(p, first), draws<VEC>(p, first));
+                continue;
+            }
 #pragma unroll 1
             for (index_t j = first; j < p.count && j < first + VEC; ++j)
                 finish<1>(p, j, load<1>(p, j), draws<1>(p, j));

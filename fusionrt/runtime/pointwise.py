@@ -37,7 +37,7 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
-FEW = 1 << 18                     # elements that do not fill a GPU; of a thread then, and threads of a block
+FEW = 3 << 17                     # elements that do not fill a GPU; of a thread then, and threads of a block
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
