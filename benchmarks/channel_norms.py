@@ -3,8 +3,8 @@
 Device time, on input sets in rotation: forward from CUDA graphs, backward from calls issued one by one. The
 fraction is of what a copy of as many bytes reaches in the same run. Counted is what statistics allow at
 least: the operand read twice forward (once for them) and the result written; backward the operand and the
-incoming gradient read twice, the gradient written. The rival is torch's norm (cuDNN's batch norm) and its
-activation.
+incoming gradient read twice, the gradient written. Groups of contiguous images wait on the chip and are read
+once, which makes fractions above 1. The rival is torch's norm (cuDNN's batch norm) and its activation.
 """
 
 from __future__ import annotations
