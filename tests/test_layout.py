@@ -306,10 +306,10 @@ def test_how_operands_are_read(dtype, shapes, width, modes):
     ("op", "dtype", "rows", "grid"),
     [
         (frt.gelu, torch.bfloat16, 1 << 12, ("pointwise", 2048, 128)),
-        (frt.gelu, torch.bfloat16, 256, ("pointwise_of_few", 512, 256)),
+        (frt.gelu, torch.bfloat16, 384, ("pointwise_of_few", 768, 256)),
         (frt.gelu, torch.float32, 255, ("pointwise_of_few", 510, 256)),
-        (frt.add_relu, torch.bfloat16, 256, ("pointwise_of_few", 512, 256)),
-        (frt.add_relu, torch.bfloat16, 257, ("pointwise", 257, 128)),
+        (frt.add_relu, torch.bfloat16, 384, ("pointwise_of_few", 768, 256)),
+        (frt.add_relu, torch.bfloat16, 385, ("pointwise", 385, 128)),
         (frt.add_relu, torch.float64, 256, ("pointwise", 1024, 128)),  # is of two elements a thread as it is
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt.autograd import is_watched
 from fusionrt.expr import Expr, maximum, where
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.rowwise import LOWEST_PASSED, row_max
@@ -26,6 +27,18 @@ from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 
 Tensor = torch.Tensor
 ALIGNED = 16  # elements: of rows of what is added
+
+
+def regular(t: Tensor) -> Tensor:
+    """With rows that can be read by 16 bytes, as torch's kernels do unasked. (Odd widths are padded, or go
+    to chunks.)"""
+    step = 16 // t.element_size()
+    batch, head, row, column = t.stride()
+    if column != 1 or (t.shape[3] % step == 0 and (batch % step or head % step or row % step)):
+        return t.contiguous()
+    if is_watched() or t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 # -- the mask --------------------------------------------------------------------------------------
@@ -110,7 +123,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, added: Tensor, first: Tensor, way: str
 def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor, out: Tensor,
                   logarithms: Tensor, seed: Tensor, offset: Tensor, way: str, causal: bool, dropout_p: float,
                   scale: float) -> tuple[Tensor, ...]:
-    saved = grad, q, k, v
+    saved = regular(grad), q, k, v
     found: tuple[Tensor, ...]
     if way == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(

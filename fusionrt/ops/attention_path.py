@@ -21,7 +21,7 @@ from fusionrt.autograd import is_watched, transforms_active
 from fusionrt.dispatch import guard
 from fusionrt.ops.attention_chunks import HALVES, Options, attention_in_chunks
 from fusionrt.ops.attention_hopper import hopper_attention
-from fusionrt.ops.attention_masked import masked_attention
+from fusionrt.ops.attention_masked import masked_attention, regular
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.attention import CAPABILITY, DIMS
 
@@ -245,18 +245,6 @@ def _kind_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tenso
     return Kind(q.dtype, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, band,
                 mask is not None, ours, options.dropout_p, recorded,
                 slopes is not None or options.softcap > 0, options.scale > 0)
-
-
-def regular(t: Tensor) -> Tensor:
-    """With rows that can be read by 16 bytes, as torch's kernels do unasked. (Odd widths are padded, or go
-    to chunks.)"""
-    step = 16 // t.element_size()
-    batch, head, row, column = t.stride()
-    if column != 1 or (t.shape[3] % step == 0 and (batch % step or head % step or row % step)):
-        return t.contiguous()
-    if is_watched() or t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 # -- the ways: what to run for a kind of call ------------------------------------------------------
