@@ -512,3 +512,27 @@ def test_where_rows_of_groups_wait(dtype):
     assert [row_layout.layout(p, 16, True).kind for p in needed] == ["staged", "staged"]
     assert [len(row_layout.held(p)) for p in needed] == [1, 2]
     assert row_layout.segments(needed[1]) == row_layout.Segments(each=2, kept=64, repeats=64)
+
+
+@pytest.mark.parametrize("shape", [(8, 32, 1, 1), (8, 1, 16, 16)], ids=str)
+def test_groups_of_which_nothing_is_a_whole_row(shape, device):
+    """x repeats within a row, and so does the gradient that a sum hands back."""
+    x, weight, bias = (make(s, F32, device) for s in (shape, (32,), (32,)))
+
+    def both_ways(function, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
+        y = function(leaves[0].expand(8, 32, 16, 16), 4, *leaves[1:])
+        return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
+
+    found, expected = both_ways(frt.group_norm, F32), both_ways(F.group_norm, torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(8, 32, 1, 1), (8, 1, 16, 16), (1, 1, 1, 1)], ids=str)
+def test_kernels_of_groups_of_which_nothing_is_a_whole_row(shape):
+    x = torch.empty(shape, device="meta").expand(8, 32, 16, 16).requires_grad_()
+    of_channel = [torch.empty(32, device="meta", requires_grad=True) for _ in range(2)]
+    with collecting() as needed:
+        frt.group_norm(x, 4, *of_channel).sum().backward()
+    assert [p.reduced for p in needed if any(p.reduced)] == [(True, True)]

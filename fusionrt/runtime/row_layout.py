@@ -245,7 +245,7 @@ def takes_sums(problem: Problem, alignment: int, clusters: bool) -> bool:
     found = segments(problem)
     if found is None or found.each > MOST_SEGMENTS or sums(problem):
         return False
-    wide = 2 * made.width * max(ITEMSIZE[o.dtype] for o in held(problem)) >= 16
+    wide = 2 * made.width * max((ITEMSIZE[o.dtype] for o in held(problem)), default=0) >= 16
     return wide and made.threads >= 32 and not made.persistent
 
 
