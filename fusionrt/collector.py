@@ -6,17 +6,20 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+MANY = 10_000  # new objects, of which a walk takes a millisecond
+
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """For what makes many objects that stay: walking torch's million beside them takes 80 ms a time."""
-    enabled = gc.isenabled()
+    enabled, before = gc.isenabled(), gc.get_count()[0]
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():
+            # Of few, the next walk is as it would have been: a program that comes here often would have none.
+            if gc.get_count()[0] - before > MANY and not gc.get_freeze_count():
                 gc.freeze()  # the new objects are old ones then: else they would be walked now
                 gc.unfreeze()
             gc.enable()

@@ -33,6 +33,15 @@ def test_nothing_is_collected_meanwhile_and_all_of_it_later() -> None:
     assert gone() is None
 
 
+def test_who_comes_often_has_garbage_collected() -> None:
+    gone = []
+    for _ in range(4 * gc.get_threshold()[0]):
+        gone.append(weakref.ref(Cycle()))
+        with paused():
+            pass
+    assert sum(one() is not None for one in gone) < len(gone) // 2
+
+
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     with paused():
