@@ -125,6 +125,15 @@ def test_errors_name_the_variant():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_errors_of_calls_issued_one_by_one_keep_their_kind():
+    """By which a benchmark tells that a rival has too little memory."""
+    def fails():
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"):
+        sampling.issued({"": [fails]})
+
+
 def test_an_error_that_comes_late_names_the_variant():
     calls = iter(range(5))
     with pytest.raises(bench.VariantError, match="variant 'next' raised StopIteration"):

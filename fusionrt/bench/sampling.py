@@ -175,8 +175,12 @@ class Variant:
 
 
 def issued(variants: Mapping[str, Sequence[Call]], rounds: int = 11) -> dict[str, timing.Time]:
-    """Device time of calls that no graph can hold, as `timing.replayed` gives it of those that one can."""
-    found = on_gpu(variants, 2, rounds, None, False, LONG_SAMPLE)
+    """Device time of calls that no graph can hold, as `timing.replayed` gives it of those that one can; what
+    they raise is raised as it is as well."""
+    try:
+        found = on_gpu(variants, 2, rounds, None, False, LONG_SAMPLE)
+    except VariantError as error:
+        raise error.__cause__ or error from None
     return {name: timing.summary(samples.us) for name, samples in found.items()}
 
 
