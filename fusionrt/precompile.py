@@ -141,11 +141,22 @@ def _todo(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Seque
           heights: Sequence[int], architectures: Sequence[str], backward: bool, optimizers: bool,
           summary: Summary) -> Iterator[tuple[Job, str]]:
     """Kernels and their names, some of them twice; `summary` hears of the examples that fail."""
-    for kind in dict.fromkeys("cpu" if a == "cpu" else "cuda" for a in architectures):
-        group = [a for a in architectures if (a == "cpu") == (kind == "cpu")]
+    for kind in dict.fromkeys(map(_kind, architectures)):
+        group = [a for a in architectures if _kind(a) == kind]
         yield from _jobs(functions, dtypes, widths, heights, kind, group, backward, summary)
         if optimizers:
-            yield from _of_optimizers(dtypes, kind, group)
+            yield from _of_optimizers(dtypes, kind.device, group)
+
+
+class Kind(NamedTuple):
+    """Of architectures for which the same kernels are listed."""
+
+    device: str
+    clusters: bool  # without them other kernels sum over wide rows
+
+
+def _kind(arch: str) -> Kind:
+    return Kind("cpu", False) if arch == "cpu" else Kind("cuda", compiler.has_clusters(arch))
 
 
 def _elsewhere(made: Iterator[T]) -> Iterator[T]:
@@ -198,20 +209,20 @@ def _reason(error: Exception) -> str:
 # -- what there is to compile ----------------------------------------------------------------------
 
 def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
-          heights: Sequence[int], kind: str, group: Sequence[str], backward: bool, summary: Summary
+          heights: Sequence[int], kind: Kind, group: Sequence[str], backward: bool, summary: Summary
           ) -> Iterator[tuple[Job, str]]:
     """The kernels that the functions' examples need."""
     seen: set[Problem | Source] = set()
     for function, dtype, columns in itertools.product(functions, dtypes, widths):
         try:
-            with collecting(kind) as needed:
+            with collecting(*kind) as needed:
                 _rehearse(function, dtype, ROWS, columns, backward)
                 few = any(isinstance(p, Problem) and (p.row_dims or _masks(p)) for p in needed)
                 for rows in (*[FEW_ROWS] * few, *heights):
                     _rehearse(function, dtype, rows, columns, backward)
             new = [p for p in dict.fromkeys(needed) if p not in seen]
             seen.update(new)
-            texts = [(*text, p.name) for p in new for text in _texts(p, kind)]
+            texts = [(*text, p.name) for p in new for text in _texts(p, kind.device)]
         except Exception as error:
             name = f"{function.__name__} of {_name(dtype)}"
             summary.failed += [(name, arch, _reason(error)) for arch in group]

@@ -22,18 +22,22 @@ _needed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("need
 _ANY_GPU = torch.device("cuda")
 _meta_means: contextvars.ContextVar[torch.device] = contextvars.ContextVar("meta_means", default=_ANY_GPU)
 
+_clusters: contextvars.ContextVar[bool] = contextvars.ContextVar("clusters", default=True)
+
 
 @contextlib.contextmanager
-def collecting(device: str | torch.device = "cuda") -> Iterator[list[Any]]:
+def collecting(device: str | torch.device = "cuda", clusters: bool = True) -> Iterator[list[Any]]:
     """What calls in here need on a `device` ("cuda" or "cpu", or a GPU of this machine): a Problem or a
-    Source for each kernel."""
+    Source for each kernel. `clusters`: whether a GPU that is none of this machine has them."""
     needed: list[Any] = []
     token, meaning = _needed.set(needed), _meta_means.set(torch.device(device))
+    of_gpu = _clusters.set(clusters)
     try:
         yield needed
     finally:
         _needed.reset(token)
         _meta_means.reset(meaning)
+        _clusters.reset(of_gpu)
 
 
 def is_on() -> bool:
@@ -54,3 +58,8 @@ def device_type(tensor: torch.Tensor) -> str:
 def stands_for(device: torch.device) -> torch.device:
     """Of the meta device, what is rehearsed for: a GPU without an index where it is none of this machine."""
     return _meta_means.get() if device.type == "meta" else device
+
+
+def has_clusters() -> bool:
+    """Of a GPU that is none of this machine."""
+    return _clusters.get()

@@ -216,6 +216,26 @@ def test_rows_that_differ_on_older_gpus_alone_are_one_kernel() -> None:
     assert compiler.key(many, "rows", "sm_90") == compiler.key(few, "rows", "sm_90")
 
 
+@pytest.mark.parametrize("op", ["group_norm", "layer_norm"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_rows_of_gpus_without_clusters_are_listed_as_they_are_called(op: str, arch: str, monkeypatch) -> None:
+    """Where rows do not wait in shared memory, the gradients of weights are sums in kernels of their own."""
+    def gradients() -> None:
+        shape, norm = {"group_norm": ((64, 64, 112, 112), lambda *a: frt.group_norm(a[0], 32, *a[1:])),
+                       "layer_norm": ((512, 65536), lambda *a: frt.layer_norm(a[0], (65536,), *a[1:]))}[op]
+        tensors = [torch.empty(s, device="meta", requires_grad=True) for s in (shape, shape[1:2], shape[1:2])]
+        torch.autograd.grad(norm(*tensors), tensors, torch.empty_like(tensors[0]))
+
+    clusters = compiler.has_clusters(arch)
+    monkeypatch.setattr(device, "has_clusters", lambda index: clusters)
+    with collecting("cuda:0") as called:
+        gradients()
+    with collecting(*precompile._kind(arch)) as listed:
+        gradients()
+    assert listed == called
+    assert [bool(p.row_dims) for p in listed] == [True] * 2 + [False] * (not clusters)
+
+
 # --- the CPU, and that the kernels are those that calls ask for
 
 

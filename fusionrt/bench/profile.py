@@ -95,7 +95,7 @@ def resources(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
             raise ValueError("resources: there is no GPU; say for which arch, for instance 'sm_90'")
         arch = cuda.architecture(torch.cuda.current_device())
     args, more = pytree.tree_map(_meta, (tuple(args), dict(kwargs or {})))
-    with collecting("cuda") as problems:
+    with collecting("cuda", compiler.has_clusters(arch)) as problems:
         out = function(*args, **more)
         if backward:
             results = [t for t in pytree.tree_leaves(out) if t.requires_grad]

@@ -55,9 +55,19 @@ def key(text: str, entry: str, arch: str) -> str:
 def seen_by(arch: str, text: str) -> str:
     """What an architecture sees of a text, whose `#if __CUDA_ARCH__ >= ...` (`&& __CUDA_ARCH__ < ...`) do
     not nest. Rows that are laid out differently on older GPUs alone are one kernel on the others."""
-    number = 10 * int(arch.removeprefix("sm_").rstrip("af"))
+    number = _number(arch)
     return _OF_ARCHITECTURES.sub(
         lambda m: m[3] if int(m[1]) <= number < int(m[2] or number + 1) else m[4] or "", text)
+
+
+def has_clusters(arch: str) -> bool:
+    """As `device.has_clusters`, of GPUs that need not be in this machine."""
+    return 900 <= _number(arch) < 1200
+
+
+def _number(arch: str) -> int:
+    """`__CUDA_ARCH__`."""
+    return 10 * int(arch.removeprefix("sm_").rstrip("af"))
 
 
 def cubin(text: str, entry: str, arch: str, name: str) -> tuple[cache.Entry, bool]:
