@@ -8,9 +8,9 @@
 //   STREAMED   nowhere: every pass reads it anew.
 //
 // Gradients of weights are sums over the rows: blocks are then PERSISTENT, walk over many rows, keep the sums
-// of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up.
-// Of channels' weights, where rows are groups of channels, they are sums over segments of rows: each row leaves what its
-// segments have, which `sum_partials` adds up as well.
+// of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up. Those of
+// channels' weights, where rows are groups of channels, are sums over segments of the rows: each row leaves
+// what its segments have, which `sum_partials` adds up as well.
 // No atomics: two runs give the same bits. Blocks that keep their part of the weights stay as well.
 //
 // The prologue defines the constants above, KIND being one of the three, and
@@ -19,7 +19,7 @@
 //   STAGES, STAGE_BYTES           rows of a team in shared memory, or parts of them (IN_PARTS); bytes of one
 //   WEIGHTS_STAGED                whether the block's part of what is alike in all rows stays there as well
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
-//   SEGMENTS, segment_of(p, column)        sums over segments, of which p.segments make a row
+//   SEGMENT_SUMS, segment_of(p, column)        sums over segments, of which p.segments make a row
 //   CARRIED                       values of an element that a pass leaves to a later one
 //   FINDS_MOMENTS, WEIGHTED       whether a pass finds moments; whether there are weights
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
@@ -125,11 +125,11 @@ __device__ __forceinline__ void reduce(acc_t (&values)[MOST_VALUES], Exchange& e
 // Over a row
 
 constexpr column_t STEP = THREADS * VEC;
-constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1, MOST_SEGMENTS = SEGMENTS ? SEGMENTS : 1;
+constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1, MOST_SEGMENT_SUMS = SEGMENT_SUMS ? SEGMENT_SUMS : 1;
 constexpr int OWN = KIND == STREAMED ? 1 : PACKS;  // packs that are a thread's from the first pass to the last
 using Sums = acc_t[MOST_SUMS][VEC];
 using Carried = acc_t[MOST_CARRIED][VEC];
-using OfSegments = acc_t[MOST_SEGMENTS];
+using OfSegments = acc_t[MOST_SEGMENT_SUMS];
 using SumsOfColumns = Sums[OWN];
 
 // What a thread has of a row.
@@ -143,7 +143,7 @@ struct Held {
 constexpr bool FIT_80 = 4 * VEC * sizeof(acc_t) <= 64 || __CUDA_ARCH__ < 1000;
 constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : FIT_80 ? 768 : 512);
 constexpr bool MANY = (KIND == STAGED && PERSISTENT) || (KIND != STREAMED && FINDS_MOMENTS && ROOM);
-constexpr int TOGETHER = MANY && !SUMS && !SEGMENTS && !CARRIES && PACKS >= 4 ? 4 : 1;
+constexpr int TOGETHER = MANY && !SUMS && !SEGMENT_SUMS && !CARRIES && PACKS >= 4 ? 4 : 1;
 constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES, SEGMENTS_AT = KIND == STAGED ? WEIGHTS_AT : 0;
 
 extern __shared__ __align__(128) char memory[];
@@ -216,7 +216,7 @@ template <typename P>  // whose members exist only where there are segments
 __device__ __forceinline__ void clear_segments(const P& p, const Work& work) {
     const int warp = threadIdx.x / 32;
     for (unsigned s = work.lane % 32; s < p.segments; s += 32)
-        for (int which = 0; which < SEGMENTS; ++which) sums_of_segments(p.segments, which, warp)[s] = 0;
+        for (int which = 0; which < SEGMENT_SUMS; ++which) sums_of_segments(p.segments, which, warp)[s] = 0;
     __syncwarp();
 }
 // Of the segment that a lane is at. The packs of a warp's lanes are neighbours, so few segments have part in them.
@@ -233,7 +233,7 @@ __device__ __forceinline__ void flush(const P& p, const Running& running) {
     const unsigned last = __shfl_sync(0xffffffffu, running.segment, 31);
     for (unsigned segment = __shfl_sync(0xffffffffu, running.segment, 0); segment <= last; ++segment)
 #pragma unroll
-        for (int which = 0; which < SEGMENTS; ++which) {
+        for (int which = 0; which < SEGMENT_SUMS; ++which) {
             acc_t sum = running.segment == segment ? running.sums[which] : acc_t(0);
 #pragma unroll
             for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
@@ -249,13 +249,13 @@ __device__ __forceinline__ void add_to_segments(const P& p, const Work& work, co
         running = {mine, {}};
     }
 #pragma unroll
-    for (int which = 0; which < SEGMENTS; ++which) running.sums[which] += sums[which];
+    for (int which = 0; which < SEGMENT_SUMS; ++which) running.sums[which] += sums[which];
 }
 // What the row's warps have, in their order.
 template <typename P>
 __device__ __forceinline__ void store_segments(const P& p, const Work& work, unsigned rank) {
     meet();
-    for (unsigned i = work.lane; i < SEGMENTS * p.segments && work.valid; i += THREADS) {
+    for (unsigned i = work.lane; i < SEGMENT_SUMS * p.segments && work.valid; i += THREADS) {
         const unsigned which = i / p.segments, segment = i - which * p.segments;
         acc_t sum = 0;
         for (int warp = 0; warp < WARPS; ++warp)
@@ -365,10 +365,10 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
 __device__ __forceinline__ void finish(const Params& p, const Work& work, unsigned rank, Held& held,
                                        SumsOfColumns& sums, Exchange& exchange, int& turn) {
     acc_t values[MOST_VALUES];
-    if constexpr (SEGMENTS > 0) clear_segments(p, work);
+    if constexpr (SEGMENT_SUMS > 0) clear_segments(p, work);
     passes<0>(p, work, held, values, sums, exchange, turn);
     if (work.valid && work.lane == 0 && rank == 0) store_row(p, work.row, values);
-    if constexpr (SEGMENTS > 0) store_segments(p, work, rank);
+    if constexpr (SEGMENT_SUMS > 0) store_segments(p, work, rank);
 }
 
 // Rows base + team, and so on every `step` rows.
@@ -569,7 +569,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
-    if constexpr (SEGMENTS > 0) next_may_begin();
+    if constexpr (SEGMENT_SUMS > 0) next_may_begin();
     if constexpr (SUMS > 0) {
         next_may_begin();
         store_sums(p, begin(p, 0, rank), sums, block);

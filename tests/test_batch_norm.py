@@ -480,9 +480,9 @@ def begins_at(x, place):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape, groups", LONG_GROUPS, ids=str)
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 4])  # elements behind where packs begin
 def test_groups_of_long_rows(place, shape, groups, dtype):
     """Rows that wait in shared memory, or in registers, while the weights of their channels are read anew."""
     tensors = [make(s, dtype, "cuda") for s in (shape, (shape[1],), (shape[1],), shape)]
@@ -496,7 +496,7 @@ def test_groups_of_long_rows(place, shape, groups, dtype):
 
     found = both_ways(lambda x, w, b, r: frt.group_norm(x, groups, w, b, residual=r, epilogue=frt.silu))
     expected = both_ways(lambda x, w, b, r: F.silu(F.group_norm(x, groups, w, b) + r), torch.float64)
-    few = {BF16: 5e-3, F16: 6e-4, F32: 1e-6}[dtype]
+    few = {BF16: 5e-3, F16: 6e-4, F32: 1e-6, torch.float64: 1e-14}[dtype]
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b).norm() <= few * b.norm()
         assert (a.double() - b).abs().max() <= 20 * few * b.abs().max()
@@ -536,3 +536,13 @@ def test_kernels_of_groups_of_which_nothing_is_a_whole_row(shape):
     with collecting() as needed:
         frt.group_norm(x, 4, *of_channel).sum().backward()
     assert [p.reduced for p in needed if any(p.reduced)] == [(True, True)]
+
+
+@pytest.mark.parametrize("size, along", [(16, True), (8, True), (4, False)])
+def test_sums_over_short_segments_have_a_kernel_of_their_own(size, along):
+    x = torch.empty(8, 256, size, size, device="meta", dtype=BF16, requires_grad=True)
+    of_channel = [torch.empty(256, device="meta", dtype=BF16, requires_grad=True) for _ in range(2)]
+    with collecting() as needed:
+        y = frt.group_norm(x, 8, *of_channel)
+        torch.autograd.grad(y, [x, *of_channel], torch.empty_like(y))
+    assert [bool(p.row_dims) for p in needed] == [True] * 2 + [False] * (not along)

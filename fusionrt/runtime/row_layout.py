@@ -28,7 +28,7 @@ REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
 WORKING = 36               # registers of a thread beside those that it keeps
-MOST_SEGMENTS = 64         # of a row
+MOST_SEGMENTS, SHORTEST_SEGMENT = 64, 8    # of a row; packs of one, so that few have part in those of a warp
 OF_CHANNELS = 8            # registers that find the weights of a pack's channel
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
@@ -246,7 +246,8 @@ def takes_sums(problem: Problem, alignment: int, clusters: bool) -> bool:
     if found is None or found.each > MOST_SEGMENTS or sums(problem):
         return False
     wide = 2 * made.width * max((ITEMSIZE[o.dtype] for o in held(problem)), default=0) >= 16
-    return wide and made.threads >= 32 and not made.persistent
+    long = columns(problem) >= SHORTEST_SEGMENT * made.width * found.each
+    return wide and long and made.threads >= 32 and not made.persistent
 
 
 def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
@@ -476,6 +477,8 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
     asked ahead where as much is written as read."""
     found, heavy = None, _is_heavy(problem)
     light = _word(problem) == 1 and not problem.streams and instructions(problem.roots) <= LIGHT
+    of_channels = OF_CHANNELS * (1 if light else 3) * _repeat(problem)
+    of_light = (48 if problem.streams else 40) + of_channels
     large = light and n_rows(problem) >= 2 * TURNS
     most = PART if large and len(held(problem)) == 1 and not weights(problem) else PART // 2
     ahead = len(held(problem)) <= sum(
@@ -487,7 +490,7 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
         fits_once = 2 * part > SHARED and len(held(problem)) == 1
         alone = light and part > PART // 2 and (cluster == 1 or fits_once)
         threads = (1024 if alone else 512 if part > PART // 2 else 256) // (2 if heavy else 1)
-        working = 32 if alone else (80 if heavy else 48 if problem.streams else 40) * _word(problem)
+        working = 32 if alone else (80 if heavy else of_light) * _word(problem)
         reserved = (1 << 10) + segment_bytes(problem, threads)
         blocks = min(MOST_PASSING, SHARED // (part + reserved), _blocks(working, threads))
         packs = -(-packs_a_block // threads)
@@ -571,7 +574,8 @@ def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     of_row, _ = _a_pack(problem, pack)
     packs_a_row = -(-columns(problem) // pack)
     most = 2 if instructions(problem.roots) > LIGHT and looks(problem) > 1 else 4
-    packs = 1 if sums(problem) else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
+    alone = sums(problem) or _repeat(problem)
+    packs = 1 if alone else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
     block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, min(8, _power(packs_a_row))
     one_turn = _power(-(-packs_a_row // packs))
     sums_alone = _word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
@@ -582,7 +586,8 @@ def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     if n_rows(problem) >= 1024:  # four turns, or eight where blocks would be large
         threads = max(line, min(256, one_turn // 4), min(512, one_turn // 8))
     rows = max(1, block // threads)
-    blocks = _blocks(48 * _word(problem) + packs * of_row, threads * rows)
+    working = 48 * _word(problem) + OF_CHANNELS * _repeat(problem)
+    blocks = _blocks(working + packs * of_row, threads * rows)
     few = clusters and n_rows(problem) <= FEW_ROWS
     cluster = min(8, _power(packs_a_row // (threads * packs))) if few else 1
     return Layout("streamed", pack, packs, threads, rows, cluster, 0, blocks, False)

@@ -89,7 +89,7 @@ class Text:
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
-            f"SUMS = {len(self.sums)}, SEGMENTS = {len(self.segments)}, CARRIED = {len(self.carried)}, "
+            f"SUMS = {len(self.sums)}, SEGMENT_SUMS = {len(self.segments)}, CARRIED = {len(self.carried)}, "
             "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
             f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
             f"WEIGHTED = {str(bool(weights(self.problem))).lower()};", *self._layouts(),
@@ -277,7 +277,7 @@ class Text:
                  "        const Known<PASS>& known, column_t column, const Tile<W>& tile,",
                  "        acc_t (&found)[VALUES ? VALUES : 1][W],",
                  "        acc_t (&carried)[CARRIED ? CARRIED : 1][W], acc_t (&sums)[SUMS ? SUMS : 1][W],",
-                 "        acc_t (&of_segments)[SEGMENTS ? SEGMENTS : 1]) {"]
+                 "        acc_t (&of_segments)[SEGMENT_SUMS ? SEGMENT_SUMS : 1]) {"]
         for k, one in enumerate(self.passes):
             written = [j for j in one.outputs
                        if self.modes[self.problem.outputs[j]] != "row" or self.problem.reduced[j]]
