@@ -16,7 +16,7 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
-from fusionrt.runtime import accumulators, pointwise, resident, row_layout
+from fusionrt.runtime import accumulators, pointwise, resident, row_layout, row_operands
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
@@ -231,8 +231,8 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
     values |= {"span": str(row_layout.span(problem, layout)),
                "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
-    of_segments = row_layout.segments(problem)
-    kept, chunks = row_layout.columns(problem), blocks
+    of_segments = row_operands.segments(problem)
+    kept, chunks = row_operands.columns(problem), blocks
     if of_segments is not None:
         kept, chunks = of_segments.kept, layout.cluster * of_segments.repeats
         values["segments"] = str(of_segments.each)

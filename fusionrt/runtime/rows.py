@@ -12,16 +12,13 @@ from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
 from fusionrt.runtime.pointwise import Source
-from fusionrt.runtime.row_layout import (
-    Layout,
+from fusionrt.runtime.row_layout import Layout, layout, operand_bytes, stage_bytes
+from fusionrt.runtime.row_operands import (
     access_mode,
     columns,
     held,
-    layout,
     n_rows,
-    operand_bytes,
     segment_sums,
-    stage_bytes,
     sums,
     weights,
     width,
