@@ -186,6 +186,15 @@ def test_only_parameters_with_a_gradient_are_updated_and_get_a_state(device):
     assert torch.equal(ours[0], before) and optimizer.state[ours[0]]["step"].item() == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
+@pytest.mark.parametrize("shapes", [((0, 7), (12,)), ((0,),)])
+def test_steps_of_empty_parameters_count(shapes, options, device):
+    ours = parameters(device, shapes=shapes)
+    optimizer = AdamW(ours, **options)
+    steps(3, (optimizer, ours))
+    assert [optimizer.state[param]["step"].item() for param in ours] == [3] * len(ours)
+
+
 def test_parameters_without_a_gradient_may_be_of_any_kind(device):
     frozen = torch.nn.Parameter(torch.zeros(5, dtype=torch.uint8, device=device), requires_grad=False)
     ours = parameters(device, shapes=SHAPES)

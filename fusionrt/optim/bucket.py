@@ -13,6 +13,8 @@ from fusionrt.optim.kernels import Kind
 from fusionrt.optim.state import Format
 from fusionrt.optim.table import Table
 
+_EMPTY = 1  # torch's address of no elements is 0, that of an absent gradient: their steps count as in torch
+
 
 class Member(NamedTuple):
     """A parameter with its place among all of the optimizer, by which errors and random numbers know it."""
@@ -45,7 +47,7 @@ class Bucket:
         """Their addresses, 0 for those that are None, and copies of those of another layout: keep them."""
         grads: list[Any] = [member.param.grad for member in self.members]
         if self._guard is not None and self._guard(*grads):  # a third of the time
-            return [grad.data_ptr() for grad in grads], []
+            return [grad.data_ptr() or _EMPTY for grad in grads], []
         copies = []
         for k, (grad, (shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
             # A gradient without strides, a sparse one, raises.
@@ -55,7 +57,7 @@ class Bucket:
                 copies.append(grads[k])
         if not copies and all(grad is not None for grad in grads):
             self._guard = dispatch.guard(*grads)
-        return [0 if grad is None else grad.data_ptr() for grad in grads], copies
+        return [0 if grad is None else grad.data_ptr() or _EMPTY for grad in grads], copies
 
     def follow(self) -> None:
         """Master weights, the parameters that were written since the last step (a checkpoint was loaded)."""
