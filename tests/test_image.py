@@ -316,6 +316,12 @@ def test_boxes_that_do_not_fit_fall_back_to_the_centre():
     assert (wide, tall, square) == ([0, 30, 30, 40], [30, 0, 40, 30], [0, 0, 50, 50])
 
 
+def test_boxes_have_a_pixel_at_the_least():
+    row, column = (random_parameters(torch.empty(h, w, 3), ratio=ratio).boxes.tolist()[0]
+                   for h, w, ratio in ((1, 9, (0.2, 0.4)), (9, 1, (2.5, 5.0))))
+    assert (row, column) == ([0, 4, 1, 1], [4, 0, 1, 1])
+
+
 def test_factors_flips_and_orders():
     n = 6000
     drawn = random_parameters(torch.empty(n, 4, 4, 3), **DRAWN, flip=0.25, generator=seeded())

@@ -115,9 +115,9 @@ def _boxes(sizes: Any, scale: tuple[float, float], ratio: tuple[float, float], t
 
 
 def _largest(sizes: Any, ratio: tuple[float, float]) -> Any:
-    """The largest centred boxes of an allowed ratio."""
+    """The largest centred boxes of an allowed ratio, a pixel wide and high at the least."""
     height, width = sizes[:, 0], sizes[:, 1]
     box_height = np.where(width < height * ratio[0], np.rint(width / ratio[0]).astype(np.int64), height)
     box_width = np.where(width > height * ratio[1], np.rint(height * ratio[1]).astype(np.int64), width)
-    box = np.stack([box_height, box_width], 1)
+    box = np.stack([box_height, box_width], 1).clip(1)
     return np.concatenate([(sizes - box) // 2, box], 1)
