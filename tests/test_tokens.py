@@ -193,6 +193,7 @@ run = token_preprocess
      r"offsets must not decrease and lie in \[0, 3\]"),
     (lambda: run(IDS[0], offsets=torch.tensor([0.0])), ValueError,
      "offsets must be a 1-D tensor of int64 on cpu, got torch.float32"),
+    (lambda: run(IDS[0], offsets=[0, 3]), TypeError, "offsets must be a 1-D tensor of int64, got list"),
     (lambda: run([[1]], offsets=IDS[0]), TypeError, "offsets are of a 1-D tensor ids, got list"),
     (lambda: run(IDS, max_length=0), ValueError, "max_length must be a positive int below 2..31, got 0"),
     (lambda: run(IDS, padding_side="top"), ValueError, "padding_side must be left or right, got 'top'"),
@@ -205,6 +206,8 @@ run = token_preprocess
     (lambda: run(IDS, shift_right=True), ValueError, "shift_right needs bos_id, the first input"),
     (lambda: run(IDS, eos_id=1), ValueError, "bos_id and eos_id go around lists, bytes or sequences"),
     (lambda: run(IDS, byte_offset=3), ValueError, "byte_offset is of bytes, got ids of torch.int64"),
+    (lambda: run("a", byte_offset=0.5), TypeError, "byte_offset must be an int, got 0.5"),
+    (lambda: run("a", byte_offset=2**63), ValueError, "byte_offset must fit into torch.int64"),
 ])
 def test_errors_say_what_was_expected(call, error, message):
     with pytest.raises(error, match=f"token_preprocess: {message}"):

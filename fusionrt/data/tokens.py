@@ -83,7 +83,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     settings = Settings(width, limit, pad_id, padding_side == "left", *around,
                         bos_id if shift_right else None, byte_offset, vocab_size, ignore_index)
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
-    _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index)
+    _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
+               byte_offset=byte_offset)
     out = Tokens(*(torch.empty(batch.rows, width, dtype=dtype, device=batch.ids.device)
                    for _ in Tokens._fields))
     if out.labels.numel():
@@ -188,6 +189,8 @@ def _batch_of_tensor(ids: Tensor, offsets: Tensor | None) -> Batch:
             return Batch(ids, None, *ids.shape)
         offsets = torch.arange(ids.shape[0] + 1, device=ids.device) * ids.shape[1]
         return Batch(ids, offsets, *ids.shape)
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{OP}: offsets must be a 1-D tensor of int64, got {type(offsets).__name__}")
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or not len(offsets) or offsets.device != ids.device:
         raise ValueError(f"{OP}: offsets must be a 1-D tensor of int64 on {ids.device}, got {offsets.dtype} "
                          f"of shape {tuple(offsets.shape)} on {offsets.device}")
