@@ -351,8 +351,9 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     wide = width > 4
     unroll = 1 if double or wide else REDUCE_UNROLL
     apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
+    crowded = apart or (bool(problem.streams) and sum(problem.reduced) > 1)
     many = _words(problem, width) > MANY_WORDS
-    min_blocks = 1 if double else 2 if many or not wide else 4 - apart
+    min_blocks = 1 if double else 2 if many or not wide else 4 - crowded
     if problem.across:
         unroll, min_blocks = across_unroll(problem, rows, width, staying)
     geometry.divisor("vectors", max(1, rows.columns // width))
