@@ -21,7 +21,6 @@ class Source(NamedTuple):
 _needed: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("needed", default=None)
 _ANY_GPU = torch.device("cuda")
 _meta_means: contextvars.ContextVar[torch.device] = contextvars.ContextVar("meta_means", default=_ANY_GPU)
-
 _clusters: contextvars.ContextVar[bool] = contextvars.ContextVar("clusters", default=True)
 
 

@@ -61,7 +61,8 @@ def seen_by(arch: str, text: str) -> str:
 
 
 def has_clusters(arch: str) -> bool:
-    """As `device.has_clusters`, of GPUs that need not be in this machine."""
+    """Whether blocks can share a row through each other's memory, 16 of them, with 227 KB each: GPUs of
+    datacentres. (sm_120 has clusters of 8, and 99 KB.)"""
     return 900 <= _number(arch) < 1200
 
 

@@ -71,9 +71,7 @@ def zeros(n_bytes: int) -> int:
 
 
 def has_clusters(device: int) -> bool:
-    """Whether blocks can share a row through each other's memory, 16 of them, with 227 KB each: GPUs of
-    datacentres. (sm_120 has clusters of 8, and 99 KB.)"""
-    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+    return compiler.has_clusters(architecture(device))
 
 
 @functools.cache
