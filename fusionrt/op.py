@@ -412,10 +412,8 @@ class Operator:
             return None
 
     def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],
-                alignment: int, of_whole: Callable[[Any], Any] = lambda results: results
-                ) -> Callable[..., Any]:
-        """A callable of the arguments (and random numbers) on the device that they are on; `of_whole`
-        takes its share from the results of the whole operator."""
+                alignment: int) -> Callable[..., Any]:
+        """A callable of the arguments (and random numbers) on the device that they are on."""
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         if device.type == "meta":
             rehearsal.note(problem)
@@ -425,7 +423,7 @@ class Operator:
             return build(problem, outputs, len(args))
         from fusionrt.runtime import launch
         return launch.build(launch.Call(problem, outputs, len(args), device.index), alignment,
-                            lambda *args: of_whole(self.misaligned(*args)))
+                            self.misaligned)
 
     def misaligned(self, *args: Any) -> Any:
         """The same call for pointers that are not multiples of 16 bytes."""

@@ -118,8 +118,8 @@ class RowOperator(Operator):
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
         parts = self._parts(args, shape, outputs, order, alignment)
-        runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment,
-                              part.of_whole), part) for part in parts]
+        runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment),
+                 part) for part in parts]
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
             return runs[0][0]
         later = stages.sums_later({k: dims for part in parts for k, dims in part.later.items()}, outputs)
@@ -132,7 +132,7 @@ class RowOperator(Operator):
             later(found)
             return pack(found)
 
-        return run
+        return stages.where_aligned(run, self, args[:len(self.params)], alignment)
 
     def _lie_across(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int]
                     ) -> bool:
@@ -235,10 +235,6 @@ class Part:
         self.positions.append(position)
         if later:
             self.later[position] = later
-
-    def of_whole(self, results: Any) -> Any:
-        """What this kernel would have computed, of all that the operator did."""
-        return pack([unpack(results)[k] for k in self.positions])
 
 
 def _device(args: Args) -> str:

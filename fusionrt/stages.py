@@ -275,12 +275,8 @@ class Plan:
         spread = [k for k, is_spread in enumerate(self.spread) if is_spread]
         later = sums_later(self.later, self.outputs)
         results: list[Any] = [None] * len(self.outputs)
-        on_gpu = self.alignment == 16 and self.outputs[0].is_cuda
-        pointers = [k for k, a in enumerate(self.args[:n]) if on_gpu and isinstance(a, torch.Tensor)]
 
         def run(*args: Any) -> Any:
-            if any(args[k].data_ptr() & 15 for k in pointers):
-                return self.op.misaligned(*args)
             rng, given, found = args[n:], list(args[:n]), list(results)
             for k in self.expanded:
                 given[k] = given[k].expand(self.of_values).contiguous()
@@ -294,13 +290,29 @@ class Plan:
                 found[k] = found[k].expand(self.shape)
             return pack(found)
 
-        return run
+        return where_aligned(run, self.op, self.args[:n], self.alignment)
 
 
 def _in_order(output: Output) -> bool:
     """Whether it lies in memory as the walk finds it."""
     each = zip(output.shape, output.strides, output.walk_strides, strict=True)
     return all(size == 1 or own == walked for size, own, walked in each)
+
+
+def where_aligned(run: Callable[..., Any], op: RowOperator, args: Sequence[Any], alignment: int
+                  ) -> Callable[..., Any]:
+    """Several kernels of `op` for pointers of this alignment, as one: which plan a call has is asked once, as
+    what a kernel would do for others is the whole operator's work."""
+    pointers = [k for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_cuda]
+    if alignment < 16 or not pointers:
+        return run
+
+    def either(*args: Any) -> Any:
+        if any(args[k].data_ptr() & 15 for k in pointers):
+            return op.misaligned(*args)
+        return run(*args)
+
+    return either
 
 
 def sums_later(dims: Mapping[int, Ints], outputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], None]:

@@ -7,7 +7,7 @@ from checking import BF16, F32
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 
 SIZES = {ROWS: 72, COLUMNS: 4096}
-ON_A_CPU = {"cpu_fused_attention"}
+ON_A_CPU = {"cpu_fused_attention", "optimized_cpu_attention"}
 # torch's kernels read their incoming gradient by 16 bytes unasked.
 OF_TORCH = {"attention", "multihead_attention"}
 
