@@ -177,7 +177,7 @@ def _conv_bn_relu() -> Iterator[Case]:
                               "direction": direction}
                     compiles = (dtype, memory) == ("float16", "channels_last") and number % 2 == 1
                     yield Case(labels, _bytes(layer) * getattr(torch, dtype).itemsize,
-                               functools.partial(_make_conv, layer, dtype, memory, direction != "inference"),
+                               functools.partial(_make_conv, layer, dtype, memory, direction),
                                compiles)
 
 
@@ -196,13 +196,16 @@ def _bytes(layer: Layer) -> int:
     return BATCH * (c * size ** 2 + (2 if residual else 1) * out * _result(size, k, stride) ** 2)
 
 
-def _make_conv(layer: Layer, dtype: str, memory: str, training: bool) -> Made:
+def _make_conv(layer: Layer, dtype: str, memory: str, direction: str) -> Made:
     c, out, k, stride, size, with_residual = layer
+    training = direction != "inference"
     x = _image(c, size, dtype, memory)
     weight = (torch.randn(out, c, k, k, device="cuda") / (c * k * k) ** 0.5).to(x.dtype)
     if memory == "channels_last":
         weight = weight.to(memory_format=torch.channels_last)
     norm = _norm(out)
+    if direction == "training backward":  # each variant's forward pass would update the others' statistics
+        norm[:2] = [None, None]
     residual = _image(out, _result(size, k, stride), dtype, memory) if with_residual else None
     leaves = [x, weight, *norm[2:], *([] if residual is None else [residual])] if training else []
     for leaf in leaves:

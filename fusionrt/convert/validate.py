@@ -16,6 +16,7 @@ from fusionrt.convert.random_states import seed_torch
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
 from fusionrt.convert.undisturbed import is_plain, undisturbed
+from fusionrt.ops.folding import convolves_in_tf32
 
 SAMPLES, MOST_SAMPLES = 3, 16
 FEW = 4096       # elements: the worst error of fewer may be a lucky one
@@ -217,7 +218,7 @@ class Judge:
     def _originals(self, own: Leaves, inputs: Inputs) -> list[Leaves]:
         """What the original computes under these settings: where cuDNN may take TF32, it does so for one
         memory format of images and not for the other."""
-        other = relaid(inputs) if _convolves_in_tf32() else None
+        other = relaid(inputs) if convolves_in_tf32() else None
         if other is None:
             return [own]
         try:
@@ -280,13 +281,6 @@ class Judge:
         pairs = [(once[name].double(), again[name].double()) for name in once
                  if isinstance(once[name], Tensor) and once[name].is_floating_point()]
         return any(bool(((a - b).abs() > 1e-2 * a.abs().max()).any()) for a, b in pairs)
-
-
-def _convolves_in_tf32() -> bool:
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # where it is said since torch 2.9
-    if convolutions is None:
-        return torch.backends.cudnn.allow_tf32
-    return bool(convolutions.fp32_precision == "tf32")
 
 
 def run(module: Module, inputs: Inputs, seed: int = 0, unwritten: set[int] | None = None) -> Leaves:

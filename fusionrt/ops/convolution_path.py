@@ -243,6 +243,8 @@ def _relu_by_cudnn(x: Tensor, weight: Tensor, of: Sequence[Tensor | None], resid
     geometry, bias = kind.geometry, of[0]
     if geometry is None or not folding.takes(x, kind.groups):
         return None
+    if not folding.is_last(x) and (eps is None or not folding.is_turned(x, weight, residual)):
+        return None
     x, = cast_as_autocast(x)
     if eps is not None:
         weight, bias = folding.folded(weight, of, eps, x.dtype)

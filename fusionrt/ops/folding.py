@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fusionrt.ops import transposition
 from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
@@ -25,7 +26,7 @@ from fusionrt.runtime.source import Field, Params, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
-WARPS = 8  # of a block; each has a channel
+BLOCK = 256
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
@@ -56,7 +57,7 @@ def layer(form: Form) -> list[Field]:
     return [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
             *(Field(f"{kind}* {name}", "Q") for kind, name in (
                 ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
-            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels")),
+            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels", "team")),
             Field("float eps", "f")]
 
 
@@ -74,7 +75,13 @@ def kernel(form: Form, many: bool = False) -> Kernel:
         fields = [pointer("Layer", "layers"), pointer("int2", "channels"), Field("int count", "i")]
     else:
         constants.append("struct Params;\nusing Layer = Params;")
-    return Kernel("fold_norm", "fold_norm", fields, constants, block=32 * WARPS)
+    return Kernel("fold_norm", "fold_norm", fields, constants, block=BLOCK)
+
+
+def _team(row_bytes: int) -> int:
+    """Threads for a channel's weights: one for each 16 bytes, in whole warps, of which a power of two makes a
+    block."""
+    return min(BLOCK, max(32, 1 << (-(-row_bytes // 16) - 1).bit_length()))
 
 
 def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch.dtype
@@ -91,11 +98,12 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     of_norm = tuple(None if t is None else STORAGE[t.dtype] for t in of)
     form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
     tensors = *dense, made.weight, made.bias, made.applied
-    values = (*(0 if t is None else t.data_ptr() for t in tensors), weight[0].numel(), weight[0, 0].numel(),
-              weight.shape[1], weight.shape[0], eps)
+    row, team = weight[0].numel(), _team(weight[0].nbytes)
+    values = (*(0 if t is None else t.data_ptr() for t in tensors), row, weight[0, 0].numel(),
+              weight.shape[1], len(weight), team, eps)
     ahead = _ahead.get()
     if ahead is None or not ahead.has(form, values):
-        kernel(form)(weight.device, -(-len(weight) // WARPS), *values)
+        kernel(form)(weight.device, -(-len(weight) * team // BLOCK), *values)
         if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
             ahead.add(form, values, made)
     # The memory of a graph is the graph's.
@@ -156,28 +164,49 @@ class Ahead:
     def _look(self) -> None:
         for form, layers, channels in self.lists:
             count = len(channels)
-            kernel(form, True)(channels.device, -(-count // WARPS), layers.data_ptr(), channels.data_ptr(),
-                               count)
+            kernel(form, True)(channels.device, -(-count * 32 // BLOCK), layers.data_ptr(),
+                               channels.data_ptr(), count)
 
 
 def takes(x: Tensor, groups: int) -> bool:
-    """Whether cuDNN's fused kernels are asked: for channels_last images, in dtypes that it has them for."""
+    """Whether cuDNN's fused kernels are asked: in dtypes that it has them for."""
     return (device_type(x) == "cuda" and x.dim() == 4 and groups == 1 and x.numel() > 0
-            and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-            and x.is_contiguous(memory_format=torch.channels_last) and torch.backends.cudnn.enabled)
+            and x.dtype in (torch.float16, torch.bfloat16, torch.float32) and torch.backends.cudnn.enabled)
+
+
+def is_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_turned(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether planes are to go through cuDNN's fused kernel of channels_last images: its others for matrix
+    units turn image and result, too, unless filters are single pixels. Of float32 only with so many channels:
+    planes of few it computes in float32, though TF32 is allowed."""
+    return (x.is_contiguous() and residual is None and weight.shape[2:].numel() > 1
+            and (x.dtype != torch.float32 or (min(weight.shape[:2]) >= 64 and convolves_in_tf32())))
+
+
+def convolves_in_tf32() -> bool:
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # where it is said since torch 2.9
+    if convolutions is None:
+        return torch.backends.cudnn.allow_tf32
+    return bool(convolutions.fp32_precision == "tf32")
 
 
 def relu_by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, options: Options
                   ) -> Tensor | None:
-    """relu(convolution + bias + residual); None where cuDNN has no kernel for that."""
+    """relu(convolution + bias + residual), in memory as x; None where cuDNN has no kernel for that."""
     kind = x.device, x.dtype, tuple(weight.shape), residual is None, options
     if kind in _refused:
         return None
     try:
-        if residual is None:
+        if residual is not None:
+            residual = residual.to(x.dtype, memory_format=torch.channels_last)
+            return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *options)
+        if is_last(x):
             return torch.cudnn_convolution_relu(x, weight, bias, *options)
-        residual = residual.to(x.dtype, memory_format=torch.channels_last)
-        return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *options)
+        y = torch.cudnn_convolution_relu(transposition.channels_last(x), weight, bias, *options)
+        return transposition.contiguous(y)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
