@@ -246,7 +246,7 @@ def test_planes_stay_planes_and_are_as_accurate(channels, dtype, monkeypatch):
         theirs = frt.conv_bn_act.reference(x, weight, None, *norm, **more)
         true = frt.conv_bn_act.reference(x.double(), weight.double(), None, *(t.double() for t in norm),
                                          **more)
-    assert len(turned) == (dtype != F32 or channels >= 64)
+    assert turned or dtype == F32  # whose rounding may be another one
     assert y.is_contiguous() and y.dtype == theirs.dtype and y.shape == theirs.shape
     assert (y.double() - true).norm() <= 2 * (theirs.double() - true).norm()
 

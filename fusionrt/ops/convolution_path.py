@@ -243,14 +243,17 @@ def _relu_by_cudnn(x: Tensor, weight: Tensor, of: Sequence[Tensor | None], resid
     geometry, bias = kind.geometry, of[0]
     if geometry is None or not folding.takes(x, kind.groups):
         return None
-    if not folding.is_last(x) and (eps is None or not folding.is_turned(x, weight, residual)):
+    last, options = folding.is_last(x), (*geometry, kind.groups)
+    if not last and (eps is None or not folding.turns(x, weight, residual)):
         return None
     x, = cast_as_autocast(x)
+    if not last and not folding.rounds_alike(x, weight, options):
+        return None
     if eps is not None:
         weight, bias = folding.folded(weight, of, eps, x.dtype)
     else:
         weight, bias = cast_as_autocast(weight, bias)
-    return folding.relu_by_cudnn(x, weight, bias, residual, (*geometry, kind.groups))
+    return folding.relu_by_cudnn(x, weight, bias, residual, options)
 
 
 # -- with what follows it --------------------------------------------------------------------------
