@@ -242,11 +242,12 @@ def test_planes_stay_planes_and_are_as_accurate(channels, dtype, monkeypatch):
                                                                   (64, channels, 3, 3)))
     norm, more = norm_of(64, F32, "cuda"), {"stride": 2, "padding": 1}
     with torch.no_grad():
-        y = frt.conv_bn_act(x, weight, None, *norm, **more)
+        for _ in range(3):
+            y = frt.conv_bn_act(x, weight, None, *norm, **more)
         theirs = frt.conv_bn_act.reference(x, weight, None, *norm, **more)
         true = frt.conv_bn_act.reference(x.double(), weight.double(), None, *(t.double() for t in norm),
                                          **more)
-    assert turned or dtype == F32  # whose rounding may be another one
+    assert len(turned) == 3 or dtype == F32  # whose rounding may be another one
     assert y.is_contiguous() and y.dtype == theirs.dtype and y.shape == theirs.shape
     assert (y.double() - true).norm() <= 2 * (theirs.double() - true).norm()
 

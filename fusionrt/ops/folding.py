@@ -42,7 +42,8 @@ class Folded:
 
 _folded: Any = WeakIdKeyDictionary()
 _refused: set[tuple[Any, ...]] = set()  # kinds of calls that cuDNN has no kernel for
-_alike: dict[tuple[Any, ...], bool] = {}
+_alike: dict[tuple[Any, ...], bool | None] = {}  # None: not tried
+KINDS_KEPT = 4096
 _ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
 
 
@@ -188,18 +189,18 @@ def turns(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
 
 def rounds_alike(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether cuDNN convolves these planes as it does channels_last images: where TF32 is allowed it decides
-    by their shapes, and errors are 3e-4 or 3e-7. Tried once, as no rule was found."""
-    if x.dtype != torch.float32 or not convolves_in_tf32():
-        return x.dtype != torch.float32
+    by their shapes, and errors are 3e-4 or 3e-7. No rule was found: what comes a second time is tried."""
+    if x.dtype != torch.float32 or not convolves_in_tf32() or x.is_meta:
+        return x.dtype != torch.float32 or x.is_meta
     kind = x.device, x.shape, weight.shape, options
-    if kind not in _alike and not x.is_meta:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        try:
+    if kind not in _alike:
+        if len(_alike) >= KINDS_KEPT:
+            _alike.clear()
+        _alike[kind] = None
+    elif _alike.get(kind, False) is None and not torch.cuda.is_current_stream_capturing():
+        with contextlib.suppress(torch.OutOfMemoryError):  # the call itself needs less
             _alike[kind] = _difference(x, weight, options) <= 3e-5
-        except torch.OutOfMemoryError:  # the call itself needs less
-            return False
-    return x.is_meta or _alike[kind]
+    return bool(_alike.get(kind))
 
 
 def _difference(x: Tensor, weight: Tensor, options: Options) -> float:
@@ -224,16 +225,16 @@ def relu_by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tens
     kind = x.device, x.dtype, tuple(weight.shape), residual is None, options
     if kind in _refused:
         return None
+    image = x if is_last(x) else transposition.channels_last(x)
     try:
-        if residual is not None:
+        if residual is None:
+            y = torch.cudnn_convolution_relu(image, weight, bias, *options)
+        else:
             residual = residual.to(x.dtype, memory_format=torch.channels_last)
-            return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *options)
-        if is_last(x):
-            return torch.cudnn_convolution_relu(x, weight, bias, *options)
-        y = torch.cudnn_convolution_relu(transposition.channels_last(x), weight, bias, *options)
-        return transposition.contiguous(y)
+            y = torch.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *options)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         _refused.add(kind)
         return None
+    return y if image is x else transposition.contiguous(y)
