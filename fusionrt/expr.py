@@ -269,10 +269,8 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # and is 0 at 0, as torch's.
     "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g) / (2 * where(out == 0, 1, out)),)),
     "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
-    # What would be infinite beside a 0 (of a reciprocal beyond float32 too) is of base 1: a choice afterwards
-    # has derivatives of 0 times that.
     "pow": ("pow_({}, {})",
-            lambda g, out, a, b: (g * (b * pow_(where((b == 0) & ~(abs_(a) > 3e-39), 1, a), b - 1)),
+            lambda g, out, a, b: (g * (b * _lower_power(a, b)),
                                   g * (out * log(where((a == 0) & (0 <= b), 1, a))))),
     "sin": ("sin({})", lambda g, out, a: (g * cos(a),)),
     "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
@@ -350,6 +348,15 @@ def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
     return where(loses, 0, where(tie, 0.5 * g, g))
 
 
+def _lower_power(a: Expr, b: Expr) -> Expr:
+    """a ** (b - 1), as finite as it is times b."""
+    if b.op == "const" and float(str(b.args[0])) != 0:
+        return power(a, float(str(b.args[0])) - 1)  # often a product or a root
+    # What would be infinite beside a 0 (of a reciprocal beyond float32 too) is of base 1: a choice afterwards
+    # has derivatives of 0 times that.
+    return pow_(where((b == 0) & ~(abs_(a) > 3e-39), 1, a), b - 1)
+
+
 def _function(op: str) -> Callable[..., Expr]:
     takes = len({int(n or k) for k, n in enumerate(re.findall(r"{(\d*)}", PRIMITIVES[op][0]))})
 
@@ -421,11 +428,13 @@ def power(base: Any, exponent: Any) -> Expr:
     if isinstance(exponent, numbers.Real):
         match float(exponent):
             case 0.0:  # of the base, for it has a derivative, 0
-                return where(base == base, 1, 1)
+                return where((base == base) | (base != base), 1, base)
             case 1.0:
                 return +base if not base.is_truth else node("number", base)
             case 0.5:
                 return sqrt(base)
+            case -0.5:
+                return rsqrt(base)
             case -1.0:
                 return reciprocal(base)
             case 2.0:

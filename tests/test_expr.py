@@ -353,6 +353,8 @@ def grads_of(function, *args):
         (X**3, lambda x: x**3),
         (X**-1, lambda x: x**-1),
         (X**0.5, lambda x: x**0.5),
+        (X**-0.5, torch.rsqrt),
+        (X**1.5, lambda x: x**1.5),
         (X**2.5, lambda x: x**2.5),
         (X**-2, lambda x: x**-2),
         (X**0, lambda x: x**0),

@@ -77,6 +77,13 @@ def test_exponents_of_0_and_1_have_derivatives(device):
     assert_close(first, torch.ones_like(x))
 
 
+def test_an_exponent_of_0_alone_has_a_derivative(device):
+    x = torch.tensor([0.0, -2.0, math.nan, math.inf], device=device, requires_grad=True)
+    y = frt.fuse(lambda x: x**0)(x)
+    assert_close(y, torch.ones_like(x))
+    assert_close(torch.autograd.grad(y.sum(), x)[0], torch.zeros_like(x))
+
+
 def test_powers_of_0_have_second_derivatives(device):
     """Also by the incoming gradient, as torch; of x^y at y = 0 both mixed ones are 1 / x."""
     x = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0], dtype=torch.float64, device=device, requires_grad=True)
