@@ -33,7 +33,8 @@ def as_float(op: str, name: str, value: Any) -> float:
 
 
 def as_int(op: str, name: str, value: Any) -> int:
-    if isinstance(value, int) or hasattr(value, "__index__"):
+    """An integer, but no truth value, which Python counts among them and torch does not."""
+    if (isinstance(value, int) or hasattr(value, "__index__")) and not isinstance(value, bool):
         return value
     raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 

@@ -1,5 +1,7 @@
 """The text of errors, and that nothing is computed before one is raised."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -342,15 +344,42 @@ NUMBERS = [
     ("qkv_heads", (X[0],), "num_heads", "integer"),
     ("sliding_window", (X, 2, "var"), "correction", "number"),
     ("sliding_window", (X, 2), "dim", "integer"),
+    ("softmax", (X,), "dim", "integer"),
+    ("layer_norm", (X,), "normalized_shape", "integer"),
+    ("rms_norm", (X,), "normalized_shape", "integer"),
+    ("group_norm", (X,), "num_groups", "integer"),
+    ("cross_entropy", (X[0, 0], IDS[0, :1].expand(4)), "ignore_index", "integer"),
+    ("linear_cross_entropy", (X[0, 0], X[0, 0], IDS[0, :1].expand(4)), "ignore_index", "integer"),
 ]
 
 
 @pytest.mark.parametrize("op, args, name, kind", NUMBERS, ids=[f"{op} {name}" for op, _, name, _ in NUMBERS])
 def test_what_is_no_number(op, args, name, kind):
     function = getattr(frt, op) if hasattr(frt, op) else getattr(frt.data, op)
-    for value in ("2", *([1.5] if kind == "integer" else [])):
+    for value in ("2", *([8.0, 1.5, True] if kind == "integer" else [])):
         with pytest.raises(TypeError, match=f"{op}: {name} must be an? {kind}, got {value!r}"):
             function(*args, **{name: value})
+
+
+def test_images_without_channels_have_none_to_convolve():
+    with pytest.raises(ValueError, match="depthwise_conv2d: x must have at least one channel, got shape"):
+        frt.depthwise_conv2d(torch.zeros(2, 0, 8, 8), torch.zeros(0, 1, 3, 3))
+
+
+def test_what_equals_an_integer_is_none():
+    x, weight = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3)
+    for name, value in itertools.product(("stride", "padding", "dilation", "groups"), (True, 1.0, None)):
+        for op in (frt.conv_activation, frt.depthwise_conv2d)[:1 if name == "groups" else 2]:
+            expected = f"{op.__name__}: {name} must be an? (positive )?integer.*, got {value}"
+            with pytest.raises(ValueError, match=expected):
+                op(x, weight, **{name: value})
+            op(x, weight, **{name: 1})
+            with pytest.raises(ValueError, match=expected):
+                op(x, weight, **{name: value})
+    with pytest.raises(ValueError, match=r"attention: window must be .*, got \(1, True\)"):
+        frt.attention(X, X, X, window=(1, True))
+    with pytest.raises(TypeError, match="var: dim must be None, an int or ints, got True"):
+        frt.var(X, True)
 
 
 def test_a_number_of_which_a_batch_has_none():

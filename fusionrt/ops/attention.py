@@ -106,7 +106,8 @@ def _sides(op: str, window: Window, causal: bool) -> tuple[int, int]:
     elif isinstance(window, int) and not isinstance(window, bool) and window > 0:
         left = right = window - 1
     elif isinstance(window, tuple) and len(window) == 2 and all(
-            side is None or (isinstance(side, int) and side >= 0) for side in window):
+            side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
+            for side in window):
         left, right = window
     else:
         raise ValueError(f"{op}: window must be a positive number of keys or two numbers of keys, on the "

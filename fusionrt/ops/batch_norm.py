@@ -20,6 +20,7 @@ import torch
 
 from fusionrt.array import check_writeable, is_foreign, to_torch
 from fusionrt.catalogue import Make, public
+from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.layout import lie_apart
 from fusionrt.op import unpack
@@ -307,7 +308,7 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
 
     def run(x: torch.Tensor, weight: Any, bias: Any, residual: Any, *_: None) -> torch.Tensor:
         channels = x.shape[1]
-        if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
+        if as_int("group_norm", "num_groups", num_groups) < 1 or channels % num_groups:
             raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got "
                              f"{num_groups!r}")
         if x.numel() == num_groups:

@@ -20,6 +20,7 @@ from typing import Any
 from fusionrt.activation import resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import Make, public
+from fusionrt.errors import as_int
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import group_norm
 from fusionrt.ops.convolution_path import (
@@ -127,6 +128,8 @@ def conv2d_bn_act(x: Any, weight: Any, bias: Any, running_mean: Any, running_var
 def _check_images(op: str, x: Any) -> None:
     if getattr(x, "ndim", 4) != 4:
         raise ValueError(f"{op}: x must have 4 dimensions, (N, C, H, W), got shape {tuple(x.shape)}")
+    if hasattr(x, "shape") and x.shape[1] == 0:
+        raise ValueError(f"{op}: x must have at least one channel, got shape {tuple(x.shape)}")
 
 
 def _early_example(make: Make) -> tuple[Any, ...]:
@@ -188,7 +191,7 @@ def conv_group_norm(x: Any, weight: Any, bias: Any, num_groups: int, gn_weight: 
             stride=stride, padding=padding, dilation=dilation, groups=groups, eps=eps))
     kind = check(op, arrays, ("bias", "gn_weight", "gn_bias"), (stride, padding, dilation, groups))
     check_residual(op, residual, x, kind)
-    if not isinstance(num_groups, int) or num_groups < 1 or weight.shape[0] % num_groups:
+    if as_int(op, "num_groups", num_groups) < 1 or weight.shape[0] % num_groups:
         raise ValueError(f"{op}: num_groups must divide the {weight.shape[0]} channels of the result, got "
                          f"{num_groups!r}")
     z = convolve(x, weight, bias, kind)

@@ -71,7 +71,7 @@ def check(op: str, named: Mapping[str, Any], of_channels: Sequence[str], options
     return made
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(4096, typed=True)  # True, which is refused, equals 1
 def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
              of_channels: Sequence[tuple[str, Sequence[int]]], stride: Ints, padding: Padding, dilation: Ints,
              groups: int) -> Kind:
@@ -80,7 +80,7 @@ def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
                          f"(C', C / groups, ...), got shapes {tuple(x)} and {tuple(weight)}")
     if isinstance(padding, str) and padding not in ("same", "valid"):
         raise ValueError(f"{op}: padding must be numbers, 'same' or 'valid', got {padding!r}")
-    if not isinstance(groups, int) or groups < 1:
+    if not _is_int(groups, 1):
         raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
     if x[1] != weight[1] * groups or weight[0] % groups:
         raise ValueError(f"{op}: weight must have the shape (C', C / groups, ...) with groups dividing C', "
@@ -109,13 +109,17 @@ def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
 
 
 def _each(op: str, name: str, dims: int, value: Ints, least: int) -> tuple[int, ...]:
-    made = (value,) * dims if isinstance(value, int) else tuple(value)
+    made = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(made) == 1:
         made *= dims
-    if len(made) != dims or any(not isinstance(n, int) or n < least for n in made):
+    if len(made) != dims or not all(_is_int(n, least) for n in made):
         raise ValueError(f"{op}: {name} must be an integer of at least {least}, or {dims} of them, got "
                          f"{value!r}")
     return made
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_dtypes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from fusionrt.autograd import is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, planned_once
+from fusionrt.errors import as_int
 from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
 from fusionrt.rehearsal import device_type
@@ -63,6 +64,7 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     """`input`: logits of shape (C,), (N, C) or (N, C, d1, ...)."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    as_int(op, "ignore_index", ignore_index)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
     if softcap is not None and not softcap > 0:

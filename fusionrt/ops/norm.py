@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.errors import as_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
@@ -64,6 +65,8 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
         shape, weight = tuple(normalized_shape.shape), normalized_shape
     else:
         shape = normalized_shape,
+    for size in shape:
+        as_int(op, "normalized_shape", size)  # a number equal to a size is not enough, as in torch
     if not _fit(x, shape, weight, bias, residual) or (return_sum and residual is None):
         raise _misfit(op, x, shape, weight, bias, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None

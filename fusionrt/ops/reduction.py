@@ -138,7 +138,7 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
     given = dim if isinstance(dim, tuple) else () if dim is None else (dim,)
     dims = given or tuple(range(n_dims))
     for d in dims:
-        if not isinstance(d, int):
+        if not isinstance(d, int) or isinstance(d, bool):
             raise TypeError(f"{op}: dim must be None, an int or ints, got {dim!r}")
         if not -n_dims <= d < n_dims:
             raise IndexError(
