@@ -66,7 +66,8 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
     else:
         shape = normalized_shape,
     for size in shape:
-        as_int(op, "normalized_shape", size)  # a number equal to a size is not enough, as in torch
+        if type(size) is not int:  # a number equal to a size is not enough, as in torch
+            as_int(op, "normalized_shape", size)
     if not _fit(x, shape, weight, bias, residual) or (return_sum and residual is None):
         raise _misfit(op, x, shape, weight, bias, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None
