@@ -391,7 +391,7 @@ def _fused_in(name: str) -> list[Any]:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what we do
             members = vars(importlib.import_module(name)).values()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a guard ends where it likes
         raise ValueError(f"warmup: module {name!r} cannot be imported: "
                          f"{type(error).__name__}: {error}") from error
     found = {id(m): m for m in members if isinstance(getattr(m, "operator", None), Operator)}

@@ -347,6 +347,13 @@ def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
 # --- what it refuses
 
 
+def test_a_module_that_ends_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_script.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="module 'their_script' cannot be imported: SystemExit: 0"):
+        warmup("cpu", module="their_script")
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"arch": "sm_13"}, "warmup: no architecture 'sm_13'; there are native, all, "
                         + ", ".join(compiler.ARCHITECTURES) + ", cpu"),
