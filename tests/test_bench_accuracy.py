@@ -150,3 +150,10 @@ def test_of_several_results_the_worst_counts():
     one = torch.ones(4)
     assert of_results((one, [one + 1]), (one.double(), [one.double()])).max_abs == 1
     assert of_results(None, None) is None
+
+
+def test_results_in_dicts_are_compared_by_their_keys():
+    one, two = torch.ones(4), torch.ones(4) * 2
+    exact = ({"a": one.double(), "b": two.double()},)
+    assert of_results(({"b": two, "a": one},), exact).ok
+    assert of_results(({"a": two, "b": one},), exact).outside == 4

@@ -186,9 +186,18 @@ def _double(value: Any) -> Any:
     return value
 
 
+def _in_order(tree: Any) -> Any:
+    """Dicts by their keys: two functions need not have filled theirs in the same order."""
+    if type(tree) in (tuple, list):
+        return [_in_order(one) for one in tree]
+    if type(tree) is dict:
+        return {key: _in_order(tree[key]) for key in sorted(tree, key=repr)}
+    return tree
+
+
 def of_results(result: Any, exact: Any) -> Accuracy | None:
     """Of whatever a function returned: the least accurate of its arrays. None where there is none."""
-    results, exacts = traffic.arrays(result), traffic.arrays(exact)
+    results, exacts = traffic.arrays(_in_order(result)), traffic.arrays(_in_order(exact))
     if len(results) != len(exacts):
         raise ValueError(f"accuracy: as many results as exact ones are needed, got {len(results)} and "
                          f"{len(exacts)}")
