@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -144,6 +145,8 @@ def test_an_error_that_comes_late_names_the_variant():
 @pytest.mark.parametrize(("fn", "options", "error", "text"), [
     ({}, {}, ValueError, "no function to measure"),
     ({"a": 1}, {}, TypeError, "a must be a function, got int"),
+    (print, {"repeat": 2.5}, TypeError, "repeat must be an integer, got 2.5"),
+    (print, {"device": "tpu"}, ValueError, "device must be cpu or cuda, got tpu"),
     (print, {"repeat": 0}, ValueError, "repeat at least 1, got warmup=10, repeat=0"),
     (print, {"device": "meta"}, ValueError, "device must be cpu or cuda, got meta"),
     (print, {"device": "cpu", "cold": True}, ValueError, "cold=True is for GPUs"),
@@ -435,6 +438,21 @@ def test_names_of_several_lines_are_one_row_of_markdown():
     assert found.to_markdown().splitlines()[2].startswith("| two lines | ")
 
 
+def test_what_looks_like_a_tag_stays_in_markdown():
+    found = bench.compare_implementations({"<b>": lambda: 1}, (-1,), repeat=1, warmup=0, details=False)
+    assert r"| \<b> |" in found.to_markdown()
+    assert r"\<lambda>() takes 0 positional" in found.to_markdown()
+
+
+def test_json_has_no_infinities(tmp_path):
+    found = bench.compare_implementations({"off": lambda x: x + 1}, (torch.zeros(2, dtype=torch.float64),),
+                                          reference=lambda x: x, repeat=1, details=False)
+    assert found["off"]["ulp_max"] == math.inf
+    found.to_json(tmp_path / "c.json")
+    content = json.loads((tmp_path / "c.json").read_text(), parse_constant=pytest.fail)
+    assert content["rows"][0]["ulp_max"] == "inf"
+
+
 def test_keywords_and_no_reference():
     row = bench.compare_implementations({"softmax": torch.softmax}, (torch.ones(4, 4),), {"dim": 0},
                                         repeat=2)["softmax"]
@@ -451,6 +469,11 @@ def test_keywords_and_no_reference():
     (({"a": print}, (), None, None, "b"), ValueError, "baseline 'b' is no implementation"),
     (({"a": print}, (), None, None, None, (1, 2)), TypeError, "sizes go with args that are a function"),
     (({"a": print}, lambda n: n), TypeError, "sizes go with args that are a function"),
+    (({"a": print}, lambda n: n, None, None, None, ()), ValueError, r"sizes must be a list of .*, got \[\]"),
+    (({"a": print}, lambda n: n, None, None, None, 5), ValueError, "sizes must be a list of one .*, got 5"),
+    (({"a": 3}, ()), TypeError, "compare_implementations: a must be a function, got int"),
+    (({"a": print}, (), None, 3), TypeError, "reference must be a function or the name of an implementation"),
+    (({"a": print}, (), None, None, 3), ValueError, "baseline 3 is no implementation; there are a"),
 ])
 def test_comparisons_refuse(arguments, error, text):
     names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes")

@@ -6,7 +6,9 @@ import csv
 import functools
 import io
 import json
+import math
 import numbers
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -116,7 +118,7 @@ class Comparison:
         columns, cells = self._cells()
         lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
         table = "\n".join(f"| {' | '.join(_on_one_line(c) for c in line)} |" for line in lines)
-        return "\n\n".join([table, *self.notes])
+        return "\n\n".join([table, *map(_on_one_line, self.notes)])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Without the columns that no row has, and without a size that is the same in all of them."""
@@ -135,7 +137,8 @@ class Comparison:
                    "machine": results.machine(), "versions": results.versions(), "baseline": self.baseline,
                    "notes": self.notes, "rows": self.rows, "measurements": taken}
         with whole(path) as file:
-            file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+            text = json.dumps(_finite(content), indent=1, default=str, allow_nan=False)
+            file.write_text(f"{text}\n", encoding="utf-8")
 
     def to_csv(self, path: str | Path) -> None:
         """A line a row, in the units of `rows`."""
@@ -153,8 +156,17 @@ class Comparison:
 
 
 def _on_one_line(text: str) -> str:
-    """As a cell of a Markdown table."""
-    return " ".join(text.splitlines()).replace("|", "\\|")
+    """As a cell of a Markdown table: `<lambda>` would vanish as a tag."""
+    return re.sub(r"[\\|<&]", r"\\\g<0>", " ".join(text.splitlines()))
+
+
+def _finite(tree: Any) -> Any:
+    """NaN and infinities as text: JSON has no numbers for them, and other readers refuse Python's."""
+    if isinstance(tree, Mapping):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _magnitude(row: Row) -> Any:
@@ -199,11 +211,12 @@ def compare_implementations(
         found.to_json("found.json"), found.plot("found.png")
         compare_implementations({"eager": f, "fused": g}, lambda n: (torch.randn(n),), sizes=(1024, 1 << 20))
     """
+    sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
     known = _checked(implementations, args, reference, baseline, sizes)
     run = _Run(dict(implementations), reference, known, least_bytes, details, device,
                {"warmup": warmup, "repeat": repeat, "cold": cold, "graph": graph})
     found = Comparison(title, known, [], [])
-    for size in [None] if sizes is None else list(sizes):
+    for size in [None] if sizes is None else sizes:
         positional, named = split_inputs(args if size is None else args(size))
         run.add(found, positional, {**named, **(kwargs or {})}, size)
     return found
@@ -219,14 +232,24 @@ def _checked(implementations: Mapping[str, Function], args: Any, reference: Func
     if unnamed:
         raise TypeError("compare_implementations: names of implementations must be strings, got "
                         f"{unnamed[0]!r}")
+    if not (reference is None or isinstance(reference, str)) and not callable(reference):
+        raise TypeError("compare_implementations: reference must be a function or the name of an "
+                        f"implementation, got {type(reference).__name__}")
+    for key, function in implementations.items():
+        if not callable(function):
+            raise TypeError(f"compare_implementations: {key} must be a function, got "
+                            f"{type(function).__name__}")
     for what, name in (("reference", reference), ("baseline", baseline)):
-        if isinstance(name, str) and name not in implementations:
+        named = isinstance(name, str) or (what == "baseline" and name is not None)
+        if named and name not in implementations:
             raise ValueError(f"compare_implementations: {what} {name!r} is no implementation; there are "
                              f"{', '.join(implementations)}")
     if (sizes is not None) != callable(args):
         raise TypeError("compare_implementations: sizes go with args that are a function of a size, got "
                         f"sizes={sizes!r} and args of type {type(args).__name__}")
-    return baseline or next(iter(implementations))
+    if sizes is not None and (not isinstance(sizes, list) or not sizes):
+        raise ValueError(f"compare_implementations: sizes must be a list of one size at least, got {sizes!r}")
+    return next(iter(implementations)) if baseline is None else baseline
 
 
 class _Run(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.bench import memory, profile, traffic
-from fusionrt.bench.kernel import Measurement, benchmark_kernel
+from fusionrt.bench.kernel import Measurement, benchmark_kernel, name_of
 
 Function = Callable[..., Any]
 Statistics = dict[str, float]
@@ -80,10 +80,11 @@ def quick_benchmark(function: Function, *args: Any, num_iterations: int = 50, **
 
         quick_benchmark(torch.relu, x)["mean_time"]    # ms
     """
-    call = functools.partial(function, **kwargs)
-    functools.update_wrapper(call, function)
+    if not callable(function):
+        raise TypeError(f"quick_benchmark: function must be a function, got {type(function).__name__}")
+    name, call = name_of(function), functools.partial(function, **kwargs)
     where = traffic.device_of((args, kwargs))
-    return benchmark_kernel(call, args, repeat=num_iterations, device=where)
+    return benchmark_kernel({name: call}, args, repeat=num_iterations, device=where)[name]
 
 
 def compare_functions(functions: Mapping[str, Function] | Sequence[Function], *args: Any,

@@ -146,7 +146,7 @@ def benchmark_kernel(fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], 
         m = benchmark_kernel({"a": f, "b": g}, (x,), cold=False)
         m["a"].median / m["b"].median
     """
-    variants = fn if isinstance(fn, Mapping) else {_name(fn): fn}
+    variants = fn if isinstance(fn, Mapping) else {name_of(fn): fn}
     _check(variants, warmup, repeat)
     args, kwargs = split_inputs(inputs)
     where = traffic.device_of((args, kwargs), device)
@@ -164,7 +164,7 @@ def benchmark_kernel(fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], 
     return found if isinstance(fn, Mapping) else next(iter(found.values()))
 
 
-def _name(fn: Any) -> str:
+def name_of(fn: Any) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
@@ -174,6 +174,9 @@ def _check(variants: Mapping[str, Any], warmup: int, repeat: int) -> None:
     for name, function in variants.items():
         if not callable(function):
             raise TypeError(f"benchmark_kernel: {name} must be a function, got {type(function).__name__}")
+    for what, count in (("warmup", warmup), ("repeat", repeat)):
+        if not isinstance(count, int):
+            raise TypeError(f"benchmark_kernel: {what} must be an integer, got {count!r}")
     if warmup < 0 or repeat < 1:
         raise ValueError("benchmark_kernel: warmup must be at least 0 and repeat at least 1, got "
                          f"warmup={warmup}, repeat={repeat}")

@@ -32,9 +32,9 @@ def device_of(tree: Any, wanted: str | torch.device | None = None) -> torch.devi
     Without any array it is the GPU if there is one.
     """
     if wanted is not None:
+        if str(wanted).partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"benchmark: device must be cpu or cuda, got {wanted}")
         device = torch.device(wanted)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"benchmark: device must be cpu or cuda, got {device}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"benchmark: device is {device}, and there is no CUDA device")
         return _numbered(device)
