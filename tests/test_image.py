@@ -444,6 +444,14 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
     (lambda: random_parameters(PHOTO, scale=(0.9, 0.1)), ValueError, r"scale must be \(low, high\)"),
     (lambda: random_parameters(PHOTO, hue=0.7), ValueError, r"hue must be \(low, high\) in \[-0.5, 0.5\]"),
     (lambda: random_parameters(PHOTO, brightness=-0.1), ValueError, r"brightness must not be negative"),
+    (lambda: good(4, brightness="a"), TypeError, "image_preprocess: brightness must be of numbers, got 'a'"),
+    (lambda: good(4, flip=[[1], [2, 3]]), TypeError, r"flip must be of numbers, got \[\[1\]"),
+    (lambda: good(4, mean=("a", 1)), TypeError, r"mean must be of numbers, got \('a', 1\)"),
+    (lambda: good(4, out_layout=[]), ValueError, r"image_preprocess: out_layout must be one of .*, got \[\]"),
+    (lambda: random_parameters(None), TypeError, r"images must be tensors or arrays, got NoneType"),
+    (lambda: random_parameters(PHOTO, scale=(None, 1)), ValueError, r"scale must be \(low, high\)"),
+    (lambda: random_parameters(PHOTO, flip="a"), TypeError, "flip must be a number, got 'a'"),
+    (lambda: random_parameters(PHOTO, generator=1), TypeError, r"generator must be a torch.Generator or"),
     (lambda: random_parameters(PHOTO, flip=2), ValueError, r"flip must be a probability, got 2"),
 ])
 def test_errors(call, error, text):

@@ -207,6 +207,12 @@ run = token_preprocess
     (lambda: run(IDS, eos_id=1), ValueError, "bos_id and eos_id go around lists, bytes or sequences"),
     (lambda: run(IDS, byte_offset=3), ValueError, "byte_offset is of bytes, got ids of torch.int64"),
     (lambda: run("a", byte_offset=0.5), TypeError, "byte_offset must be an int, got 0.5"),
+    (lambda: run([[1]], pad_id=[1]), TypeError, r"pad_id must be an int, got \[1\]"),
+    (lambda: run([[1]], pad_id=None), TypeError, "pad_id must be an int, got None"),
+    (lambda: run(IDS, special_ids=3), TypeError, "special_ids must be integers, got 3"),
+    (lambda: run(IDS, special_ids=[1.5]), TypeError, "special_ids must be an integer, got 1.5"),
+    (lambda: run(IDS, mask_probability="x"), TypeError, "mask_probability must be a number, got 'x'"),
+    (lambda: run(IDS, pad_to_multiple_of=None), ValueError, "pad_to_multiple_of must be a positive int"),
     (lambda: run("a", byte_offset=2**63), ValueError, "byte_offset must fit into torch.int64"),
 ])
 def test_errors_say_what_was_expected(call, error, message):

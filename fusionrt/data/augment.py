@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fusionrt.data.samples import ADJUSTMENTS
+from fusionrt.errors import as_float
 
 Range = float | tuple[float, float] | None
 ATTEMPTS = 10  # at a box that lies in the image, as in torchvision
@@ -49,8 +50,10 @@ def random_parameters(images: Any, *, layout: str = "NHWC", scale: tuple[float, 
     sizes = _sizes(images, layout)
     ranges = {name: _range(name, value) for name, value in
               zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True)}
-    if not 0 <= flip <= 1:
+    if not 0 <= as_float("random_parameters", "flip", flip) <= 1:
         raise ValueError(f"random_parameters: flip must be a probability, got {flip!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"random_parameters: generator must be a torch.Generator or None, got {generator!r}")
     numbers = torch.rand(len(sizes), 4 * ATTEMPTS + 9, dtype=torch.float64, generator=generator,
                          device="cpu").numpy()
     tries, rest = numbers[:, :4 * ATTEMPTS].reshape(-1, ATTEMPTS, 4), numbers[:, 4 * ATTEMPTS:]
@@ -72,6 +75,9 @@ def _sizes(images: Any, layout: str) -> Any:
         raise ValueError(f"random_parameters: layout must be one of NHWC, HWC, NCHW, CHW, got {layout!r}")
     found = []
     for one in images if isinstance(images, Sequence) else [images]:
+        if not hasattr(one, "shape"):
+            raise TypeError("random_parameters: images must be tensors or arrays, got "
+                            f"{type(one).__name__}")
         shape = tuple(one.shape)
         if len(shape) not in (3, 4):
             raise ValueError(f"random_parameters: images must be of 3 or 4 dimensions, got the shape {shape}")
@@ -81,7 +87,8 @@ def _sizes(images: Any, layout: str) -> Any:
 
 
 def _interval(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
-    if not (isinstance(value, Sequence) and len(value) == 2 and low <= value[0] <= value[1] <= high):
+    if not (isinstance(value, Sequence) and len(value) == 2
+            and all(hasattr(v, "__float__") for v in value) and low <= value[0] <= value[1] <= high):
         raise ValueError(f"random_parameters: {name} must be (low, high) in [{low:g}, {high:g}], "
                          f"got {value!r}")
     return float(value[0]), float(value[1])

@@ -11,7 +11,7 @@ import torch
 from fusionrt import rehearsal
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.data import image_cpu, image_gpu
-from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, table
+from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, table
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
 LAYOUTS = {"NHWC": False, "HWC": False, "NCHW": True, "CHW": True}    # to whether channels come first
@@ -97,7 +97,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _layout(argument: str, value: str) -> bool:
-    if value not in LAYOUTS:
+    if not isinstance(value, str) or value not in LAYOUTS:
         raise ValueError(f"image_preprocess: {argument} must be one of {', '.join(LAYOUTS)}, got {value!r}")
     return LAYOUTS[value]
 
@@ -195,7 +195,7 @@ def _affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[float
 def _of_channels(argument: str, value: Any, default: float, channels: int) -> list[float]:
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    values = np.asarray(default if value is None else value, dtype=np.float64)
+    values = array("image_preprocess", argument, default if value is None else value)
     if values.shape not in ((), (1,), (channels,)):
         raise ValueError(f"image_preprocess: {argument} must be a number or {channels} of them, one for each "
                          f"channel, got {value!r}")

@@ -70,11 +70,22 @@ def table(images: Images, geometry: Geometry, factors: dict[str, Any], order: An
     return rows
 
 
+def array(op: str, name: str, value: Any) -> Any:
+    """Of numbers, whatever holds them."""
+    try:
+        found = np.asarray(value)
+    except ValueError:  # of unequal lengths
+        found = np.asarray(None)
+    if found.dtype.kind not in "biuf" or found.dtype.itemsize > 8:
+        raise TypeError(f"{op}: {name} must be of numbers, got {value!r}"[:200])
+    return found
+
+
 def _of_each(name: str, value: Any, count: int, dtype: Any, shape: tuple[int, ...] = ()) -> Any:
     """One value for all images, or one for each."""
     if isinstance(value, torch.Tensor):
         value = value.cpu()
-    values = np.asarray(value)
+    values = array("image_preprocess", name, value)
     if values.shape not in (shape, (count, *shape)):
         one = f"{shape[0]} numbers" if shape else "a number" if dtype is not bool else "a bool"
         raise ValueError(f"image_preprocess: {name} must be {one} or of the shape {(count, *shape)} for so "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from fusionrt import random
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
+from fusionrt.errors import as_float, as_int
 
 OP = "token_preprocess"
 Tensor = torch.Tensor
@@ -64,6 +65,9 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
         what = "bos_id, the first input" if bos_id is None else "no mask_probability: labels are all tokens"
         raise ValueError(f"{OP}: shift_right needs {what}")
     batch = _batch(ids, offsets, device)
+    dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
+    _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
+               byte_offset=byte_offset)
     if byte_offset and batch.ids.dtype != torch.uint8:
         raise ValueError(f"{OP}: byte_offset is of bytes, got ids of {batch.ids.dtype}")
     around = (None if shift_right else bos_id, eos_id)
@@ -82,9 +86,6 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
         masking = Masking(mask_probability, mask_id, tuple(sorted(special)), rng)
     settings = Settings(width, limit, pad_id, padding_side == "left", *around,
                         bos_id if shift_right else None, byte_offset, vocab_size, ignore_index)
-    dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
-    _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
-               byte_offset=byte_offset)
     out = Tokens(*(torch.empty(batch.rows, width, dtype=dtype, device=batch.ids.device)
                    for _ in Tokens._fields))
     if out.labels.numel():
@@ -96,28 +97,33 @@ def _check_numbers(max_length: int | None, padding_side: str, multiple: int, pro
                    mask_id: int | None, vocab_size: int | None, special_ids: Sequence[int]) -> None:
     positive = {"max_length": max_length, "pad_to_multiple_of": multiple, "vocab_size": vocab_size}
     for name, value in positive.items():
-        if value is not None and (not isinstance(value, int) or not 0 < value < 2**31):
+        if (value is not None or name == "pad_to_multiple_of") and (
+                not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31):
             raise ValueError(f"{OP}: {name} must be a positive int below 2**31, got {value!r}")
+    if not isinstance(special_ids, Collection) or isinstance(special_ids, str):
+        raise TypeError(f"{OP}: special_ids must be integers, got {special_ids!r}")
+    for token in special_ids:
+        as_int(OP, "special_ids", token)
     if padding_side not in ("left", "right"):
         raise ValueError(f"{OP}: padding_side must be left or right, got {padding_side!r}")
-    if not 0 <= probability <= 1:
+    if not 0 <= as_float(OP, "mask_probability", probability) <= 1:
         raise ValueError(f"{OP}: mask_probability must be in [0, 1], got {probability!r}")
     if not probability:
         return
     for name, value in (("mask_id", mask_id), ("vocab_size", vocab_size)):
         if value is None:
             raise ValueError(f"{OP}: mask_probability needs {name}")
-    if not 0 <= (mask_id or 0) < (vocab_size or 0):
+    if not 0 <= as_int(OP, "mask_id", mask_id) < (vocab_size or 0):
         raise ValueError(f"{OP}: mask_id must be in [0, vocab_size), [0, {vocab_size}), got {mask_id}")
 
 
 def _check_ids(dtype: torch.dtype, **ids: int | None) -> None:
     limits = torch.iinfo(dtype)
     for name, value in ids.items():
-        if value is None:
+        if value is None and name in ("bos_id", "eos_id", "mask_id"):
             continue
         try:
-            fits = limits.min <= operator.index(value) <= limits.max
+            fits = limits.min <= operator.index(value) <= limits.max  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{OP}: {name} must be an int, got {value!r}") from None
         if not fits:
