@@ -84,6 +84,7 @@ def test_list() -> None:
     (("--baseline", "no_such.json"), "File 'no_such.json' does not exist"),
     (("--plot", "f.txt"), "Invalid value for --plot: f.txt must end in one of .png, .svg, .pdf"),
     (("--html", "no/such/f.html"), "Invalid value for --html: there is no folder no/such"),
+    (("--json", "f.html", "--html", "./f.html"), "--json, --plot and --html must be different files"),
 ])
 def test_refuses(words: tuple[str, ...], message: str) -> None:
     result = call(*words)

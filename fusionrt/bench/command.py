@@ -113,7 +113,7 @@ def bench(ops: tuple[str, ...], only_list: bool, sizes: list[int], dtypes: list[
     """
     if fail_on is not None and baseline is None:
         raise click.UsageError("--fail-on needs --baseline FILE, which says what is slower")
-    _check_files(plot_file, html_file)
+    _check_files(json_file, plot_file, html_file)
     device = _device(device)
     if only_list:
         _show(device)
@@ -134,8 +134,11 @@ def bench(ops: tuple[str, ...], only_list: bool, sizes: list[int], dtypes: list[
         raise SystemExit(1)
 
 
-def _check_files(plot_file: Path | None, html_file: Path | None) -> None:
+def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path | None) -> None:
     """Before anything is measured."""
+    written = [file.resolve() for file in (json_file, plot_file, html_file) if file is not None]
+    if len({*written}) < len(written):
+        raise click.UsageError("--json, --plot and --html must be different files")
     if plot_file is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise click.ClickException("--plot needs matplotlib: pip install 'fusionrt[bench]'")
@@ -170,7 +173,8 @@ def _cells(ops: Sequence[str], sizes: Sequence[int], dtypes: Sequence[str], back
     from fusionrt.bench.case import BACKWARD, BOTH, FORWARD
     from fusionrt.bench.suite import Cell
     directions = (FORWARD, BACKWARD, BOTH) if backward else (FORWARD,)
-    return [Cell(op, dtype, size, directions, against) for op in ops for dtype in dtypes for size in sizes]
+    return [Cell(op, dtype, size, directions, against) for op in ops for dtype in dtypes
+            for size in dict.fromkeys(sizes)]
 
 
 def _command(ops: Sequence[str], sizes: Sequence[int], dtypes: Sequence[str], backward: bool,

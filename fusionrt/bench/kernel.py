@@ -15,6 +15,7 @@ import torch
 
 from fusionrt.bench import sampling, timing, traffic
 from fusionrt.bench.timing import Call
+from fusionrt.errors import as_int
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 MOST_SETS = 64        # in rotation; where more would be needed, the L2 is flushed
@@ -175,8 +176,7 @@ def _check(variants: Mapping[str, Any], warmup: int, repeat: int) -> None:
         if not callable(function):
             raise TypeError(f"benchmark_kernel: {name} must be a function, got {type(function).__name__}")
     for what, count in (("warmup", warmup), ("repeat", repeat)):
-        if not isinstance(count, int):
-            raise TypeError(f"benchmark_kernel: {what} must be an integer, got {count!r}")
+        as_int("benchmark_kernel", what, count)
     if warmup < 0 or repeat < 1:
         raise ValueError("benchmark_kernel: warmup must be at least 0 and repeat at least 1, got "
                          f"warmup={warmup}, repeat={repeat}")
