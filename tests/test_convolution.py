@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt.op_names import OPS
-from fusionrt.ops import folding, transposition
+from fusionrt.ops import convolution_cudnn, folding, transposition
 from fusionrt.runtime import compiler
 from fusionrt.runtime.kernel import Kernel
 
@@ -487,13 +487,13 @@ def test_errors(error, message, call):
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_relu_by_cudnn(dtype, with_residual, monkeypatch):
     asked = []
-    by_cudnn = folding.relu_by_cudnn
+    by_cudnn = convolution_cudnn._run
 
     def noted(*args):
         asked.append(by_cudnn(*args))
         return asked[-1]
 
-    monkeypatch.setattr(folding, "relu_by_cudnn", noted)
+    monkeypatch.setattr(convolution_cudnn, "_run", noted)
     x, weight = images(4, 64, 14, 14, dtype=dtype, device="cuda", last=True), (
         images(64, 64, 3, 3, device="cuda") / 24).to(dtype)
     norm, residual = norm_of(64, F32, "cuda"), None
@@ -534,10 +534,10 @@ def test_what_cudnn_refuses_is_ours(monkeypatch):
 
     x, weight = (images(*s, dtype=F16, device="cuda", last=True) for s in ((2, 32, 8, 8), (32, 32, 1, 1)))
     norm = norm_of(32, F32, "cuda")
-    monkeypatch.setattr(folding, "_refused", set())
+    monkeypatch.setattr(convolution_cudnn, "_refused", set())
     with monkeypatch.context() as patched:
         patched.setattr(torch, "cudnn_convolution_relu", refused)
         y = frt.conv2d_bn_act(x, weight, None, *norm)
         assert torch.equal(frt.conv2d_bn_act(x, weight, None, *norm), y)
-        assert len(folding._refused) == 1
+        assert len(convolution_cudnn._refused) == 1
     torch.testing.assert_close(y, frt.conv2d_bn_act.reference(x, weight, None, *norm), rtol=1e-2, atol=1e-2)

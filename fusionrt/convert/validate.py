@@ -16,7 +16,7 @@ from fusionrt.convert.random_states import seed_torch
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
 from fusionrt.convert.undisturbed import is_plain, undisturbed
-from fusionrt.ops.folding import convolves_in_tf32
+from fusionrt.ops.convolution_cudnn import convolves_in_tf32
 
 SAMPLES, MOST_SAMPLES = 3, 16
 FEW = 4096       # elements: the worst error of fewer may be a lucky one

@@ -3,7 +3,7 @@
 Dense convolutions are torch's (cuDNN, oneDNN), in the precision that torch is set to; depthwise ones of
 channels_last images on a GPU are ours (`depthwise`). What follows is one kernel. Without a gradient it writes
 over the convolution's result, or is part of the convolution: of ours, or of cuDNN's where that has it
-(`folding`).
+(`convolution_cudnn`).
 
 Shapes: x (N, C, ...), weight (C', C / groups, ...), results (N, C', ...), channels_last where x is. Dtypes:
 float16, bfloat16, float32, float64, the same for x, weight and bias; those of norms may be wider, a residual

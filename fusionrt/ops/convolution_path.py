@@ -2,7 +2,7 @@
 
 Dense convolutions are torch's, depthwise ones of channels_last images on a GPU ours (`depthwise`). What
 follows is one kernel. Without a gradient it writes over the convolution's result, or is part of the
-convolution: of ours, or of cuDNN's where that has it (`folding`).
+convolution: of ours, or of cuDNN's where that has it (`convolution_cudnn`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.expr import Expr, rsqrt
 from fusionrt.op import FLOATS, PLAIN, Operator
-from fusionrt.ops import depthwise, folding
+from fusionrt.ops import convolution_cudnn, depthwise, folding
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
@@ -241,25 +241,6 @@ def _inference(after: After, x: Tensor, weight: Tensor, of_channels: Sequence[Te
     return depthwise.finished(x, weight, geometry, _finish(after, dtypes), of_channels, residual)
 
 
-def _relu_by_cudnn(x: Tensor, weight: Tensor, of: Sequence[Tensor | None], residual: Tensor | None,
-                   kind: Kind, eps: float | None) -> Tensor | None:
-    """`of`: the convolution's bias and, with an eps, mean, variance, weight and bias of a norm."""
-    geometry, bias = kind.geometry, of[0]
-    if geometry is None or not folding.takes(x, kind.groups):
-        return None
-    last, options = folding.is_last(x), (*geometry, kind.groups)
-    if not last and (eps is None or not folding.turns(x, weight, residual)):
-        return None
-    x, = cast_as_autocast(x)
-    if not last and not folding.rounds_alike(x, weight, options):
-        return None
-    if eps is not None:
-        weight, bias = folding.folded(weight, of, eps, x.dtype)
-    else:
-        weight, bias = cast_as_autocast(weight, bias)
-    return folding.relu_by_cudnn(x, weight, bias, residual, options)
-
-
 # -- with what follows it --------------------------------------------------------------------------
 
 def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, options: Given,
@@ -280,7 +261,7 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
     alone = ordinary and not is_watched() and not recorded(*arrays.values())
     if alone and scale is None:
         if function is relu and residual is None:
-            found = _relu_by_cudnn(x, weight, (bias,), None, kind, None)
+            found = convolution_cudnn.relu(x, weight, (bias,), None, kind.geometry, kind.groups)
             if found is not None:
                 return found
         given = {} if bias is None else {"bias": bias}
@@ -315,9 +296,10 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
         z = convolve(x, weight, bias, kind)
         return batch_norm(z, mean, var, scale, shift, training, momentum, eps, residual=residual,
                           epilogue=function, recompute=recompute)
-    found = _relu_by_cudnn(x, weight, of, residual, kind, eps) if function is relu else None
-    if found is not None:
-        return found
+    if function is relu:
+        found = convolution_cudnn.relu(x, weight, of, residual, kind.geometry, kind.groups, eps)
+        if found is not None:
+            return found
     given = {name: t for name, t in channels.items() if t is not None}
     names = (*given, *(() if residual is None else ("residual",)))
     return _inference(After(op, function, names, eps, True), x, weight, list(given.values()), residual, kind)

@@ -1,5 +1,4 @@
-"""Inference of relu(batch_norm(convolution) + residual) by cuDNN's one kernel: a norm folded into the
-weights.
+"""A norm folded into the weights of the convolution before it.
 
 What was folded is kept as long as the weight lives, and made anew when the weight, a statistic or a parameter
 of the norm has other values: that is what a kernel looks at in each call, as versions of tensors do not tell.
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -19,16 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionrt.ops import transposition
 from fusionrt.problem import STORAGE
-from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, Params, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
 BLOCK = 256
-Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
 class Folded:
@@ -41,9 +36,6 @@ class Folded:
 
 
 _folded: Any = WeakIdKeyDictionary()
-_refused: set[tuple[Any, ...]] = set()  # kinds of calls that cuDNN has no kernel for
-_alike: dict[tuple[Any, ...], bool | None] = {}  # None: not tried
-KINDS_KEPT = 4096
 _ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
 
 
@@ -169,72 +161,3 @@ class Ahead:
             count = len(channels)
             kernel(form, True)(channels.device, -(-count * 32 // BLOCK), layers.data_ptr(),
                                channels.data_ptr(), count)
-
-
-def takes(x: Tensor, groups: int) -> bool:
-    """Whether cuDNN's fused kernels are asked: in dtypes that it has them for."""
-    return (device_type(x) == "cuda" and x.dim() == 4 and groups == 1 and x.numel() > 0
-            and x.dtype in (torch.float16, torch.bfloat16, torch.float32) and torch.backends.cudnn.enabled)
-
-
-def is_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last)
-
-
-def turns(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """Whether planes are to go through cuDNN's fused kernel of channels_last images: its others for matrix
-    units turn image and result, too, unless filters are single pixels."""
-    return x.is_contiguous() and residual is None and weight.shape[2:].numel() > 1
-
-
-def rounds_alike(x: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether cuDNN convolves these planes as it does channels_last images: where TF32 is allowed it decides
-    by their shapes, and errors are 3e-4 or 3e-7. No rule was found: what comes a second time is tried."""
-    if x.dtype != torch.float32 or not convolves_in_tf32() or x.is_meta:
-        return x.dtype != torch.float32 or x.is_meta
-    kind = x.device, x.shape, weight.shape, options
-    if kind not in _alike:
-        if len(_alike) >= KINDS_KEPT:
-            _alike.clear()
-        _alike[kind] = None
-    elif _alike.get(kind, False) is None and not torch.cuda.is_current_stream_capturing():
-        with contextlib.suppress(torch.OutOfMemoryError):  # the call itself needs less
-            _alike[kind] = _difference(x, weight, options) <= 3e-5
-    return bool(_alike.get(kind))
-
-
-def _difference(x: Tensor, weight: Tensor, options: Options) -> float:
-    """Between both ways, of random images like x."""
-    generator = torch.Generator(x.device).manual_seed(0)
-    image, filters = (torch.randn(t.shape, device=x.device, generator=generator) for t in (x, weight))
-    planes = torch.conv2d(image, filters, None, *options).relu_()
-    last = relu_by_cudnn(image.contiguous(memory_format=torch.channels_last), filters, None, None, options)
-    return math.inf if last is None else float((planes - last).norm() / planes.norm())
-
-
-def convolves_in_tf32() -> bool:
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # where it is said since torch 2.9
-    if convolutions is None:
-        return torch.backends.cudnn.allow_tf32
-    return bool(convolutions.fp32_precision == "tf32")
-
-
-def relu_by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, options: Options
-                  ) -> Tensor | None:
-    """relu(convolution + bias + residual), in memory as x; None where cuDNN has no kernel for that."""
-    kind = x.device, x.dtype, tuple(weight.shape), residual is None, options
-    if kind in _refused:
-        return None
-    image = x if is_last(x) else transposition.channels_last(x)
-    try:
-        if residual is None:
-            y = torch.cudnn_convolution_relu(image, weight, bias, *options)
-        else:
-            residual = residual.to(x.dtype, memory_format=torch.channels_last)
-            y = torch.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *options)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        _refused.add(kind)
-        return None
-    return y if image is x else transposition.contiguous(y)
