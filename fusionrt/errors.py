@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class CompileError(RuntimeError):
@@ -32,9 +33,16 @@ def as_float(op: str, name: str, value: Any) -> float:
     raise TypeError(f"{op}: {name} must be a number, got {value!r}")
 
 
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether it is an integer, also one of NumPy or of a tracer: no truth value, which Python counts among
+    them and torch does not, and no array, which has `__index__` whatever its dtype is."""
+    if isinstance(value, numbers.Integral):
+        return not isinstance(value, bool)
+    return hasattr(value, "__index__") and not hasattr(value, "__array__")
+
+
 def as_int(op: str, name: str, value: Any) -> int:
-    """An integer, but no truth value, which Python counts among them and torch does not."""
-    if (isinstance(value, int) or hasattr(value, "__index__")) and not isinstance(value, bool):
+    if is_int(value):
         return value
     raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 

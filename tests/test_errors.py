@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusionrt as frt
+from fusionrt.data import image_preprocess, sliding_window
 from fusionrt.op import Operator
 
 A, B = torch.zeros(4, 8), torch.zeros(4, 16)
@@ -380,6 +381,26 @@ def test_what_equals_an_integer_is_none():
         frt.attention(X, X, X, window=(1, True))
     with pytest.raises(TypeError, match="var: dim must be None, an int or ints, got True"):
         frt.var(X, True)
+
+
+def test_integers_of_numpy_and_arrays():
+    """An array of any dtype has `__index__`, which fails in the middle of things or does not."""
+    x, one, two = torch.randn(1, 2, 4, 4), np.int64(1), np.int32(2)
+    assert torch.equal(frt.var(x, (one, two)), frt.var(x, (1, 2)))
+    assert torch.equal(sliding_window(x, two, stride=one), sliding_window(x, 2, stride=1))
+    assert torch.equal(frt.attention(x, x, x, window=two), frt.attention(x, x, x, window=2))
+    conv = frt.conv_activation
+    assert torch.equal(conv(x, x, padding=(one, two)), conv(x, x, padding=(1, 2)))
+    images = [torch.randint(256, (9, 12, 3), dtype=torch.uint8)]
+    resized = [image_preprocess(images, n(4), resize=n(6)) for n in (int, np.int64)]
+    assert torch.equal(*resized)
+    for value in (torch.tensor(1), torch.tensor(1.0), np.array(1.0)):
+        with pytest.raises(TypeError, match="softmax: dim must be an integer, got"):
+            frt.softmax(x, dim=value)
+        with pytest.raises(TypeError, match="var: dim must be None, an int or ints, got"):
+            frt.var(x, dim=value)
+    with pytest.raises(ValueError, match=r"resize must be a number of pixels or .*, got True"):
+        image_preprocess(images, 4, resize=True)
 
 
 def test_a_number_of_which_a_batch_has_none():

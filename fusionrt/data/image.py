@@ -12,6 +12,7 @@ from fusionrt import rehearsal
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.data import image_cpu, image_gpu
 from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, table
+from fusionrt.errors import is_int
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
 LAYOUTS = {"NHWC": False, "HWC": False, "NCHW": True, "CHW": True}    # to whether channels come first
@@ -74,14 +75,13 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
                          f"{interpolation!r}")
     if dtype not in DTYPES[1:]:
         raise ValueError(f"image_preprocess: dtype must be float16, bfloat16 or float32, got {dtype}")
-    geometry = Geometry(_size("size", size), boxes, resize if resize is None or isinstance(resize, int)
-                        else _size("resize", resize), flip)
+    geometry = Geometry(_size("size", size), boxes, _resize(resize), flip)
     given = dict(zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True))
     adjusted = [name for name, value in given.items() if value is not None]
     if adjusted and sources.channels not in (1, 3):
         raise ValueError(f"image_preprocess: {adjusted[0]} needs images of 1 or 3 channels, got "
                          f"{sources.channels}")
-    _check_resize(resize, boxes)
+    _check_boxes(boxes, resize)
     rows = table(sources, geometry, given, order)
     recipe = Recipe(_name(sources.dtype), _name(dtype), sources.channels, sources.planar, result_planar,
                     interpolation == "bicubic", bool(antialias), bool(adjusted), contrast is not None)
@@ -103,17 +103,24 @@ def _layout(argument: str, value: str) -> bool:
 
 
 def _size(argument: str, value: Any) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if len(pair) != 2 or not all(
-            isinstance(n, int) and not isinstance(n, bool) and 0 < n <= LARGEST for n in pair):
+    pair = (value, value) if is_int(value) else tuple(value) if isinstance(value, Sequence) else ()
+    if len(pair) != 2 or not all(is_int(n) and 0 < n <= LARGEST for n in pair):
         raise ValueError(f"image_preprocess: {argument} must be a number of pixels or (height, width), in "
                          f"[1, {LARGEST}], got {value!r}")
     return pair
 
 
-def _check_resize(resize: Any, boxes: Any) -> None:
-    if isinstance(resize, int) and not 0 < resize <= LARGEST:
-        raise ValueError(f"image_preprocess: resize must be in [1, {LARGEST}], got {resize}")
+def _resize(value: Any) -> int | tuple[int, int] | None:
+    if value is None:
+        return None
+    if not is_int(value):
+        return _size("resize", value)
+    if not 0 < value <= LARGEST:
+        raise ValueError(f"image_preprocess: resize must be in [1, {LARGEST}], got {value}")
+    return int(value)
+
+
+def _check_boxes(boxes: Any, resize: Any) -> None:
     if isinstance(boxes, str):
         if boxes != "center":
             raise ValueError(f"image_preprocess: boxes must be 'center' or numbers, got {boxes!r}")

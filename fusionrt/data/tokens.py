@@ -12,7 +12,7 @@ import torch
 from fusionrt import random
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
-from fusionrt.errors import as_float, as_int
+from fusionrt.errors import as_float, as_int, is_int
 
 OP = "token_preprocess"
 Tensor = torch.Tensor
@@ -98,7 +98,7 @@ def _check_numbers(max_length: int | None, padding_side: str, multiple: int, pro
     positive = {"max_length": max_length, "pad_to_multiple_of": multiple, "vocab_size": vocab_size}
     for name, value in positive.items():
         if (value is not None or name == "pad_to_multiple_of") and (
-                not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31):
+                not is_int(value) or not 0 < value < 2**31):
             raise ValueError(f"{OP}: {name} must be a positive int below 2**31, got {value!r}")
     if not isinstance(special_ids, Collection) or isinstance(special_ids, str):
         raise TypeError(f"{OP}: special_ids must be integers, got {special_ids!r}")

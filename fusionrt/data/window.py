@@ -81,10 +81,8 @@ def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: i
     if x.dim() == 0 or not -x.dim() <= as_int("sliding_window", "dim", dim) < x.dim():
         raise ValueError(f"sliding_window: dim must be one of the {x.dim()} dimensions of x, got {dim}")
     for name, value in (("window", window), ("stride", stride), ("min_periods", min_periods)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"sliding_window: {name} must be an int, got {type(value).__name__}")
         least = 0 if name == "min_periods" else 1
-        if value < least:
+        if as_int("sliding_window", name, value) < least:
             raise ValueError(f"sliding_window: {name} must be at least {least}, got {value}")
     if min_periods > window:
         raise ValueError(f"sliding_window: min_periods must be at most window, {window}, got {min_periods}")

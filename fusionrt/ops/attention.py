@@ -14,7 +14,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.errors import as_float, as_int
+from fusionrt.errors import as_float, as_int, is_int
 from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated
@@ -103,11 +103,10 @@ def _sides(op: str, window: Window, causal: bool) -> tuple[int, int]:
     """Keys on the left and on the right of a query; -1: all."""
     if window is None:
         left, right = None, None
-    elif isinstance(window, int) and not isinstance(window, bool) and window > 0:
+    elif is_int(window) and window > 0:
         left = right = window - 1
     elif isinstance(window, tuple) and len(window) == 2 and all(
-            side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
-            for side in window):
+            side is None or (is_int(side) and side >= 0) for side in window):
         left, right = window
     else:
         raise ValueError(f"{op}: window must be a positive number of keys or two numbers of keys, on the "

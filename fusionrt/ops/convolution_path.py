@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fusionrt.activation import Epilogue, activated, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
+from fusionrt.errors import is_int
 from fusionrt.expr import Expr, rsqrt
 from fusionrt.op import FLOATS, PLAIN, Operator
 from fusionrt.ops import convolution_cudnn, depthwise, folding
@@ -80,7 +81,7 @@ def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
                          f"(C', C / groups, ...), got shapes {tuple(x)} and {tuple(weight)}")
     if isinstance(padding, str) and padding not in ("same", "valid"):
         raise ValueError(f"{op}: padding must be numbers, 'same' or 'valid', got {padding!r}")
-    if not _is_int(groups, 1):
+    if not is_int(groups) or groups < 1:
         raise ValueError(f"{op}: groups must be a positive integer, got {groups!r}")
     if x[1] != weight[1] * groups or weight[0] % groups:
         raise ValueError(f"{op}: weight must have the shape (C', C / groups, ...) with groups dividing C', "
@@ -112,14 +113,10 @@ def _each(op: str, name: str, dims: int, value: Ints, least: int) -> tuple[int, 
     made = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(made) == 1:
         made *= dims
-    if len(made) != dims or not all(_is_int(n, least) for n in made):
+    if len(made) != dims or not all(is_int(n) and n >= least for n in made):
         raise ValueError(f"{op}: {name} must be an integer of at least {least}, or {dims} of them, got "
                          f"{value!r}")
     return made
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_dtypes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -21,7 +21,7 @@ import torch
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
-from fusionrt.errors import as_float
+from fusionrt.errors import as_float, is_int
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
@@ -138,7 +138,7 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
     given = dim if isinstance(dim, tuple) else () if dim is None else (dim,)
     dims = given or tuple(range(n_dims))
     for d in dims:
-        if not isinstance(d, int) or isinstance(d, bool):
+        if not is_int(d):
             raise TypeError(f"{op}: dim must be None, an int or ints, got {dim!r}")
         if not -n_dims <= d < n_dims:
             raise IndexError(
