@@ -211,7 +211,7 @@ class Plan:
 
     def _joined(self, first: Pass, second: Pass) -> Pass | None:
         """Both in one kernel, where that is possible."""
-        from fusionrt.runtime import resident
+        from fusionrt.runtime import planes, resident
         plain = first.problem.across and all(map(_in_order, first.made)) and not any(second.problem.reduced)
         if not plain or self.alignment < 16 or second.shape != self.shape:
             return None
@@ -224,7 +224,8 @@ class Plan:
         names = {k: f"out{at}" for at, k in (*enumerate(first.outputs), *enumerate(second.outputs, n))}
         outputs = tuple(sorted(names))
         problem = first.problem._replace(then=then, found=found, returned=tuple(names[k] for k in outputs))
-        if not resident.fits(problem, self.outputs[0].device):
+        device = self.outputs[0].device
+        if not (planes.fits(problem, device) or resident.fits(problem, device)):
             return None
         return Pass(problem, first.args, self.shape, [*first.made, *second.made], (), outputs)
 

@@ -5,9 +5,6 @@ namespace fusionrt {
 
 #if __CUDA_ARCH__ >= 800
 constexpr bool COPIES_PASS_BY = true;
-__device__ __forceinline__ unsigned shared_address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
 template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned to, const char* from) {
     if constexpr (BYTES > 16) {
         copy_bytes<16>(to, from);
@@ -37,7 +34,6 @@ template <int COUNT> __device__ __forceinline__ void wait_for_copies() {
 }
 #else
 constexpr bool COPIES_PASS_BY = false;
-__device__ __forceinline__ unsigned shared_address(const void*) { return 0; }
 template <int BYTES> __device__ __forceinline__ void copy_bytes(unsigned, const char*) {}
 template <bool BY_L1 = false> __device__ __forceinline__ void copy_or_clear(unsigned, const void*, bool) {}
 __device__ __forceinline__ void commit_copies() {}

@@ -6,9 +6,6 @@ namespace fusionrt {
 #if __CUDA_ARCH__ >= 900
 using Barrier = unsigned long long;
 
-__device__ __forceinline__ unsigned shared_address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

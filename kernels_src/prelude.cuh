@@ -118,6 +118,10 @@ template <typename T, int W> struct Pack {
 
 // Through the read-only path: outputs are always fresh memory. No cache hints: none gained anything
 // over plain accesses, and variants with L1::no_allocate were at times 5 to 7 % slower.
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
 template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
     unsigned* w = static_cast<unsigned*>(to);
     if constexpr (BYTES > 16) {

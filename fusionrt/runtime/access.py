@@ -40,6 +40,9 @@ def access_mode(operand: Operand, sizes: Sequence[int], width: int) -> str:
     return "gather"
 
 
+Owned = tuple[bool, ...]  # dimensions, innermost first, that a thread's walk has one place in
+
+
 class Again(NamedTuple):
     """Of the second one of two passes within a kernel: operands that the first one has computed, and those
     that it has kept."""
@@ -48,19 +51,19 @@ class Again(NamedTuple):
     kept: frozenset[str]
 
 
-def load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | None,
-               again: Again | None) -> list[str]:
-    """`Tile` and `load`; in a reduction `load_fixed` as well, for what a thread reads only once; in a second
+def load_text(geometry: Geometry, modes: dict[Operand, str], owned: Owned | None, again: Again | None
+              ) -> list[str]:
+    """`Tile` and `load`; where a thread walks, `load_fixed` as well, for what it reads only once; in a second
     pass `load_rest`, of what was not kept."""
     members = [f"    Pack<{'bool' if mode == 'mask' else o.dtype}_t, {_lanes(mode)}> {o.name};"
                for o, mode in modes.items()]
-    fixed = {o: mode for o, mode in modes.items() if rows is not None and is_fixed(o, rows)}
+    fixed = {o: mode for o, mode in modes.items() if owned is not None and is_fixed(o, owned)}
     varying = {o: mode for o, mode in modes.items() if o not in fixed}
     signature = "template <int W> __device__ __forceinline__ Tile<W> {}(const Params& p, index_t i{}) {{"
-    load = [signature.format("load", "" if rows is None else ", const Tile<W>& fixed"),
-            "    Tile<W> tile;" if rows is None else "    Tile<W> tile = fixed;",
+    load = [signature.format("load", "" if owned is None else ", const Tile<W>& fixed"),
+            "    Tile<W> tile;" if owned is None else "    Tile<W> tile = fixed;",
             *_reads(geometry, varying), "    return tile;", "}"]
-    if rows is not None:
+    if owned is not None:
         load += [signature.format("load_fixed", ""), "    Tile<W> tile;",
                  *_reads(geometry, fixed, again.fresh if again else frozenset()), "    return tile;", "}"]
     if again is not None:
@@ -70,11 +73,15 @@ def load_text(geometry: Geometry, modes: dict[Operand, str], rows: Reduction | N
     return ["template <int W> struct Tile {", *members, "};", *load]
 
 
-def is_fixed(operand: Operand, rows: Reduction) -> bool:
-    """The same for all that one thread of a reduction sees."""
+def owned(rows: Reduction) -> Owned:
+    """Of a thread of a reduction: its columns, unless it walks over several groups of them."""
     owns_columns = rows.keeps_columns and rows.n_groups == 1
-    return not any(stride for stride, kept in zip(operand.strides, rows.pattern, strict=True)
-                   if not (owns_columns and kept))
+    return tuple(owns_columns and kept for kept in rows.pattern)
+
+
+def is_fixed(operand: Operand, owned: Owned) -> bool:
+    """The same for all that one thread sees."""
+    return not any(stride for stride, own in zip(operand.strides, owned, strict=True) if not own)
 
 
 def _lanes(mode: str) -> str:
@@ -88,6 +95,9 @@ def _address(geometry: Geometry, operand: Operand, mode: str) -> str:
 
 def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] = frozenset()) -> list[str]:
     """Statements that read; with `fresh_pack` what the same kernel has written."""
+    def read(o: Operand) -> str:
+        return "fresh_pack" if o.name in fresh else "load_pack"
+
     body: list[str] = []
     if set(modes.values()) & {"vector", "splat"}:
         body += geometry.coordinates("i")
@@ -95,13 +105,12 @@ def _reads(geometry: Geometry, modes: dict[Operand, str], fresh: frozenset[str] 
         if mode == "mask":
             body.append(f"tile.{o.name} = load_mask<W>(p.{o.name}, i);")
         elif mode != "gather":
-            read = "fresh_pack" if o.name in fresh else "load_pack"
-            body.append(f"tile.{o.name} = {read}<{_lanes(mode)}>({_address(geometry, o, mode)});")
+            body.append(f"tile.{o.name} = {read(o)}<{_lanes(mode)}>({_address(geometry, o, mode)});")
     gathered = [o for o, mode in modes.items() if mode == "gather"]
     if gathered:
         body += ["#pragma unroll", "for (int v = 0; v < W; ++v) {",
                  *("    " + line for line in geometry.coordinates("(i + v)")),
-                 *(f"    tile.{o.name}.data[v] = load_pack<1>"
+                 *(f"    tile.{o.name}.data[v] = {read(o)}<1>"
                    f"(p.{o.name} + ({geometry.offset(o)})).data[0];" for o in gathered), "}"]
     return ["    " + line for line in body]
 
@@ -119,7 +128,7 @@ def ahead(problem: Problem, modes: dict[Operand, str], width: int) -> int:
 def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geometry: Geometry, width: int
                ) -> list[str]:
     """`Ring`, `fetch` and `fetched`: what changes along a thread's walk, by way of shared memory."""
-    moving = {o: mode for o, mode in modes.items() if not is_fixed(o, rows)}
+    moving = {o: mode for o, mode in modes.items() if not is_fixed(o, owned(rows))}
     stages = ahead(problem, moving, width)
     moving = moving if stages else {}
     copies = geometry.coordinates("i") if "vector" in moving.values() else []

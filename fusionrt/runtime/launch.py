@@ -16,7 +16,7 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
-from fusionrt.runtime import accumulators, pointwise, resident, row_layout, row_operands
+from fusionrt.runtime import accumulators, planes, pointwise, resident, row_layout, row_operands
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
@@ -148,7 +148,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     if problem.row_dims:
         _write_rows(text, problem, alignment, values)
     elif problem.then is not None:
-        _write_resident(text, problem, values)
+        _write_joined(text, problem, values)
     else:
         # The one that writes full outputs last: they may take the memory of operands.
         for launch in reversed(pointwise.split(problem)):
@@ -203,19 +203,29 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
                    if tuple(result.walk_strides) != tuple(result.strides)]
 
 
-def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> None:
-    """Partial values, what follows from them, and the elements: one launch."""
-    made, then, rows = resident.shape(problem, text.call.device), problem.then, resident.rows(problem)
-    assert made is not None and then is not None
-    acc = getattr(torch, problem.acc)
-    for operand, result in zip((*problem.outputs, *then.outputs), text.call.results, strict=True):
+def _write_joined(text: Text, problem: Problem, values: dict[str, str]) -> None:
+    """What rows across memory find, what follows from it, and the elements: one launch."""
+    assert problem.then is not None
+    for operand, result in zip((*problem.outputs, *problem.then.outputs), text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.strides, result.dtype)
         values = values | {operand.name: f"{operand.name}.data_ptr()"}
+    values |= {name: values[found] for name, found in problem.found}
+    of_planes = planes.layout(problem)
+    if of_planes is None:
+        _write_resident(text, problem, values)
+        return
+    text.launch(planes.generate(problem), planes.grid(problem, of_planes), of_planes.threads, values,
+                of_planes.part, of_planes.cluster)
+
+
+def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> None:
+    made, rows = resident.shape(problem, text.call.device), resident.rows(problem)
+    assert made is not None
+    acc = getattr(torch, problem.acc)
     n_values = accumulators.n_values(accumulators.groups(problem))
     text.allocate("partials", (n_values * made.chunks * rows.kept,), (1,), acc)
     device = text.call.device
     text.scope["counter"] = resident.counter
-    values |= {name: values[found] for name, found in problem.found}
     values |= {"partials": "partials.data_ptr()", "chunks": str(made.chunks), "side": str(made.side),
                "packs_kept": str(made.packs), "arrived": f"counter({device}, stream({device}))"}
     text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
@@ -296,7 +306,8 @@ def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> No
 def sources(problem: Problem) -> list[pointwise.Source]:
     """All that a call on 16-byte aligned tensors compiles."""
     if problem.then is not None:
-        return [resident.generate(problem)]
+        joined = resident if planes.layout(problem) is None else planes
+        return [joined.generate(problem)]
     if problem.row_dims:
         sums = [o.dtype for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
         return [row_kernels.generate(problem, 16),

@@ -12,10 +12,12 @@ from fusionrt.runtime import accumulators
 from fusionrt.runtime.access import (
     REDUCE_BLOCK,
     Again,
+    Owned,
     access_mode,
     ahead_text,
     is_fixed,
     load_text,
+    owned,
     writes,
 )
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry, is_flat
@@ -41,6 +43,9 @@ FEW = 3 << 17                     # elements that do not fill a GPU; of a thread
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
+Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Source
+
+
 class Source(NamedTuple):
     """A specialisation's text and how to fill its parameters.
 
@@ -60,15 +65,20 @@ def vector_width(problem: Problem, alignment: int) -> int:
 
     A reduction over several rows needs rows of whole vectors as well.
     """
-    operands = (*problem.inputs, *problem.outputs)
-    flat = [ITEMSIZE[o.dtype] for o in operands if is_flat(o, problem.sizes)]
-    flat = flat or [ITEMSIZE[o.dtype] for o in problem.inputs] or [4]
-    # A vector of an operand that is wider still (a norm's weights) is several of 16 bytes.
-    width = max(1, alignment // max(flat if alignment >= 16 else [ITEMSIZE[o.dtype] for o in operands]))
+    width = pack_width(problem, alignment)
     if any(problem.reduced) and len(problem.sizes) > 1:
         while problem.sizes[0] % width:
             width //= 2
     return width
+
+
+def pack_width(problem: Problem, alignment: int) -> int:
+    """The same whatever the rows."""
+    operands = (*problem.inputs, *problem.outputs)
+    flat = [ITEMSIZE[o.dtype] for o in operands if is_flat(o, problem.sizes)]
+    flat = flat or [ITEMSIZE[o.dtype] for o in problem.inputs] or [4]
+    # A vector of an operand that is wider still (a norm's weights) is several of 16 bytes.
+    return max(1, alignment // max(flat if alignment >= 16 else [ITEMSIZE[o.dtype] for o in operands]))
 
 
 def unroll(problem: Problem, width: int) -> int:
@@ -193,10 +203,7 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
     wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
     width = vector_width(problem, alignment)
     walk = walked(problem, width) if again is None else reduction(problem.domain, (True, False))
-    geometry = Geometry(problem.sizes, wide)
-    modes = {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
-    written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
-    geometry.declare([o for o, mode in (modes | written).items() if mode not in ("flat", "scalar", "mask")])
+    geometry = geometry_of(problem, width, wide)
     extra: list[str] = []
     if rows is not None:
         constants, extra = _reduction_text(problem, rows, geometry, width, staying)
@@ -210,19 +217,42 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
                      f"constexpr bool DRAWS = {str(bool(problem.streams)).lower()};",
                      *([f"constexpr int BLOCK_OF_FEW = {BLOCK_OF_FEW};",
                         f"#define EACH_OF_FEW {few}"] if few else [])]
-    fields = _fields(problem, geometry, rows, width, staying > 0)
-    params = Params([field for field, _ in fields])
-    lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants, *extra,
-             *load_text(geometry, modes, rows or walk, again),
-             *(ahead_text(problem, modes, rows, geometry, width) if rows and not staying else []),
-             *draws_text(problem, rows is not None and twins(problem, rows, width)),
-             *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
-    if staying:
-        lines += accumulators.storing(problem)
-    if rows is not None:
-        lines.append(template("columns.cuh"))
+    fields, walker = fields_of(problem, geometry, rows, width, staying > 0), rows or walk
     stem = "pointwise_reduce" if rows is not None else "pointwise" if walk is None else "pointwise_walk"
+    made = assembled(stem, problem, geometry, width, fields, [*constants, *extra],
+                     None if walker is None else owned(walker), again,
+                     rows is not None and twins(problem, rows, width))
+    if staying:
+        made.lines.extend(accumulators.storing(problem))
+    elif rows is not None:
+        made.lines.extend(ahead_text(problem, access_modes(problem, width), rows, geometry, width))
+    if rows is not None:
+        made.lines.append(template("columns.cuh"))
+    return made
+
+
+def assembled(stem: str, problem: Problem, geometry: Geometry, width: int, fields: Sequence[Filled],
+              constants: Sequence[str], own: Owned | None, again: Again | None = None, twins: bool = False
+              ) -> Body:
+    """`own`: the dimensions that a thread's walk has one place in."""
+    params = Params([field for field, _ in fields])
+    written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
+    lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants,
+             *load_text(geometry, access_modes(problem, width), own, again), *draws_text(problem, twins),
+             *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
     return Body(stem, lines, params, tuple(values for _, values in fields))
+
+
+def access_modes(problem: Problem, width: int) -> dict[Operand, str]:
+    return {o: access_mode(o, problem.sizes, width) for o in problem.inputs}
+
+
+def geometry_of(problem: Problem, width: int, wide: bool = False) -> Geometry:
+    made = Geometry(problem.sizes, wide)
+    operands = (*problem.inputs, *full_outputs(problem))
+    made.declare([o for o in operands if access_mode(o, problem.sizes, width) not in (
+        "flat", "scalar", "mask")])
+    return made
 
 
 def full_outputs(problem: Problem) -> list[Operand]:
@@ -235,10 +265,10 @@ def _reach(problem: Problem) -> int:
                 for o in (*problem.inputs, *full_outputs(problem))), default=0)
 
 
-def _fields(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool
-            ) -> list[tuple[Field, tuple[str | int, ...]]]:
+def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool
+            ) -> list[Filled]:
     acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
-    fields: list[tuple[Field, tuple[str | int, ...]]] = [
+    fields: list[Filled] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     at_once = rows is not None and is_final(problem, rows, width)
     written = problem.outputs if at_once or stored else full_outputs(problem)
@@ -246,14 +276,14 @@ def _fields(problem: Problem, geometry: Geometry, rows: Reduction | None, width:
     if rows is not None and not at_once:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
     fields += random_fields(problem)
-    scalars: list[tuple[Field, tuple[str | int, ...]]] = [
+    scalars: list[Filled] = [
         (Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
     if acc == "double" and not geometry.wide:
         return fields + scalars + geometry.fields
     return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
 
 
-def random_fields(problem: Problem) -> list[tuple[Field, tuple[str | int, ...]]]:
+def random_fields(problem: Problem) -> list[Filled]:
     if not problem.streams:
         return []
     return [(Field("unsigned long long seed", U64), ("seed",)),
@@ -336,7 +366,8 @@ def _walk_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
 
 def registers(problem: Problem, rows: Reduction, width: int, at_once: int, values: int = 0) -> int:
     """Estimate of what a thread takes that owns `values` a column and reads `at_once` rows at a time."""
-    fixed = _words(problem._replace(inputs=tuple(o for o in problem.inputs if is_fixed(o, rows))), width)
+    inputs = tuple(o for o in problem.inputs if is_fixed(o, owned(rows)))
+    fixed = _words(problem._replace(inputs=inputs), width)
     kept = values * width * (2 if problem.acc == "float64" else 1)
     moving = at_once * (_words(problem, width) - fixed)
     return 40 + -(-(fixed + kept + moving + 2 * max(0, len(problem.inputs) - 4)) // 8) * 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
-from fusionrt.runtime.source import ITEMSIZE, U64, Params, arithmetic, assemble
+from fusionrt.runtime.source import ITEMSIZE, Field, Params, arithmetic, assemble, pointer
 
 COUNTERS = 1 << 14  # of a device
 RESERVED = 1 << 10  # bytes of shared memory that every block takes
@@ -86,42 +87,54 @@ def generate(problem: Problem) -> pointwise.Source:
     second = pointwise.body(then, 16, again=again)
     width = pointwise.vector_width(problem, 16)
     unroll, _ = pointwise.across_unroll(problem, made, width, staying)
-    declaration = ["struct Params {", "    finding::Params finding;", "    elements::Params elements;",
-                   "    unsigned* arrived;", "    int kept, side;", "};"]
     at_once = min(unroll, pointwise.walk_unroll(then, width))
     constants = [f"constexpr int MIN_BLOCKS = {staying}, AT_ONCE = {at_once}, "
                  f"KEPT_BYTES = {pack_bytes(problem)};"]
+    fields = [pointer("unsigned", "arrived", const=False), Field("int kept", "i"), Field("int side", "i")]
+    params = Joined(fields, first.params, second.params)
     text = assemble("pointwise_resident", arithmetic(problem.acc, then.significant_bits), [
         "namespace finding {", *first.lines, "}", "namespace elements {", *second.lines, "}",
-        *declaration, *constants, *_keeping(problem, width)])
-    params = Joined(declaration, first.params, second.params)
+        params.declaration, *constants, *_keeping(problem, width),
+        *recalling(problem, width)])
     values = (*first.values, *second.values, ("arrived",), ("packs_kept",), ("side",))
     return pointwise.Source("pointwise_resident", text, params, values)
 
 
 class Joined(Params):
-    """The parameters of both passes, then where blocks meet and two numbers."""
+    """The parameters of both passes, then those of the kernel."""
 
-    def __init__(self, declaration: list[str], *parts: Params) -> None:
-        self.declaration = "\n".join(declaration)
-        formats = [part.packer.format + "x" * (-part.packer.size % 8) for part in parts]
-        self.packer = struct.Struct("=" + "".join(f.lstrip("=") for f in formats) + f"{U64}ii")
+    def __init__(self, fields: Sequence[Field], first: Params, second: Params) -> None:
+        super().__init__(fields)
+        self.declaration = self.declaration.replace(
+            "{\n", "{\n    finding::Params finding;\n    elements::Params elements;\n", 1)
+        formats = [part.packer.format + "x" * (-part.packer.size % 8) for part in (first, second)]
+        self.packer = struct.Struct("=" + "".join(f.lstrip("=") for f in (*formats, self.packer.format)))
 
 
-def _keeping(problem: Problem, width: int) -> list[str]:
-    found, elements = "finding::Tile<finding::VEC>", "elements::Tile<finding::VEC>"
-    lines = [f"__device__ __forceinline__ void keep(unsigned char* to, const {found}& tile) {{"]
-    recall = [f"__device__ __forceinline__ {elements} recall(const unsigned char* from, "
-              f"const elements::Params& p, finding::index_t i, const {elements}& fixed) {{",
-              f"    {elements} tile = elements::load_rest<finding::VEC>(p, i, fixed);"]
-    before = 0
+def places(problem: Problem, width: int) -> list[tuple[Operand, str]]:
+    """What is kept, and the text of where: `{}` is the place of a pack of each of a block's threads."""
+    made, before = [], 0
     for o in kept(problem):
         nbytes, pack = ITEMSIZE[o.dtype] * width, f"Pack<{o.dtype}_t, finding::VEC>"
         at = f"{before} * finding::BLOCK + threadIdx.x * {nbytes}"
-        lines.append(f"    *reinterpret_cast<{pack}*>(to + {at}) = tile.{o.name};")
-        recall.append(f"    tile.{o.name} = *reinterpret_cast<const {pack}*>(from + {at});")
+        made.append((o, f"*reinterpret_cast<{pack}*>({{}} + {at})"))
         before += nbytes
-    return [*lines, "}", *recall, "    return tile;", "}"]
+    return made
+
+
+def _keeping(problem: Problem, width: int) -> list[str]:
+    tile = "const finding::Tile<finding::VEC>& tile"
+    return [f"__device__ __forceinline__ void keep(unsigned char* to, {tile}) {{",
+            *(f"    {place.format('to')} = tile.{o.name};" for o, place in places(problem, width)), "}"]
+
+
+def recalling(problem: Problem, width: int) -> list[str]:
+    tile = "elements::Tile<finding::VEC>"
+    return [f"__device__ __forceinline__ {tile} recall(unsigned char* from, const elements::Params& p, "
+            f"finding::index_t i, const {tile}& fixed) {{",
+            f"    {tile} tile = elements::load_rest<finding::VEC>(p, i, fixed);",
+            *(f"    tile.{o.name} = {place.format('from')};" for o, place in places(problem, width)),
+            "    return tile;", "}"]
 
 
 # -- the launch ------------------------------------------------------------------------------------

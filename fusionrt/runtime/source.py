@@ -19,6 +19,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
 # Template -> headers beside the prelude.
 HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh", "copies.cuh"),
            "join_partials": ("reductions.cuh",), "pointwise_resident": ("reductions.cuh", "resident.cuh"),
+           "pointwise_planes": ("reductions.cuh", "resident.cuh", "copies.cuh", "hopper.cuh"),
            "rotary": ("indices.cuh", "rotary.cuh"),
            "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
            "tokens": ("indices.cuh",), "squeeze_excite": ("hopper.cuh",),

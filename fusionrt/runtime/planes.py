@@ -1,0 +1,156 @@
+"""Channels of contiguous images, each read once: statistics, and the elements that follow from them, in one
+kernel, pointwise_planes.cu.
+
+A channel is a plane of each image. A cluster of blocks has it in shared memory, a part each; or it has as
+many neighbours as make whole packs, where a plane alone does not (7 x 7).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from fusionrt.problem import Operand, Problem
+from fusionrt.rehearsal import has_clusters, stands_for
+from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import device as cuda
+from fusionrt.runtime.access import Again
+from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
+from fusionrt.runtime.resident import Joined, kept, places, recalling
+from fusionrt.runtime.source import ITEMSIZE, Field, arithmetic, assemble, template
+
+OWNED = (False, True, False)     # of pixels, channels, images: a thread stays in a channel
+RESERVED = 2 << 10               # bytes of shared memory of a block beside its part and what it finds
+SHARED, REGISTERS = 224 << 10, 1 << 16   # of a multiprocessor
+# What a thread does once is done for as many packs as can be: with 256 threads, or parts of 54 KB, kernels
+# took up to half as long again. Threads of planes that share packs have more of that.
+THREADS, THREADS_OF_SHARED, MOST_LANES = 192, 128, 512
+PARTS = 112 << 10, 216 << 10     # bytes of a block's part at most
+CLUSTERS = 1, 2, 4, 8            # blocks; with 16 they are no faster than reading twice
+FEW, LEAST = 32 << 10, 64        # bytes of a block that may be one of few; blocks otherwise
+AHEAD = 12                       # packs of a thread on their way
+WORKING = 32                     # registers of a thread beside operands and values
+
+
+class Layout(NamedTuple):
+    width: int      # elements of a pack
+    together: int   # channels of a cluster
+    lanes: int      # packs of their planes in an image
+    threads: int    # of a block
+    cluster: int
+    packs: int      # of a thread
+    part: int       # bytes of a block
+
+
+
+def fits(problem: Problem, device: torch.device) -> bool:
+    """Whether one kernel can compute the elements of `problem.then` as well; it needs clusters."""
+    index = stands_for(device).index
+    clusters = has_clusters() if index is None else cuda.has_clusters(index)
+    return clusters and layout(problem) is not None
+
+
+def layout(problem: Problem) -> Layout | None:
+    if not _is_of_planes(problem):
+        return None
+    plane, channels, images = problem.sizes
+    width = pointwise.pack_width(problem, 16)
+    together = width // math.gcd(plane, width)
+    lanes = together * plane // width
+    if channels % together or (together > 1 and (plane < width or lanes > MOST_LANES)):
+        return None
+    # A thread has one place in planes that share packs, and so its columns' channels.
+    threads = THREADS if together == 1 else lanes * max(1, THREADS_OF_SHARED // lanes)
+    a_pack = width * sum(ITEMSIZE[o.dtype] for o in kept(problem))
+    for most, cluster in itertools.product(PARTS, CLUSTERS):
+        packs = -(-images * lanes // (threads * cluster))
+        made = Layout(width, together, lanes, threads, cluster, packs, packs * threads * a_pack)
+        enough = made.part <= FEW or grid(problem, made) >= LEAST
+        if enough and made.part + _found_bytes(problem, made) <= most:
+            return made
+    return None
+
+
+def _is_of_planes(problem: Problem) -> bool:
+    then = problem.then
+    if then is None or then.sizes != problem.sizes or len(problem.sizes) != 3 or problem.acc != "float32":
+        return False
+    if problem.inner > 1 or problem.streams or then.streams or problem.domain.numel >= INDEX_LIMIT:
+        return False
+    width, sizes = pointwise.pack_width(problem, 16), problem.sizes
+    operands = (*problem.inputs, *then.inputs)
+    placed = all(is_flat(o, sizes) or _is_of_channels(o) for o in operands)
+    both = {o.name for o in kept(problem)} == {o.name for o in problem.inputs if is_flat(o, sizes)}
+    summed = {g.kind for g in accumulators.groups(problem)} <= {"sum", "moments"}
+    found, written = all(map(_is_of_channels, problem.outputs)), all(is_flat(o, sizes) for o in then.outputs)
+    return placed and both and summed and found and written and 1 < width == pointwise.pack_width(then, 16)
+
+
+def _is_of_channels(operand: Operand) -> bool:
+    return operand.strides[0] == operand.strides[2] == 0
+
+
+def blocks(problem: Problem, made: Layout) -> int:
+    """Of a multiprocessor, by shared memory and by registers."""
+    groups = accumulators.groups(problem)
+    values = sum(min(2, len(g.places)) for g in groups) * made.width
+    pack = made.width * sum(ITEMSIZE[o.dtype] for o in kept(problem)) // 4
+    needed = -(-(WORKING + values + pack) // 8) * 8
+    of_block = made.part + _found_bytes(problem, made) + RESERVED
+    return max(1, min(SHARED // of_block, REGISTERS // (needed * made.threads)))
+
+
+def _found_bytes(problem: Problem, made: Layout) -> int:
+    """Of what threads leave, each for two channels."""
+    values = accumulators.n_values(accumulators.groups(problem))
+    return 8 * values * made.threads if made.together > 1 else 0
+
+
+def generate(problem: Problem) -> pointwise.Source:
+    then, made = problem.then, layout(problem)
+    assert then is not None and made is not None
+    again = Again(frozenset(name for name, _ in problem.found), frozenset(o.name for o in kept(problem)))
+    values = accumulators.groups(problem)
+    geometry = pointwise.geometry_of(problem, made.width)
+    first = pointwise.assembled("pointwise_planes", problem, geometry, made.width, pointwise.fields_of(
+        problem, geometry, None, made.width, True), [
+            f"constexpr int BLOCK = {made.threads}, LANES = BLOCK, VEC = {made.width};",
+            "constexpr bool COLUMNS_KEPT = true;", *accumulators.declarations(values),
+            *accumulators.takes(values)], OWNED)
+    geometry = pointwise.geometry_of(then, made.width)
+    second = pointwise.assembled("pointwise_planes", then, geometry, made.width, pointwise.fields_of(
+        then, geometry, None, made.width, False), [f"constexpr int VEC = {made.width};"], OWNED, again)
+    fields = [Field("unsigned images", "I"), Field("unsigned image", "I")]
+    params = Joined(fields, first.params, second.params)
+    constants = [f"constexpr int TOGETHER = {made.together}, PLANE = {problem.sizes[0]}, "
+                 f"LANES = {made.lanes}, CLUSTER = {made.cluster};",
+                 f"constexpr int MIN_BLOCKS = {blocks(problem, made)}, AHEAD = {min(AHEAD, made.packs)}, "
+                 f"KEPT_BYTES = {made.part // (made.packs * made.threads)};"]
+    text = assemble("pointwise_planes", arithmetic(problem.acc, then.significant_bits), [
+        "namespace finding {", *first.lines, *accumulators.storing(problem), template("columns.cuh"), "}",
+        "namespace elements {", *second.lines, "}", params.declaration, *constants,
+        *_bringing(problem, made.width), *recalling(problem, made.width)])
+    plane, channels, images = problem.sizes
+    given = (*first.values, *second.values, (images,), (plane * channels,))
+    return pointwise.Source("pointwise_planes", text, params, given)
+
+
+def _bringing(problem: Problem, width: int) -> list[str]:
+    """`bring`, which copies past the registers, and `brought`."""
+    tile = "finding::Tile<finding::VEC>"
+    return ["__device__ __forceinline__ void bring(unsigned char* to, const finding::Params& p, "
+            "finding::index_t i) {",
+            *(f"    copy_pack({place.format('to')}, p.{o.name} + i);" for o, place in places(problem, width)),
+            "}", f"__device__ __forceinline__ {tile} brought(unsigned char* from, const {tile}& fixed) {{",
+            f"    {tile} tile = fixed;",
+            *(f"    tile.{o.name} = {place.format('from')};" for o, place in places(problem, width)),
+            "    return tile;", "}"]
+
+
+def grid(problem: Problem, made: Layout) -> int:
+    return problem.sizes[1] // made.together * made.cluster
+
+
