@@ -66,6 +66,21 @@ def for_users(*expected: type[Exception]) -> Iterator[None]:
         raise click.ClickException(text) from error
 
 
+class Output(click.ParamType):
+    """A file to write, of which is asked before the work whose results it will hold."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from pathlib import Path
+
+        from fusionrt.runtime.files import why_not_writable
+        fault = why_not_writable(value)
+        if fault is not None:
+            self.fail(f"{value} cannot be written: {fault}", param, ctx)
+        return Path(value)
+
+
 # -- warmup ----------------------------------------------------------------------------------------
 
 @main.command()

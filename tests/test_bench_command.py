@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from fusionrt.bench import baseline, case, results, rivals, suite, timing
 from fusionrt.bench.case import BACKWARD, BOTH, FORWARD, Case
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.cli import main
+from fusionrt.runtime.files import why_not_writable
 
 SMALL = ("--sizes", "4K", "--dtypes", "float32", "--device", "cpu")
 ROOT = Path(__file__).parents[1]
@@ -83,8 +85,12 @@ def test_list() -> None:
     (("--fail-on", "-3%"), "'-3%' is not a percentage such as 10%"),
     (("--baseline", "no_such.json"), "File 'no_such.json' does not exist"),
     (("--plot", "f.txt"), "Invalid value for --plot: f.txt must end in one of .png, .svg, .pdf"),
-    (("--html", "no/such/f.html"), "Invalid value for --html: there is no folder no/such"),
     (("--json", "f.html", "--html", "./f.html"), "--json, --plot and --html must be different files"),
+    (("--json", "/"), "Invalid value for '--json': / cannot be written: it is a folder"),
+    (("--json", f"{'n' * 300}.json"), "n.json cannot be written: File name too long"),
+    (("--json", "no/such/f.json"), "no/such/f.json cannot be written: there is no folder no/such"),
+    (("--html", "no/such/f.html"), "no/such/f.html cannot be written: there is no folder no/such"),
+    (("--plot", "no/such/f.png"), "no/such/f.png cannot be written: there is no folder no/such"),
 ])
 def test_refuses(words: tuple[str, ...], message: str) -> None:
     result = call(*words)
@@ -104,6 +110,28 @@ def test_refuses_a_baseline_that_is_no_result_file(tmp_path: Path, text: str) ->
     result = call("add_relu", "--baseline", file)
     assert result.exit_code == 1
     assert f"{file} is not a result file" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it has no /proc")
+def test_where_nothing_can_be_written_is_known_before_anything_is_measured(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "run", lambda *args: pytest.fail("it measured"))
+    for option, name in (("--json", "f.json"), ("--html", "f.html"), ("--plot", "f.png")):
+        result = call("add_relu", *SMALL, option, f"/proc/self/{name}")
+        assert result.exit_code == 2
+        assert f"/proc/self/{name} cannot be written: " in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such links")
+def test_a_question_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither in a folder nor in a file, and none who reads a pipe sees it end."""
+    (tmp_path / "old.json").write_text("{}")
+    (tmp_path / "astray.json").symlink_to(tmp_path / "no" / "such.json")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.iterdir())
+    found = [why_not_writable(tmp_path / name) for name in ("old.json", "new.json", "pipe", "astray.json")]
+    assert found == [None, None, None, f"there is no folder {tmp_path / 'no'}"]
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "old.json").read_text() == "{}"
 
 
 def test_a_run_is_written_and_compared(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusionrt.cli import console, for_users, progress_bar
+from fusionrt.cli import Output, console, for_users, progress_bar
 
 if TYPE_CHECKING:
     from fusionrt.bench.results import Results
@@ -22,7 +22,6 @@ On a GPU: device time from replayed CUDA graphs; calls below 16 MB meet a warm L
 rotate their input sets; up to 1 Mi elements also the host's time of a call (`host_us`) and a user's
 (`wall_us`) in bursts. On a CPU: wall time of a call. `of_copy`: the fraction of the rate of a copy of as
 many bytes, measured in the same run. Written by `fusionrt bench`."""
-FILE = click.Path(dir_okay=False, path_type=Path)
 PLOTS = (".png", ".svg", ".pdf")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -94,9 +93,9 @@ def _rivals() -> list[str]:
 @click.option("--against", type=Names("rival", _rivals), default="eager", show_default=True, metavar="NAMES",
               help="eager, compile, compile-max, liger, ... (--list); those that are absent are named.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda where there is a GPU]")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the rows, after each one.")
-@click.option("--plot", "plot_file", type=FILE, metavar="FILE", help="Draw them (.png, .svg, .pdf).")
-@click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a page about them.")
+@click.option("--json", "json_file", type=Output(), metavar="FILE", help="Write the rows, after each one.")
+@click.option("--plot", "plot_file", type=Output(), metavar="FILE", help="Draw them (.png, .svg, .pdf).")
+@click.option("--html", "html_file", type=Output(), metavar="FILE", help="Write a page about them.")
 @click.option("--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="Compare with the rows of an earlier --json FILE.")
 @click.option("--fail-on", type=Percentage(), metavar="PERCENT",
@@ -145,9 +144,6 @@ def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path
         if plot_file.suffix.lower() not in PLOTS:
             raise click.BadParameter(f"{plot_file} must end in one of {', '.join(PLOTS)}",
                                      param_hint="--plot")
-    for name, file in (("--plot", plot_file), ("--html", html_file)):
-        if file is not None and not file.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {file.parent}", param_hint=name)
 
 
 def _device(chosen: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ def whole(file: str | os.PathLike[str]) -> Iterator[Path]:
     beside it, is written to as it is. What the system refuses names `file`."""
     path = Path(file)
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp") if _may_be_replaced(path, target) else path
+    temporary = _place(path, target)
     try:
         yield temporary
         if temporary is not path:
@@ -33,6 +34,30 @@ def whole(file: str | os.PathLike[str]) -> Iterator[Path]:
         if temporary is not path:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def why_not_writable(file: str | os.PathLike[str]) -> str | None:
+    """What `whole` would meet, as far as it can be known beforehand; None where nothing is in the way."""
+    path = Path(file)
+    target = Path(os.path.realpath(path))
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        if not target.parent.is_dir():
+            return f"there is no folder {path.parent if target.name == path.name else target.parent}"
+        place = _place(path, target)
+        if place is path:  # not opened: who reads a pipe would see it end
+            return None if os.access(path, os.W_OK) else os.strerror(errno.EACCES)
+        place.touch()  # tried, as permissions tell little of a quota, a network's disk or /proc
+        place.unlink()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _place(path: Path, target: Path) -> Path:
+    """What is written to: a name beside the target, or the path itself."""
+    return target.with_name(f".{secrets.token_hex(8)}.tmp") if _may_be_replaced(path, target) else path
 
 
 def _may_be_replaced(path: Path, target: Path) -> bool:
