@@ -136,6 +136,25 @@ def test_formats_without_a_display_or_a_changed_setting(ending, magic, tmp_path,
     assert dict(matplotlib.rcParams) == before
 
 
+def test_a_figure_that_fails_midway_leaves_the_earlier_one(tmp_path, monkeypatch):
+    backend = pytest.importorskip("matplotlib.backends.backend_svg")
+    (tmp_path / "figure.svg").write_text("the earlier one")
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(backend.RendererSVG, "finalize", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'figure.svg'}'"):
+        plot.bars(IMPLEMENTATIONS, tmp_path / "figure.svg")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["the earlier one"]
+
+
+def test_a_name_without_an_ending_gets_one(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.bars(IMPLEMENTATIONS, tmp_path / "figure")
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]
+
+
 def test_pyplot_is_not_imported(tmp_path):
     pytest.importorskip("matplotlib")
     code = ("import sys; from fusionrt.bench import plot; "

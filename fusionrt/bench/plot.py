@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrt.bench import findings
 from fusionrt.bench.results import Row, cell
+from fusionrt.runtime.files import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -260,4 +261,8 @@ def _save(figure: Figure, path: str | Path, title: str) -> None:
     """A figure without pyplot takes the canvas of the format; Agg for pixels."""
     if title:
         figure.suptitle(_plain(title), x=0.01, ha="left", size=11, weight="bold")
-    figure.savefig(path)
+    path = Path(path)
+    if not path.suffix:
+        path = path.with_suffix(".png")  # matplotlib's own default
+    with whole(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
