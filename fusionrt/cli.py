@@ -161,6 +161,13 @@ def cache() -> None:
     """Look at the kernel cache, tidy it, carry it to another machine."""
 
 
+def _look() -> None:
+    """Before a directory that cannot be read is said to be empty."""
+    from fusionrt.runtime import cache
+    with for_users(OSError):
+        cache.look()
+
+
 def _where() -> str:
     from fusionrt.runtime import cache
     folder = cache.directory()
@@ -187,6 +194,7 @@ def list_() -> None:
     from rich.table import Table
 
     from fusionrt.runtime import cache
+    _look()
     infos = sorted(cache.entries(), key=lambda info: -info.last_used)
     if not infos:
         click.echo(f"no kernels in {_where()}")
@@ -206,6 +214,7 @@ def list_() -> None:
 def verify() -> None:
     """Read every entry; the exit status is 1 when one is damaged."""
     from fusionrt.runtime import cache
+    _look()
     damaged = cache.verify()
     for file, reason in damaged:
         click.echo(f"{file}: {reason}")
@@ -233,6 +242,7 @@ class _Bytes(click.ParamType):
 def prune(max_bytes: int) -> None:
     """Drop the kernels that were not used for longest until the rest fits."""
     from fusionrt.runtime import cache
+    _look()
     with for_users(OSError):
         click.echo(f"dropped {cache.prune(max_bytes)} kernels from {_where()}")
 
@@ -242,6 +252,7 @@ def prune(max_bytes: int) -> None:
 def clear(yes: bool) -> None:
     """Remove every kernel, but not those of read-only directories."""
     from fusionrt.runtime import cache
+    _look()
     if not yes:
         click.confirm(f"Remove all kernels from {_where()}?", abort=True)
     with for_users(OSError):
@@ -251,14 +262,23 @@ def clear(yes: bool) -> None:
 @cache.command()
 @click.argument("file", type=click.Path(dir_okay=False))
 def export(file: str) -> None:
-    """Write every sound kernel into the archive FILE."""
+    """Write every sound kernel into the archive FILE.
+
+    The exit status is 1 when a damaged one is left out.
+    """
     from pathlib import Path
 
     from fusionrt.runtime import archive
+    _look()
     with for_users(OSError):
-        written = archive.export_to(file)
+        done = archive.export_to(file)
+    for path, reason in done.left_out:
+        click.echo(f"left out: {path}: {reason}", err=True)
+    more = f", {len(done.left_out)} left out" if done.left_out else ""
     # Of a pipe or a device, what is printed may be read as a part of the archive.
-    click.echo(f"wrote {written} kernels to {file}", err=not Path(file).is_file())
+    click.echo(f"wrote {done.written} kernels to {file}{more}", err=not Path(file).is_file())
+    if done.left_out:
+        raise SystemExit(1)
 
 
 @cache.command("import")
@@ -270,6 +290,7 @@ def import_(file: str) -> None:
     """
     from fusionrt.runtime import archive
     _folder()  # an import into this process's memory would be of no use
+    _look()
     with for_users(OSError, ValueError):
         done = archive.import_from(file)
     for name, reason in done.refused:

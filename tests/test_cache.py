@@ -384,7 +384,7 @@ def zipped(path: Path, members: dict[str, bytes]) -> Path:
 def test_export_and_import(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = filled(4)
     monkeypatch.setenv("FUSIONRT_CACHE_READONLY_DIRS", str(home))  # the same entries twice
-    assert archive.export_to(tmp_path / "kernels.zip") == 4
+    assert archive.export_to(tmp_path / "kernels.zip").written == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "kernels.zip"]
     monkeypatch.delenv("FUSIONRT_CACHE_READONLY_DIRS")
     monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / "elsewhere"))
@@ -546,7 +546,7 @@ def test_without_a_home_the_cache_lives_in_memory(
     assert cache.get_or_build(KEY, never, "f") == (ENTRY, True)
     assert cache.store(OTHER, ENTRY) is False
     assert {(info.key, info.path) for info in cache.entries()} == {(KEY, None), (OTHER, None)}
-    assert archive.export_to(tmp_path / "kernels.zip") == 2
+    assert archive.export_to(tmp_path / "kernels.zip").written == 2
     assert cache.prune(len(ENTRY.payload)) == 1
     assert [info.key for info in cache.entries()] == [OTHER]
     assert cache.clear() == 1

@@ -289,7 +289,12 @@ def test_export_and_import(home: Path, tmp_path: Path, monkeypatch: pytest.Monke
     paths = fill("a", "b", "c")
     damage(paths[2])
     file = tmp_path / "kernels.frt.zip"
-    assert call("cache", "export", file).output == f"wrote 2 kernels to {file}\n"
+    partly = call("cache", "export", file)
+    assert (partly.exit_code, partly.stdout) == (1, f"wrote 2 kernels to {file}, 1 left out\n")
+    assert partly.stderr == f"left out: {paths[2]}: checksum differs\n"
+    paths[2].unlink()
+    whole = call("cache", "export", file)
+    assert (whole.exit_code, whole.output) == (0, f"wrote 2 kernels to {file}\n")
 
     other = tmp_path / "other"
     monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(other))
@@ -354,6 +359,24 @@ def test_files_that_cannot_be_used(words: tuple[str, ...], status: int, message:
     result = call("cache", *(word.format(tmp=tmp_path) for word in words))
     assert result.exit_code == status
     assert message.format(tmp=tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/below"])
+def test_a_cache_that_is_no_directory(place: str, home: Path, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said to be empty, and sound."""
+    home.write_text("not a directory")
+    (tmp_path / "archive.zip").write_bytes(b"")
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / place))
+    for words in (("list",), ("verify",), ("prune",), ("clear", "--yes"),
+                  ("export", tmp_path / "written.zip"), ("import", tmp_path / "archive.zip")):
+        result = call("cache", *words)
+        assert result.exit_code == 1, words
+        assert result.output == f"Error: {tmp_path / place}: Not a directory\n"
+    assert not (tmp_path / "written.zip").exists()
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / "new"))
+    monkeypatch.setenv("FUSIONRT_CACHE_READONLY_DIRS", str(home))
+    assert call("cache", "list").stderr == f"Error: {home}: Not a directory\n"
 
 
 # --- doctor

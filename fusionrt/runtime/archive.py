@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
@@ -19,14 +20,19 @@ _FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed one: the same entries give th
 _MEMBER_NAME = re.compile(r"([0-9a-f]+)\.frt")
 
 
+class Exported(NamedTuple):
+    written: int
+    left_out: list[tuple[Path, str]]  # file, reason
+
+
 class Imported(NamedTuple):
     imported: int
     present: int
     refused: list[tuple[str, str]]  # member name, reason
 
 
-def export_to(file: str | os.PathLike[str]) -> int:
-    """Write every sound entry that load() could find into one archive; return their number."""
+def export_to(file: str | os.PathLike[str]) -> Exported:
+    """Write every sound entry that load() could find into one archive; say why others were not."""
     written: set[str] = set()
     with whole(file) as place, place.open("wb") as out, zipfile.ZipFile(_unseekable(out), "w") as archive:
         for info, entry in cache.contents():
@@ -35,7 +41,7 @@ def export_to(file: str | os.PathLike[str]) -> int:
                 blob = cache.encode(info.key, entry)
                 archive.writestr(member, blob, zipfile.ZIP_DEFLATED)
                 written.add(info.key)
-    return len(written)
+    return Exported(len(written), [(path, why) for path, why in cache.verify() if path.stem not in written])
 
 
 def _unseekable(stream: IO[bytes]) -> Any:

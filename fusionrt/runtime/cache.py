@@ -174,6 +174,13 @@ def directory() -> Path | None:
     return None if home is None else home.path
 
 
+def look() -> None:
+    """Raise the OSError of a directory that cannot be listed: everybody else takes it as empty."""
+    for folder in _searched():
+        with suppress(FileNotFoundError):  # not there yet
+            next(folder.iterdir(), None)
+
+
 def entries() -> Iterator[Info]:
     """Every sound entry that load() could find, without touching its last use."""
     return (info for info, _ in contents())
