@@ -123,6 +123,22 @@ def test_one_that_fails_leaves_the_others(tiny, tmp_path: Path) -> None:
     assert "failed: broken: the weights of broken cannot" in call("broken", "--device", "cpu").stderr
 
 
+@pytest.mark.parametrize(("taken", "message"), [
+    ("in", "Error: {out}: Not a directory"),
+    ("in/out/conversion_summary.json/x", "{out}/conversion_summary.json cannot be written: it is a folder"),
+    ("in/out/tiny.safetensors/x", "{out}/tiny.safetensors cannot be written: it is a folder"),
+])
+def test_where_nothing_can_be_saved_is_known_before_anything_is_converted(
+        tiny, taken: str, message: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "build", lambda *args: pytest.fail("it converted"))
+    (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / taken).write_text("")
+    out = tmp_path / "in" / "out"
+    result = call("--models", "tiny", "--save-path", out, "--device", "cpu")
+    assert result.exit_code != 0
+    assert message.format(out=out) in result.stderr
+
+
 def test_safetensors_is_named_when_it_is_absent(tiny, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     result = call("tiny", "--save-path", tmp_path / "out")

@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from fusionrt.cli import console, for_users, progress_bar
 
-if TYPE_CHECKING:
-    from fusionrt.convert.report import Report
-
 SUMMARY = "conversion_summary.json"
+KINDS = (".safetensors", ".json", ".html")  # of a model's files
 Row = dict[str, Any]
 
 
@@ -49,7 +47,8 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
         return
     names = _names([*models, *more])
     where = _device(device)
-    _check_packages(save_path)
+    if save_path is not None:
+        _check_folder(save_path, names)
     rows: list[Row] = []
     with progress_bar("importing torch", hidden=as_json) as progress:
         def step(name: str, stage: int, doing: str) -> None:
@@ -60,7 +59,6 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
             rows.append(_one(name, where, dtype, batch, random_init, not no_validate, save_path, step))
     if save_path is not None:
         with for_users(OSError):
-            save_path.mkdir(parents=True, exist_ok=True)
             (save_path / SUMMARY).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if as_json:
         click.echo(json.dumps(rows))
@@ -92,11 +90,23 @@ def _device(chosen: str | None) -> str:
     return chosen or ("cuda" if there else "cpu")
 
 
-def _check_packages(save_path: Path | None) -> None:
+def _check_folder(folder: Path, names: Sequence[str]) -> None:
     """Before anything is converted."""
     from fusionrt.convert import registry
-    if save_path is not None and registry.missing("safetensors"):
+    from fusionrt.runtime.files import why_not_writable
+    if registry.missing("safetensors"):
         raise click.ClickException("--save-path needs safetensors: pip install 'fusionrt[models]'")
+    with for_users(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    for file in (folder / SUMMARY, *(_stem(folder, name, kind) for name in names for kind in KINDS)):
+        fault = why_not_writable(file)
+        if fault is not None:
+            raise click.BadParameter(f"{file} cannot be written: {fault}", param_hint="--save-path")
+
+
+def _stem(folder: Path, name: str, kind: str = "") -> Path:
+    """What the names of a model's files begin with, or one of them."""
+    return folder / (re.sub(r"[^\w.-]+", "-", name) + kind)
 
 
 def _one(name: str, device: str, dtype: str, batch: int, random_init: bool, validate: bool,
@@ -131,16 +141,11 @@ def _converted(name: str, device: str, dtype: str, batch: int, random_init: bool
                 **report.as_dict()}
     if save_path is not None:
         step(name, 2, "saving")
-        stem = save_path / re.sub(r"[^\w.-]+", "-", name)
-        files = [*save_converted(fast, stem), _page(report, stem)]
+        page = _stem(save_path, name, ".html")
+        files = [*save_converted(fast, _stem(save_path, name)), page]
+        report.to_html(page)
         row["files"] = [str(file) for file in files]
     return row
-
-
-def _page(report: Report, stem: Path) -> Path:
-    path = stem.with_name(f"{stem.name}.html")
-    report.to_html(path)
-    return path
 
 
 # -- what is shown ---------------------------------------------------------------------------------
