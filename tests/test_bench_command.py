@@ -103,7 +103,8 @@ def test_refuses_a_gpu_that_is_not_there() -> None:
     assert "--device: there is no CUDA GPU; fusionrt doctor says why" in call("--device", "cuda").stderr
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"rows": [1]}', '{"rows": [], "machine": 3}'])
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"rows": [1]}', '{"rows": [], "machine": 3}',
+                                  pytest.param("[" * 10**6, id="nested")])
 def test_refuses_a_baseline_that_is_no_result_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "earlier.json"
     file.write_text(text)

@@ -94,7 +94,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result file. Raises ValueError for a file that is none."""
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a result file: {error}") from error
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
