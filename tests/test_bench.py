@@ -14,7 +14,7 @@ import torch
 
 import fusionrt
 from fusionrt import bench
-from fusionrt.bench import memory, profile, sampling, traffic
+from fusionrt.bench import memory, profile, results, sampling, traffic
 from fusionrt.bench.kernel import copied
 
 CPU = torch.device("cpu")
@@ -451,6 +451,21 @@ def test_json_has_no_infinities(tmp_path):
     found.to_json(tmp_path / "c.json")
     content = json.loads((tmp_path / "c.json").read_text(), parse_constant=pytest.fail)
     assert content["rows"][0]["ulp_max"] == "inf"
+    assert results.load(tmp_path / "c.json")["rows"][0]["ulp_max"] == math.inf
+
+
+def test_a_result_file_has_no_infinities(tmp_path):
+    run = results.Results("odd", "", tmp_path / "r.json", say=lambda text: None)
+    run.ceiling("copy", {"TB/s": math.inf})
+    run.add(op="f", us=math.nan, times=[-math.inf, np.float64("inf"), 1.0], shape=torch.Size([2]),
+            dtype=torch.int8)
+    written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert written["rows"] == [{"op": "f", "us": "nan", "times": ["-inf", "inf", 1.0], "shape": [2],
+                                "dtype": "torch.int8"}]
+    content = results.load(tmp_path / "r.json")
+    assert content["ceilings"] == {"copy": [{"TB/s": math.inf}]}
+    assert math.isnan(content["rows"][0]["us"])
+    assert content["rows"][0]["times"] == [-math.inf, math.inf, 1.0]
 
 
 def test_keywords_and_no_reference():

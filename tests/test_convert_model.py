@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import pickle
 import sys
 
@@ -453,6 +454,15 @@ def test_report(measured, tmp_path):
     assert "$" not in page.replace("${", "")
     assert f"{stats['speedup_achieved']:.2f} times as fast" in page
     assert "Written by fusionrt.convert." in page
+
+
+def test_a_report_in_json_has_no_infinities(measured, tmp_path):
+    report = measured[0].report()
+    verdict = dataclasses.replace(report.record.verdict, error=math.inf)
+    dataclasses.replace(report, record=dataclasses.replace(report.record, verdict=verdict)).to_json(
+        tmp_path / "report.json")
+    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found["validation"]["error"] == "inf"
 
 
 def test_validate_optimization(net):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import json
-import math
 import numbers
 import re
 import time
@@ -137,8 +135,7 @@ class Comparison:
                    "machine": results.machine(), "versions": results.versions(), "baseline": self.baseline,
                    "notes": self.notes, "rows": self.rows, "measurements": taken}
         with whole(path) as file:
-            text = json.dumps(_finite(content), indent=1, default=str, allow_nan=False)
-            file.write_text(f"{text}\n", encoding="utf-8")
+            file.write_text(f"{results.dumps(content, indent=1)}\n", encoding="utf-8")
 
     def to_csv(self, path: str | Path) -> None:
         """A line a row, in the units of `rows`."""
@@ -158,15 +155,6 @@ class Comparison:
 def _on_one_line(text: str) -> str:
     """As a cell of a Markdown table: `<lambda>` would vanish as a tag."""
     return re.sub(r"[\\|<&]", r"\\\g<0>", " ".join(text.splitlines()))
-
-
-def _finite(tree: Any) -> Any:
-    """NaN and infinities as text: JSON has no numbers for them, and other readers refuse Python's."""
-    if isinstance(tree, Mapping):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_finite(value) for value in tree]
-    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _magnitude(row: Row) -> Any:

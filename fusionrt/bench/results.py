@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,22 @@ class Results:
     def _write(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            body = ",\n".join("  " + json.dumps(row) for row in self.rows)
-            head = json.dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
+            body = ",\n".join("  " + dumps(row) for row in self.rows)
+            head = dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
             with whole(self.path) as file:
                 file.write_text(f'{head}"rows": [\n{body}\n]}}\n')
+
+
+def dumps(tree: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: what it has no words for is text. So are NaN and infinities, which others
+    refuse as Python writes them; `load` turns them back."""
+    return json.dumps(_replaced(tree, _as_text), indent=indent, default=str, allow_nan=False)
 
 
 def load(path: Path) -> dict[str, Any]:
     """A result file. Raises ValueError for a file that is none."""
     try:
-        content = json.loads(path.read_text())
+        content = _replaced(json.loads(path.read_text()), _as_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a result file: {error}") from error
     rows = content.get("rows") if isinstance(content, dict) else None
@@ -103,6 +110,22 @@ def load(path: Path) -> dict[str, Any]:
         if not isinstance(content.get(part, {}), dict):
             raise ValueError(f'{path} is not a result file: "{part}" is {content[part]!r}')
     return dict(content)
+
+
+def _replaced(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, leaf) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_replaced(value, leaf) for value in tree]
+    return leaf(tree)
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:

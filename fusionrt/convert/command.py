@@ -57,11 +57,12 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
 
         for name in names:
             rows.append(_one(name, where, dtype, batch, random_init, not no_validate, save_path, step))
+    from fusionrt.bench.results import dumps
     if save_path is not None:
         with for_users(OSError):
-            (save_path / SUMMARY).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            (save_path / SUMMARY).write_text(dumps(rows, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(dumps(rows))
     else:
         _show_summary(rows, save_path)
     if any("error" in row for row in rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import time
 from collections.abc import Sequence
 from html import escape
@@ -113,7 +112,8 @@ class Report:
                 "seconds": record.seconds, "versions": results.versions(), "machine": results.machine()}
 
     def to_json(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        from fusionrt.bench.results import dumps
+        Path(path).write_text(dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
         """A page that needs nothing besides itself."""

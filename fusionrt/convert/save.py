@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from fusionrt.bench.results import dumps
 from fusionrt.convert.model import ModelConverter, conversion_report, record_of
 
 FORMAT = 1
@@ -41,7 +42,7 @@ def save_converted(converted: Module, path: str | Path) -> tuple[Path, Path]:
     metadata = {"format": "pt", "fusionrt": str(FORMAT)}
     tensors.save_model(converted, str(weights), metadata)  # contiguous: channels_last is not kept
     content = {"format": FORMAT, **conversion_report(converted).as_dict()}
-    facts.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    facts.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
     return weights, facts
 
 
