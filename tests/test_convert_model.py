@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -502,6 +503,20 @@ def test_save_and_load(measured, tmp_path):
     facts.write_text('{"format": 1}')
     with pytest.raises(ValueError, match=r"some.model.json was not written by save_converted: 'passes'"):
         convert.load_converted(other, weights)
+
+
+def test_a_full_disk_leaves_the_weights_before(measured, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(model, filename, metadata):
+        Path(filename).write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "net.safetensors").write_text("the earlier one")
+    monkeypatch.setattr(safetensors.torch, "save_model", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'net.safetensors'}'"):
+        convert.save_converted(measured[2], tmp_path / "net")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["the earlier one"]
 
 
 def test_tied_weights_and_what_was_undone_are_saved(net, with_passes, tmp_path):

@@ -19,7 +19,7 @@ from fusionrt.bench import accuracy, memory, profile, traffic
 from fusionrt.bench.kernel import Measurement, benchmark_kernel, copied, split_inputs
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
-from fusionrt.runtime.files import whole
+from fusionrt.runtime.files import whole, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,8 +134,7 @@ class Comparison:
         content = {"benchmark": self.title, "date": time.strftime("%Y-%m-%d", time.gmtime()),
                    "machine": results.machine(), "versions": results.versions(), "baseline": self.baseline,
                    "notes": self.notes, "rows": self.rows, "measurements": taken}
-        with whole(path) as file:
-            file.write_text(f"{results.dumps(content, indent=1)}\n", encoding="utf-8")
+        write(path, f"{results.dumps(content, indent=1)}\n")
 
     def to_csv(self, path: str | Path) -> None:
         """A line a row, in the units of `rows`."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionrt.runtime.files import whole
+from fusionrt.runtime.files import write
 
 Row = dict[str, Any]
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba", "llvmlite", "triton", "nvidia-cuda-nvrtc",
@@ -87,8 +87,7 @@ class Results:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             body = ",\n".join("  " + dumps(row) for row in self.rows)
             head = dumps({**self.content, "rows": []}, indent=1).removesuffix('"rows": []\n}')
-            with whole(self.path) as file:
-                file.write_text(f'{head}"rows": [\n{body}\n]}}\n')
+            write(self.path, f'{head}"rows": [\n{body}\n]}}\n')
 
 
 def dumps(tree: Any, indent: int | None = None) -> str:

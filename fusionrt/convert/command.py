@@ -58,9 +58,10 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
         for name in names:
             rows.append(_one(name, where, dtype, batch, random_init, not no_validate, save_path, step))
     from fusionrt.bench.results import dumps
+    from fusionrt.runtime.files import write
     if save_path is not None:
         with for_users(OSError):
-            (save_path / SUMMARY).write_text(dumps(rows, indent=1) + "\n", encoding="utf-8")
+            write(save_path / SUMMARY, dumps(rows, indent=1) + "\n")
     if as_json:
         click.echo(dumps(rows))
     else:

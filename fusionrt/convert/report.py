@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionrt.convert.stats import COUNTS, Record, conversion_stats
+from fusionrt.runtime.files import write
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -113,7 +114,7 @@ class Report:
 
     def to_json(self, path: str | Path) -> None:
         from fusionrt.bench.results import dumps
-        Path(path).write_text(dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write(path, dumps(self.as_dict(), indent=1) + "\n")
 
     def to_html(self, path: str | Path) -> None:
         """A page that needs nothing besides itself."""
@@ -129,7 +130,7 @@ class Report:
                     f'<p class="date">Converted {found["date"]}</p>',
             summary=escape(" ".join(self.summary)), sections={k: body for k, body in parts.items() if body},
             footer="Written by fusionrt.convert.")
-        Path(path).write_text(page, encoding="utf-8")
+        write(path, page)
 
 
 def _plural(n: int, word: str) -> str:

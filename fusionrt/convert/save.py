@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from fusionrt.bench.results import dumps
 from fusionrt.convert.model import ModelConverter, conversion_report, record_of
+from fusionrt.runtime.files import whole, write
 
 FORMAT = 1
 
@@ -40,9 +41,10 @@ def save_converted(converted: Module, path: str | Path) -> tuple[Path, Path]:
     weights, facts = _paths(path)
     weights.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "fusionrt": str(FORMAT)}
-    tensors.save_model(converted, str(weights), metadata)  # contiguous: channels_last is not kept
+    with whole(weights) as file:
+        tensors.save_model(converted, str(file), metadata)  # contiguous: channels_last is not kept
     content = {"format": FORMAT, **conversion_report(converted).as_dict()}
-    facts.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(facts, dumps(content, indent=1) + "\n")
     return weights, facts
 
 
@@ -80,7 +82,7 @@ def _facts(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
         content["passes"], content["excluded"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"load_converted: {path} was not written by save_converted: {error}") from error
     if version > FORMAT:
         raise ValueError(f"load_converted: {path} has format {version}, this fusionrt knows up to {FORMAT}")

@@ -36,6 +36,11 @@ def whole(file: str | os.PathLike[str]) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def write(file: str | os.PathLike[str], text: str) -> None:
+    with whole(file) as place:
+        place.write_text(text, encoding="utf-8")
+
+
 def why_not_writable(file: str | os.PathLike[str]) -> str | None:
     """What `whole` would meet, as far as it can be known beforehand; None where nothing is in the way."""
     path = Path(file)
