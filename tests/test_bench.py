@@ -501,6 +501,22 @@ def test_what_the_reference_raises_is_raised(inputs):
         bench.compare_implementations({"chain": chain}, inputs, reference=failing)
 
 
+def test_a_reference_of_numbers_is_compared():
+    x = torch.ones(4, dtype=torch.float64)
+    found = bench.compare_implementations(
+        {"sum": lambda x: x.sum().item(), "off": lambda x: 5.0, "all": lambda x: x.sum(),
+         "shape": lambda x: x}, (x,), reference=lambda x: sum(x.tolist()), repeat=1, details=False)
+    assert [row.get("outside") for row in found.rows] == [0, 1, 0, None]
+    assert "must have one shape, got (4,) and ()" in found["shape"]["error"]
+
+
+@pytest.mark.parametrize("nothing", [None, "mean", (), object()])
+def test_a_reference_that_returns_nothing_to_compare_is_refused(inputs, nothing):
+    with pytest.raises(TypeError, match="reference must return tensors, arrays or numbers, got "
+                                        f"{type(nothing).__name__}$"):
+        bench.compare_implementations({"chain": chain}, inputs, reference=lambda x, b: nothing)
+
+
 def test_a_result_of_another_shape_is_an_error_row(inputs):
     found = bench.compare_implementations({"chain": chain, "part": lambda x, b: x[:2]}, inputs,
                                           reference=chain, repeat=1, details=False)

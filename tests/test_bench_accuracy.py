@@ -152,6 +152,15 @@ def test_of_several_results_the_worst_counts():
     assert of_results(None, None) is None
 
 
+@pytest.mark.parametrize(("result", "exact", "outside"), [
+    (1.0, 1.0, 0), (1.0, 1.5, 1), (7, 8, 1), (True, False, 1), (2j, 2j, 0), (math.nan, 1.0, 1),
+    (1e-9, 0.0, 0), ([1.0, 2.0, 9.0], [1.0, 3.0, 4.0], 2), ([1, 2], torch.tensor([1, 3]), 1),
+    ((1.0, "mean"), (2.0, "mean"), 1), ({"loss": 0.5, "n": 3}, {"n": 3, "loss": 0.5}, 0),
+    (np.float64(1), 2.0, 1), (torch.tensor(1.0), 1.0, 0), ([[1, 2], [3, 4]], [[1, 2], [3, 5]], 1)])
+def test_numbers_of_python_are_compared(result, exact, outside):
+    assert of_results(result, exact).outside == outside
+
+
 def test_results_in_dicts_are_compared_by_their_keys():
     one, two = torch.ones(4), torch.ones(4) * 2
     exact = ({"a": one.double(), "b": two.double()},)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -186,8 +187,15 @@ def _double(value: Any) -> Any:
     return value
 
 
+def comparable(tree: Any) -> list[Any]:
+    """The arrays of a result, of dicts by their keys: two functions need not have filled theirs in the same
+    order. Python's numbers are arrays in the precision that Python has; so is a list of nothing else."""
+    return traffic.arrays(_in_order(tree))
+
+
 def _in_order(tree: Any) -> Any:
-    """Dicts by their keys: two functions need not have filled theirs in the same order."""
+    if _is_number(tree) or (type(tree) is list and tree and all(map(_is_number, tree))):
+        return np.asarray(tree)
     if type(tree) in (tuple, list):
         return [_in_order(one) for one in tree]
     if type(tree) is dict:
@@ -195,9 +203,13 @@ def _in_order(tree: Any) -> Any:
     return tree
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex))
+
+
 def of_results(result: Any, exact: Any) -> Accuracy | None:
     """Of whatever a function returned: the least accurate of its arrays. None where there is none."""
-    results, exacts = traffic.arrays(_in_order(result)), traffic.arrays(_in_order(exact))
+    results, exacts = comparable(result), comparable(exact)
     if len(results) != len(exacts):
         raise ValueError(f"accuracy: as many results as exact ones are needed, got {len(results)} and "
                          f"{len(exacts)}")

@@ -182,7 +182,8 @@ def compare_implementations(
                       of a size that returns the arguments.
     reference:        the unfused formula in torch, without side effects, or the name of an implementation.
                       Evaluated in float64 it is what errors are measured against; its own ops are the
-                      unfused chain. Without it neither is known. Random results have no reference.
+                      unfused chain. Without it neither is known. Random results have no reference. Python's
+                      numbers count as float64, or int64; a list of them is one array.
     baseline:         the implementation that the others' speed-up refers to; default: the first.
     sizes:            for a sweep.
     least_bytes:      what a call must move at least, or a function of its arguments; default: every argument
@@ -278,6 +279,9 @@ class _Run(NamedTuple):
         if formula is not None:
             with naming("reference"):
                 exact = accuracy.exactly(formula, args, kwargs)
+            if not accuracy.comparable(exact):
+                raise TypeError("compare_implementations: reference must return tensors, arrays or numbers, "
+                                f"got {type(exact).__name__}")
         for name, function in self.implementations.items():
             try:
                 own, named = copied((args, kwargs)) or (args, kwargs)  # it may work in place
