@@ -47,5 +47,11 @@ def as_int(op: str, name: str, value: Any) -> int:
     raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
 
 
+def as_count(op: str, name: str, value: Any, least: int = 0) -> int:
+    if as_int(op, name, value) < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value
+
+
 for _error in (CompileError, CaptureError):
     _error.__module__ = "fusionrt"  # tracebacks show the public name

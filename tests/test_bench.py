@@ -147,7 +147,8 @@ def test_an_error_that_comes_late_names_the_variant():
     ({"a": 1}, {}, TypeError, "a must be a function, got int"),
     (print, {"repeat": 2.5}, TypeError, "repeat must be an integer, got 2.5"),
     (print, {"device": "tpu"}, ValueError, "device must be cpu or cuda, got tpu"),
-    (print, {"repeat": 0}, ValueError, "repeat at least 1, got warmup=10, repeat=0"),
+    (print, {"repeat": 0}, ValueError, "repeat must be at least 1, got 0"),
+    (print, {"warmup": -1}, ValueError, "warmup must be at least 0, got -1"),
     (print, {"device": "meta"}, ValueError, "device must be cpu or cuda, got meta"),
     (print, {"device": "cpu", "cold": True}, ValueError, "cold=True is for GPUs"),
     (print, {"device": "cpu", "graph": True}, ValueError, "graph=True is for GPUs"),
@@ -489,9 +490,12 @@ def test_keywords_and_no_reference():
     (({"a": 3}, ()), TypeError, "compare_implementations: a must be a function, got int"),
     (({"a": print}, (), None, 3), TypeError, "reference must be a function or the name of an implementation"),
     (({"a": print}, (), None, None, 3), ValueError, "baseline 3 is no implementation; there are a"),
+    (({"a": print}, (), None, None, None, None, -5), ValueError, "least_bytes must be at least 0, got -5"),
+    (({"a": print}, (), None, None, None, None, 1.5), TypeError, "least_bytes must be an integer, got 1.5"),
+    (({"a": abs}, (-1,), None, None, None, None, lambda n: n), ValueError, "least_bytes .* 0, got -1"),
 ])
 def test_comparisons_refuse(arguments, error, text):
-    names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes")
+    names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes", "least_bytes")
     with pytest.raises(error, match=text):
         bench.compare_implementations(**dict(zip(names, arguments, strict=False)))
 
@@ -561,6 +565,24 @@ def test_quick_benchmark_and_compare_functions(inputs):
     assert list(bench.compare_functions({"r": torch.relu}, inputs[0], num_iterations=2)) == ["r"]
     with pytest.raises(ValueError, match="the functions need different names"):
         bench.compare_functions([chain, chain], *inputs)
+
+
+@pytest.mark.parametrize(("call", "error", "text"), [
+    (lambda f: bench.profile_model_inference(f, 1), TypeError, "model must be a torch.nn.Module, got Tensor"),
+    (lambda f: bench.profile_model_inference(torch.nn.ReLU(), f, top=-1), ValueError,
+     "profile_model_inference: top must be at least 0, got -1"),
+    (lambda f: bench.profile_model_inference(torch.nn.ReLU(), f, top=2.5), TypeError,
+     "profile_model_inference: top must be an integer, got 2.5"),
+    (lambda f: bench.profile_model_inference(torch.nn.ReLU(), f, 0), ValueError,
+     "profile_model_inference: num_iterations must be at least 1, got 0"),
+    (lambda f: bench.quick_benchmark(torch.relu, f, num_iterations=0), ValueError,
+     "quick_benchmark: num_iterations must be at least 1, got 0"),
+    (lambda f: bench.compare_functions([torch.relu], f, num_iterations="many"), TypeError,
+     "compare_implementations: num_iterations must be an integer, got 'many'"),
+])
+def test_older_names_refuse(call, error, text):
+    with pytest.raises(error, match=text):
+        call(torch.ones(3))
 
 
 def test_profile_model_inference():

@@ -19,6 +19,7 @@ from fusionrt.bench import accuracy, memory, profile, traffic
 from fusionrt.bench.kernel import Measurement, benchmark_kernel, copied, split_inputs
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
+from fusionrt.errors import as_count
 from fusionrt.runtime.files import whole, write
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def compare_implementations(
         compare_implementations({"eager": f, "fused": g}, lambda n: (torch.randn(n),), sizes=(1024, 1 << 20))
     """
     sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
-    known = _checked(implementations, args, reference, baseline, sizes)
+    known = _checked(implementations, args, reference, baseline, sizes, least_bytes)
     run = _Run(dict(implementations), reference, known, least_bytes, details, device,
                {"warmup": warmup, "repeat": repeat, "cold": cold, "graph": graph})
     found = Comparison(title, known, [], [])
@@ -211,7 +212,7 @@ def compare_implementations(
 
 
 def _checked(implementations: Mapping[str, Function], args: Any, reference: Function | str | None,
-             baseline: str | None, sizes: Iterable[Any] | None) -> str:
+             baseline: str | None, sizes: Iterable[Any] | None, least: object) -> str:
     """The baseline's name."""
     if not isinstance(implementations, Mapping) or not implementations:
         raise TypeError("compare_implementations: implementations must be a mapping of names to functions, "
@@ -237,6 +238,8 @@ def _checked(implementations: Mapping[str, Function], args: Any, reference: Func
                         f"sizes={sizes!r} and args of type {type(args).__name__}")
     if sizes is not None and (not isinstance(sizes, list) or not sizes):
         raise ValueError(f"compare_implementations: sizes must be a list of one size at least, got {sizes!r}")
+    if not (least is None or callable(least)):
+        as_count("compare_implementations", "least_bytes", least)
     return next(iter(implementations)) if baseline is None else baseline
 
 
@@ -291,9 +294,9 @@ class _Run(NamedTuple):
                 least = least or traffic.least_bytes((args, kwargs), result)
             except Exception as error:
                 rows[name]["error"] = one_line(error)
-        if self.least is None:
-            return least
-        return self.least(*args, **kwargs) if callable(self.least) else self.least
+        if callable(self.least):
+            return as_count("compare_implementations", "least_bytes", self.least(*args, **kwargs))
+        return least if self.least is None else self.least
 
     def _times(self, rows: dict[str, Row], args: tuple[Any, ...], kwargs: dict[str, Any],
                where: torch.device, least: int) -> dict[str, Measurement]:

@@ -11,6 +11,7 @@ import torch
 
 from fusionrt.bench import memory, profile, traffic
 from fusionrt.bench.kernel import Measurement, benchmark_kernel, name_of
+from fusionrt.errors import as_count
 
 Function = Callable[..., Any]
 Statistics = dict[str, float]
@@ -34,6 +35,7 @@ class KernelProfiler:
                                 ) -> dict[str, Statistics]:
         """Name -> mean_time, median_time, std_time, min_time, max_time (ms), memory (bytes, the most that
         a call takes beyond its arguments), of num_iterations samples."""
+        as_count("compare_implementations", "num_iterations", num_iterations, 1)
         calls = {name: functools.partial(f, *args, **(kwargs or {})) for name, f in implementations.items()}
         where = traffic.device_of((args, kwargs), self.device)
         times = benchmark_kernel(calls, repeat=num_iterations, device=where)
@@ -82,6 +84,7 @@ def quick_benchmark(function: Function, *args: Any, num_iterations: int = 50, **
     """
     if not callable(function):
         raise TypeError(f"quick_benchmark: function must be a function, got {type(function).__name__}")
+    as_count("quick_benchmark", "num_iterations", num_iterations, 1)
     name, call = name_of(function), functools.partial(function, **kwargs)
     where = traffic.device_of((args, kwargs))
     return benchmark_kernel({name: call}, args, repeat=num_iterations, device=where)[name]
@@ -112,6 +115,11 @@ def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int 
 
         print(profile_model_inference(model, x))
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError("profile_model_inference: model must be a torch.nn.Module, got "
+                        f"{type(model).__name__}")
+    as_count("profile_model_inference", "num_iterations", num_iterations, 1)
+    as_count("profile_model_inference", "top", top)
     args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     where = traffic.device_of((args, list(model.parameters())))
     modes = [(module, module.training) for module in model.modules()]

@@ -15,7 +15,7 @@ import torch
 
 from fusionrt.bench import sampling, timing, traffic
 from fusionrt.bench.timing import Call
-from fusionrt.errors import as_int
+from fusionrt.errors import as_count
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 MOST_SETS = 64        # in rotation; where more would be needed, the L2 is flushed
@@ -175,11 +175,8 @@ def _check(variants: Mapping[str, Any], warmup: int, repeat: int) -> None:
     for name, function in variants.items():
         if not callable(function):
             raise TypeError(f"benchmark_kernel: {name} must be a function, got {type(function).__name__}")
-    for what, count in (("warmup", warmup), ("repeat", repeat)):
-        as_int("benchmark_kernel", what, count)
-    if warmup < 0 or repeat < 1:
-        raise ValueError("benchmark_kernel: warmup must be at least 0 and repeat at least 1, got "
-                         f"warmup={warmup}, repeat={repeat}")
+    as_count("benchmark_kernel", "warmup", warmup)
+    as_count("benchmark_kernel", "repeat", repeat, 1)
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
