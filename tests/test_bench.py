@@ -427,6 +427,28 @@ def test_work_in_place_is_compared_on_copies():
     assert [row["max_abs"] for row in found.rows] == [0, 0]
 
 
+class _Handle:
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.parametrize("reference", ["in place", "other"])
+@pytest.mark.parametrize("make", [
+    lambda: (torch.ones(100, requires_grad=True) * 1, None),    # part of an autograd graph
+    lambda: (torch.ones(100, dtype=torch.float64), None),       # which is exact already
+    lambda: (torch.ones(100), _Handle()), lambda: (np.ones(100), _Handle())],
+    ids=["graph", "float64", "handle", "numpy"])
+def test_each_implementation_sees_the_inputs_as_they_were(make, reference):
+    def doubled(x, handle):
+        x *= 2
+        return x
+
+    found = bench.compare_implementations(
+        {"in place": doubled, "other": lambda x, handle: x * 2}, make(), reference=reference, repeat=1,
+        warmup=0, details=False)
+    assert [row.get("max_abs") for row in found.rows] == [0, 0], found
+
+
 def test_of_a_reference_in_numpy_no_chain_is_known():
     x = np.ones(100, np.float32)
     found = bench.compare_implementations({"tanh": np.tanh}, (x,), reference=np.tanh, repeat=1, warmup=0)

@@ -181,6 +181,8 @@ def _double(value: Any) -> Any:
         wanted = _double(value.dtype)
         if wanted == value.dtype:
             return value
+        if not value.is_leaf:  # nor will it be, so that it can be worked on in place
+            return value.to(wanted)
         return value.detach().to(wanted).requires_grad_(value.requires_grad)
     if is_foreign(value) and (value.dtype.kind in "fc" or value.dtype.name == "bfloat16"):
         return value.astype("complex128" if value.dtype.kind == "c" else "float64")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fusionrt.bench import accuracy, memory, profile, traffic
-from fusionrt.bench.kernel import Measurement, benchmark_kernel, copied, split_inputs
+from fusionrt.bench.kernel import Inputs, Measurement, benchmark_kernel, copied, split_inputs
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
 from fusionrt.errors import as_count
@@ -281,13 +282,13 @@ class _Run(NamedTuple):
         formula, exact, least = self._formula(), None, 0
         if formula is not None:
             with naming("reference"):
-                exact = accuracy.exactly(formula, args, kwargs)
+                exact = accuracy.exactly(formula, *_own((args, kwargs)))
             if not accuracy.comparable(exact):
                 raise TypeError("compare_implementations: reference must return tensors, arrays or numbers, "
                                 f"got {type(exact).__name__}")
         for name, function in self.implementations.items():
             try:
-                own, named = copied((args, kwargs)) or (args, kwargs)  # it may work in place
+                own, named = _own((args, kwargs))
                 result = function(*own, **named)
                 if formula is not None:
                     rows[name] |= _accuracy_row(accuracy.of_results(result, exact))
@@ -334,6 +335,19 @@ class _Run(NamedTuple):
             if "us" in row:
                 row[unit] = least / row["us"] / scale
                 row["of_copy"] = row[unit] / ceiling
+
+
+def _own(inputs: Inputs) -> Inputs:
+    """For a function that may work in place. What cannot be copied together is copied one by one."""
+    found = copied(inputs)
+    return pytree.tree_map(_own_one, inputs) if found is None else found
+
+
+def _own_one(value: Any) -> Any:
+    found = copied(value)
+    if found is None:  # a tensor of an autograd graph, as its clone will be; or a handle, which stays
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    return found
 
 
 def _benchmark(functions: Mapping[str, Function], args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -220,7 +220,7 @@ def _cold(args: tuple[Any, ...], kwargs: dict[str, Any], nbytes: int
     return sets[:1], lambda: torch.sum(buffer, 0, out=result), "; L2 cold: flushed before every sample"
 
 
-def copied(inputs: Inputs) -> Inputs | None:
+def copied(inputs: Any) -> Any:
     """With arrays of their own, of the same strides; None where something cannot be copied."""
     try:
         return copy.deepcopy(inputs)
