@@ -171,7 +171,11 @@ def test_a_run_is_written_and_compared(tmp_path: Path) -> None:
     assert (quicker.exit_code, quicker.stdout.splitlines()[-1][-13:]) == (0, ": none slower")
     earlier.write_text(json.dumps({**content, "rows": []}))
     nothing = call("add_relu", *SMALL, "--baseline", earlier, "--fail-on", "10%")
-    assert nothing.exit_code == 1 and "--fail-on: the baseline has none of these rows" in nothing.stderr
+    assert nothing.exit_code == 1 and "--fail-on: the baseline has no time of these rows" in nothing.stderr
+    nothing = call("add_relu", *SMALL, "--baseline", earlier)
+    assert nothing.exit_code == 0
+    assert nothing.stderr == "Warning: the baseline has no time of these rows, and nothing was compared\n"
+    assert "none slower" not in nothing.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such links")
@@ -299,10 +303,12 @@ def test_figures_that_are_no_numbers(now: dict, before: dict, expected: list) ->
 def test_a_report_names_rows_and_machines() -> None:
     row = {"op": "gelu", "dtype": "float32", "elements": 1, "direction": FORWARD, "us": 100.0, "spread": 0.04}
     found = baseline.compare([{**row, "us": 130.0}], [row], 0.1)
-    text = baseline.report(found, {"machine": {"gpu": "B"}}, {"machine": {"gpu": "A"}, "date": "2026-01-02"})
+    text = baseline.report(found, {"machine": {"gpu": "B"}, "rows": [found[0].row, {}, {}]},
+                           {"machine": {"gpu": "A"}, "date": "2026-01-02"})
     assert "gelu  float32" in text
     assert "+30.0%  10.0% + 4.0% spread" in text
     assert "note: another gpu than the baseline's: B, there A" in text
+    assert "note: 2 of 3 rows have no time in the baseline" in text
     assert text.endswith("1 times compared with the baseline of 2026-01-02: 1 slower")
 
 

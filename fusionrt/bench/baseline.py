@@ -83,11 +83,15 @@ def report(changes: Sequence[Change], now: dict[str, Any], before: dict[str, Any
     shown = [change for change in changes if change.verdict != "ok"]
     lines = [table([change.cells() for change in shown], COLUMNS)] if shown else []
     lines += _differences(now, before)
+    rows, alone = len(now["rows"]), len(now["rows"]) - len({id(change.row) for change in changes})
+    if alone:
+        lines.append(f"note: {alone} of {rows} rows have no time in the baseline")
     counts = {verdict: sum(c.verdict == verdict for c in changes)
               for verdict in ("slower", "failed", "within the spread")}
     said = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) or "none slower"
     date = before.get("date", "an unknown date")
-    return "\n".join([*lines, f"{len(changes)} times compared with the baseline of {date}: {said}"])
+    last = f"{len(changes)} times compared with the baseline of {date}"
+    return "\n".join([*lines, f"{last}: {said}" if changes else last])
 
 
 def _differences(now: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
