@@ -66,6 +66,12 @@ def for_users(*expected: type[Exception]) -> Iterator[None]:
         raise click.ClickException(text) from error
 
 
+def scaled(text: str) -> int | None:
+    """64K as 65536; None for what is no number, or one that nothing has so many of."""
+    found = re.fullmatch(r"(\d{1,18})([KMG]?)", text.strip().upper())
+    return None if found is None else int(found[1]) * _UNITS[found[2]]
+
+
 class Output(click.ParamType):
     """A file to write, of which is asked before the work whose results it will hold."""
 
@@ -230,10 +236,10 @@ class _Bytes(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+)([KMG]?)B?", str(value).strip().upper())
+        found = scaled(str(value).strip().upper().removesuffix("B"))
         if found is None:
             self.fail(f"{value!r} is not a size such as 500M, 2G or 1000000", param, ctx)
-        return int(found[1]) * _UNITS[found[2]]
+        return found
 
 
 @cache.command()

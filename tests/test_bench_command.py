@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -80,6 +81,8 @@ def test_list() -> None:
     (("--against", "eager,aten"), "no rival 'aten'; there are eager, compile, compile-max, liger, apex, "),
     (("--sizes", "1M,3X"), "'3X' is not a number of elements such as 64K, 1M or 5000000"),
     (("--sizes", "0"), "'0' is not a number of elements"),
+    (("--sizes", f"1M,{10**30}"), f"'{10**30}' is not a number of elements such as 64K, 1M or 5000000"),
+    (("--sizes", "9" * 5000), "9' is not a number of elements such as 64K, 1M or 5000000"),
     (("--fail-on", "10%"), "--fail-on needs --baseline FILE"),
     (("--fail-on", "10"), "'10' is not a percentage such as 10%"),
     (("--fail-on", "-3%"), "'-3%' is not a percentage such as 10%"),
@@ -237,6 +240,15 @@ def test_a_row_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     first, second = json.loads((tmp_path / "f.json").read_text())["rows"]
     assert (first["op"], first["error"]) == ("broken", "RuntimeError: no such luck")
     assert second["us"] > 0
+
+
+@pytest.mark.parametrize("op", ["add_relu", "embedding_position", "linear_cross_entropy"])
+def test_more_than_the_memory_holds_is_an_error_of_its_row(op: str) -> None:
+    result = call(op, "--sizes", "4K,900000000G", "--dtypes", "float32", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "1 of 2 rows failed" in result.stderr
+    assert re.search(r"error=MemoryError: inputs and results are [\d,]{11,} GB, the memory has \d+ GB\n",
+                     result.stdout), result.stdout
 
 
 def test_plot_and_page_get_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

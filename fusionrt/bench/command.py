@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusionrt.cli import Output, console, for_users, progress_bar
+from fusionrt.cli import Output, console, for_users, progress_bar, scaled
 
 if TYPE_CHECKING:
     from fusionrt.bench.results import Results
@@ -23,7 +22,6 @@ rotate their input sets; up to 1 Mi elements also the host's time of a call (`ho
 (`wall_us`) in bursts. On a CPU: wall time of a call. `of_copy`: the fraction of the rate of a copy of as
 many bytes, measured in the same run. Written by `fusionrt bench`."""
 PLOTS = (".png", ".svg", ".pdf")
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Names(click.ParamType):
@@ -53,11 +51,11 @@ class Sizes(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         sizes = []
         for text in value.split(","):
-            found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
-            if found is None or int(found[1]) == 0:
+            size = scaled(text)
+            if not size:
                 self.fail(f"{text.strip()!r} is not a number of elements such as 64K, 1M or 5000000",
                           param, ctx)
-            sizes.append(int(found[1]) * UNITS[found[2]])
+            sizes.append(size)
         return sizes
 
 

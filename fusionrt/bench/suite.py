@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import torch
 
 import fusionrt
 from fusionrt.bench import ceilings, rivals, sampling, timing, traffic
@@ -100,11 +104,21 @@ def _measure(cell: Cell, into: Results, device: str) -> None:
 
 
 def prepared(cell: Cell, device: str) -> Case:
-    """With so many input sets that large ones leave the L2 between two calls."""
-    sets = 1
-    if device == "cuda":
-        sets = timing.n_sets(least_bytes(cell.op, cell.dtype, cell.elements, cell.columns))
+    """With so many input sets that large ones leave the L2 between two calls.
+
+    Raises MemoryError for more than the device holds: on a CPU the system might end the process instead."""
+    nbytes, holds = least_bytes(cell.op, cell.dtype, cell.elements, cell.columns), _memory(device)
+    if nbytes > holds:
+        raise MemoryError(f"inputs and results are {nbytes / 1e9:,.0f} GB, the memory has "
+                          f"{holds / 1e9:,.0f} GB")
+    sets = timing.n_sets(nbytes) if device == "cuda" else 1
     return Case(cell.op, cell.dtype, cell.elements, device, sets, cell.columns)
+
+
+def _memory(device: str) -> float:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
 
 
 class Present(NamedTuple):
