@@ -112,8 +112,8 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, 
     with for_users(ValueError), progress_bar("looking for kernels", hidden=as_json) as progress:
         from fusionrt.precompile import COLUMNS
         from fusionrt.precompile import warmup as run
-        summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress, columns or COLUMNS,
-                      rows)
+        summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress,
+                      COLUMNS if columns is None else columns, rows)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary)))
     else:

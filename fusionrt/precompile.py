@@ -24,6 +24,7 @@ import torch
 from fusionrt import inventory
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.collector import paused
+from fusionrt.errors import as_int
 from fusionrt.op import Operator
 from fusionrt.op_names import ALIASES
 from fusionrt.problem import MASK, Problem
@@ -325,11 +326,12 @@ def _dtypes(dtypes: Names) -> list[torch.dtype]:
 
 def _sizes(option: str, given: Sizes) -> list[int]:
     try:
-        sizes = [given] if isinstance(given, int) else [int(n) for n in _split(given)]
-    except ValueError:
+        sizes = [int(n) if isinstance(n, str) else as_int("warmup", option, n)
+                 for n in (_split(given) if isinstance(given, Iterable) else [given])]
+    except (TypeError, ValueError):
         sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"warmup: {option} must be positive integers, got {given!r}")
+    if not sizes or min(sizes) < 1 or max(sizes) >= 1 << 31:  # torch counts a tensor's bytes in 63 bits
+        raise ValueError(f"warmup: {option} must be positive integers below 2^31, got {given!r}")
     return sizes
 
 

@@ -366,10 +366,12 @@ def test_a_module_that_ends_the_process_is_refused(tmp_path: Path, monkeypatch: 
      "warmup: module 'no_such_package' cannot be imported: ModuleNotFoundError: No module named"),
     ({"arch": "cpu", "module": "json"},
      "warmup: module 'json' has no function made by fusionrt.fuse"),
-    ({"arch": "cpu", "columns": "4,x"}, "warmup: columns must be positive integers, got '4,x'"),
-    ({"arch": "cpu", "columns": 0}, "warmup: columns must be positive integers, got 0"),
-    ({"arch": "cpu", "rows": 0}, "warmup: rows must be positive integers, got 0"),
-    ({"arch": "cpu", "rows": "0"}, "warmup: rows must be positive integers, got '0'"),
+    ({"arch": "cpu", "columns": "4,x"}, "warmup: columns must be positive integers below 2^31, got '4,x'"),
+    ({"arch": "cpu", "columns": 2.5}, "warmup: columns must be positive integers below 2^31, got 2.5"),
+    ({"arch": "cpu", "columns": [64, 1.5]}, "warmup: columns must be positive integers below 2^31, got [64,"),
+    ({"arch": "cpu", "columns": 0}, "warmup: columns must be positive integers below 2^31, got 0"),
+    ({"arch": "cpu", "rows": 0}, "warmup: rows must be positive integers below 2^31, got 0"),
+    ({"arch": "cpu", "rows": "0"}, "warmup: rows must be positive integers below 2^31, got '0'"),
     ({"arch": "cpu", "jobs": 0}, "warmup: jobs must be at least 1, got 0"),
 ])
 def test_unknown_names_are_answered_with_what_there_is(arguments: dict, message: str) -> None:
