@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusionrt.optim.kernels import Coefficients
-from fusionrt.optim.optimizer import FusedOptimizer, beta
+from fusionrt.optim.optimizer import FusedOptimizer, not_negative, two_betas
 
 
 class Adam(FusedOptimizer):
@@ -32,15 +32,17 @@ class Adam(FusedOptimizer):
                  decoupled_weight_decay: bool = False, master_weights: bool = False,
                  state_dtype: torch.dtype | str | None = None, clip_grad_norm: float | None = None,
                  skip_nonfinite: bool = False) -> None:
-        owner = type(self).__name__
-        if not eps >= 0.0:
-            raise ValueError(f"{owner}: eps must not be negative, got {eps}")
         super().__init__(params, {
-            "lr": lr, "betas": (beta(owner, betas, 0), beta(owner, betas, 1)), "eps": eps,
+            "lr": lr, "betas": betas, "eps": eps,
             "weight_decay": weight_decay, "amsgrad": amsgrad, "foreach": foreach, "maximize": maximize,
             "capturable": capturable, "differentiable": differentiable, "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay, "master_weights": master_weights,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "skip_nonfinite": skip_nonfinite})
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        two_betas(type(self).__name__, options["betas"])
+        not_negative(type(self).__name__, "eps", options["eps"])
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusionrt.optim.kernels import Coefficients
-from fusionrt.optim.optimizer import FusedOptimizer, beta
+from fusionrt.optim.optimizer import FusedOptimizer, two_betas
 
 
 class Lion(FusedOptimizer):
@@ -29,12 +29,15 @@ class Lion(FusedOptimizer):
                  master_weights: bool = False, state_dtype: torch.dtype | str | None = None,
                  clip_grad_norm: float | None = None,
                  skip_nonfinite: bool = False) -> None:
-        owner = type(self).__name__
         super().__init__(params, {
-            "lr": lr, "betas": (beta(owner, betas, 0), beta(owner, betas, 1)), "weight_decay": weight_decay,
+            "lr": lr, "betas": betas, "weight_decay": weight_decay,
             "maximize": maximize, "foreach": foreach, "capturable": capturable,
             "differentiable": differentiable, "fused": fused, "master_weights": master_weights,
             "state_dtype": state_dtype, "clip_grad_norm": clip_grad_norm, "skip_nonfinite": skip_nonfinite})
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        two_betas(type(self).__name__, options["betas"])
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fusionrt import dispatch
+from fusionrt.errors import as_float
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
 from fusionrt.optim.bucket import Bucket, Member, WiderGradient
@@ -71,8 +72,29 @@ class FusedOptimizer(torch.optim.Optimizer):
     _loading: dict[str, Any] | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        _check(type(self).__name__, defaults)
+        self._check(defaults)
         super().__init__(params, defaults)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        """Refuse what a group, or its default, cannot have; a rule adds what is its own."""
+        owner, lr = type(self).__name__, options["lr"]
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"{owner}: lr must be a number or a tensor of one element, "
+                             f"got shape {tuple(lr.shape)}")
+        if not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu"):
+            not_negative(owner, "lr", lr)
+        not_negative(owner, "weight_decay", options["weight_decay"])
+        if options.get("differentiable"):
+            raise ValueError(f"{owner}: differentiable=True is not supported: a step is no operation of "
+                             "autograd; use torch.optim for that")
+        if options.get("foreach") and options.get("fused"):
+            raise RuntimeError(f"{owner}: `fused` and `foreach` cannot be `True` together.")
+        if options["state_dtype"] not in STATE_DTYPES:
+            raise ValueError(f"{owner}: state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', "
+                             f"got {options['state_dtype']!r}")
+        most = options["clip_grad_norm"]
+        if most is not None and not number(owner, "clip_grad_norm", most) > 0.0:
+            raise ValueError(f"{owner}: clip_grad_norm must be positive, got {most}")
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """torch's names of the states, the first moment's first."""
@@ -229,7 +251,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where they differ from the optimizer's."""
-        _check(type(self).__name__, self.defaults | param_group)
+        if isinstance(param_group, dict):  # torch says what else it must be
+            self._check(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,31 +354,6 @@ def _name(dtype: torch.dtype) -> str:
 
 # -- what is refused -------------------------------------------------------------------------------
 
-def _check(owner: str, options: dict[str, Any]) -> None:
-    """The options that all optimizers share."""
-    lr, decay = options["lr"], options["weight_decay"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{owner}: lr must be a number or a tensor of one element, "
-                         f"got shape {tuple(lr.shape)}")
-    if not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") and not float(lr) >= 0.0:
-        raise ValueError(f"{owner}: lr must not be negative, got {float(lr)}")
-    if isinstance(decay, torch.Tensor) and decay.device.type != "cpu":
-        raise ValueError(f"{owner}: weight_decay must be a number or a CPU tensor, got one on {decay.device}")
-    if not float(decay) >= 0.0:
-        raise ValueError(f"{owner}: weight_decay must not be negative, got {float(decay)}")
-    if options.get("differentiable"):
-        raise ValueError(f"{owner}: differentiable=True is not supported: a step is no operation of "
-                         "autograd; use torch.optim for that")
-    if options.get("foreach") and options.get("fused"):
-        raise RuntimeError(f"{owner}: `fused` and `foreach` cannot be `True` together.")
-    if options["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(f"{owner}: state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', "
-                         f"got {options['state_dtype']!r}")
-    most = options["clip_grad_norm"]
-    if most is not None and not float(most) > 0.0:
-        raise ValueError(f"{owner}: clip_grad_norm must be positive, got {most}")
-
-
 def _check_parameter(owner: str, param: torch.Tensor, name: str) -> None:
     if param.dtype not in DTYPES:
         raise TypeError(f"{owner}: {name} is {_name(param.dtype)}, expected float16, bfloat16, float32 or "
@@ -373,12 +371,24 @@ def _check_parameter(owner: str, param: torch.Tensor, name: str) -> None:
                          "expected a tensor that fills its memory; make it contiguous")
 
 
-def beta(owner: str, values: Any, number: int) -> float:
-    """betas[number] as a float."""
-    value = values[number]
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        raise ValueError(f"{owner}: betas[{number}] must be a float or a CPU tensor, "
-                         f"got one on {value.device}")
-    if not 0.0 <= float(value) < 1.0:
-        raise ValueError(f"{owner}: betas[{number}] must be in [0, 1), got {float(value)}")
-    return float(value)
+def number(owner: str, name: str, value: Any) -> float:
+    """Of what a step can read without waiting for a device."""
+    if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.numel() != 1):
+        raise ValueError(f"{owner}: {name} must be a number or a CPU tensor of one element, got shape "
+                         f"{tuple(value.shape)} on {value.device}")
+    return as_float(owner, name, value)
+
+
+def not_negative(owner: str, name: str, value: Any) -> None:
+    if not number(owner, name, value) >= 0.0:
+        raise ValueError(f"{owner}: {name} must not be negative, got {float(value)}")
+
+
+def two_betas(owner: str, betas: Any) -> None:
+    try:
+        first, second = betas
+    except (TypeError, ValueError):
+        raise TypeError(f"{owner}: betas must be two numbers, got {betas!r}") from None
+    for name, value in (("betas[0]", first), ("betas[1]", second)):
+        if not 0.0 <= number(owner, name, value) < 1.0:
+            raise ValueError(f"{owner}: {name} must be in [0, 1), got {float(value)}")

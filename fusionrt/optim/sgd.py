@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusionrt.optim.kernels import Coefficients
-from fusionrt.optim.optimizer import FusedOptimizer
+from fusionrt.optim.optimizer import FusedOptimizer, not_negative, number
 
 
 class SGD(FusedOptimizer):
@@ -29,17 +29,20 @@ class SGD(FusedOptimizer):
                  fused: bool | None = None, master_weights: bool = False,
                  state_dtype: torch.dtype | str | None = None, clip_grad_norm: float | None = None,
                  skip_nonfinite: bool = False) -> None:
-        owner = type(self).__name__
-        if not momentum >= 0.0:
-            raise ValueError(f"{owner}: momentum must not be negative, got {momentum}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"{owner}: nesterov needs a momentum and no dampening, got momentum={momentum}, "
-                             f"dampening={dampening}")
         super().__init__(params, {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable,
             "fused": fused, "master_weights": master_weights, "state_dtype": state_dtype,
             "clip_grad_norm": clip_grad_norm, "skip_nonfinite": skip_nonfinite})
+        # Not of a group, which may do without a momentum, as in torch.
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"{type(self).__name__}: nesterov needs a momentum and no dampening, got "
+                             f"momentum={momentum}, dampening={dampening}")
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        not_negative(type(self).__name__, "momentum", options["momentum"])
+        number(type(self).__name__, "dampening", options["dampening"])
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
