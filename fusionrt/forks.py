@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -12,6 +13,15 @@ def in_child(renew: Callable[[], object]) -> None:
     """Call it in each forked child, where a system has such."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=renew)
+
+
+def without_exec() -> bool:
+    """Whether this process is a copy of another, in which no program was started since; Linux tells."""
+    try:
+        flags = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6])
+    except OSError:
+        return False
+    return bool(flags & 0x40)  # PF_FORKNOEXEC
 
 
 class Lock:

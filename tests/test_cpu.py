@@ -224,6 +224,28 @@ def test_a_child_forked_during_a_compilation_computes(folder):
         thread.join()
 
 
+FIRST_IMPORTED_IN_THE_CHILD = """
+import os, signal, sys, torch
+torch.set_num_threads(2)
+x = torch.linspace(-3, 3, 1 << 20).view(4, -1).exp()  # torch's threads, which the child has not
+{parent}
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    import fusionrt.data
+    found = fusionrt.data.sliding_window(x, 16, "max")
+    os._exit(0 if found[0, 0] == x[0, 15] and torch.get_num_threads() == 2 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@posix
+@pytest.mark.parametrize("parent", ["", "import fusionrt", "import fusionrt.data.window"])
+def test_a_child_that_is_the_first_to_compute(parent, tmp_path):
+    """Who was not imported yet has seen no fork."""
+    assert warm(FIRST_IMPORTED_IN_THE_CHILD.format(parent=parent), tmp_path) == "0"
+
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 8

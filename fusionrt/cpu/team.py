@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fusionrt.forks import in_child
+from fusionrt.forks import in_child, without_exec
 
-_forked = False
+_forked = without_exec()  # before this module was imported
 _engines: list[Any] = []  # they own the code
 
 
