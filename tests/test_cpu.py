@@ -246,6 +246,31 @@ def test_a_child_that_is_the_first_to_compute(parent, tmp_path):
     assert warm(FIRST_IMPORTED_IN_THE_CHILD.format(parent=parent), tmp_path) == "0"
 
 
+@posix
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit", "clip_grad_norm": 1.0},
+                                     {"master_weights": True}], ids=str)
+def test_an_optimizer_in_a_forked_child(options, two_threads):
+    """torch's own operators make the states and read checkpoints."""
+    params = [torch.nn.Parameter(torch.linspace(-3, 3, 1 << 18).bfloat16()) for _ in range(2)]
+    for param in params:
+        param.grad = param.detach().cos()
+
+    def train(param):
+        optimizer = frt.optim.AdamW([param], 0.1, **options)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        return param.detach().view(torch.int16).numpy()
+
+    alone = train(params[0])  # the parent has threads
+
+    def work():
+        assert (train(params[1]) == alone).all()
+        assert torch.get_num_threads() == 2
+
+    assert in_child(work) == 0
+
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 8

@@ -4,14 +4,17 @@ They spin for a while after each parallel region, so that a hand-over costs 5 us
 thread costs 30 to 50. A dozen lines of LLVM stand between OpenMP's calling convention and the kernels'.
 
 GNU OpenMP's threads do not survive a fork, and a forked child's first region hangs or aborts:
-`usable` is false there, and wherever torch does not bring GNU OpenMP along.
+`usable` is false there, and wherever torch does not bring GNU OpenMP along. torch's own operators hang there
+as well, unless they are `torch_alone`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +35,20 @@ in_child(_note_fork)
 
 def usable() -> bool:
     return not _forked and _parallel() is not None
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """torch's operators by one thread where a fork has lost the others, for which they would wait."""
+    threads = torch.get_num_threads()
+    if not _forked or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @functools.cache

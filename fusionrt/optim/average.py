@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusionrt.cpu.team import torch_alone
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Kind
 from fusionrt.optim.state import is_dense
@@ -72,6 +73,7 @@ def _fits(average: torch.Tensor, value: torch.Tensor) -> bool:
             and not is_traceable_wrapper_subclass(average) and not is_traceable_wrapper_subclass(value))
 
 
+@torch_alone()
 def _by_torch(average: torch.Tensor, value: torch.Tensor, decay: float) -> None:
     if average.is_floating_point() or average.is_complex():
         average.lerp_(value.to(average.dtype), 1 - decay)

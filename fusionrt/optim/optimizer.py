@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fusionrt import dispatch
+from fusionrt.cpu.team import torch_alone
 from fusionrt.errors import as_float
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
@@ -185,6 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._held = self._made()
         return self._held.buckets
 
+    @torch_alone()
     def _made(self) -> Held:
         buckets: list[Bucket] = []
         waiting: list[torch.Tensor] = []
@@ -255,6 +257,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check(self.defaults | param_group)
         super().add_param_group(param_group)
 
+    @torch_alone()
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: its optimizer of the same name can load it. 8-bit states are decoded into
         float32; loaded again they get the same codes."""
@@ -264,6 +267,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    @torch_alone()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this optimizer or of torch's gave. Options come from it, but for
         `master_weights` and `state_dtype`, which say how this optimizer keeps the states."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.cpu.team import torch_alone
 from fusionrt.optim import quantised
 from fusionrt.optim.table import Row
 
@@ -45,7 +46,8 @@ def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) ->
     if (value.dtype == dtype and value.device == param.device and value.stride() == param.stride()
             and not value.is_neg()):  # whose memory holds the opposite
         return value
-    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
+    with torch_alone():
+        return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
 
 
 def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: torch.Tensor | None) -> None:
@@ -74,6 +76,7 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
         state.pop(MASTER, None)
 
 
+@torch_alone()
 def follow(param: torch.Tensor, master: torch.Tensor) -> None:
     """Take into the master weights what somebody else than a step has written into the parameter."""
     now = param.detach()
