@@ -248,6 +248,13 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     # With dropout after it: what is dropped is 0 too, so the derivative needs no mask. `scale` is a number.
     "relu_dropped": ("where({1}, where({0} <= acc_t(0), acc_t(0), {0}) * {2}, acc_t(0))",
                      lambda g, out, a, kept, scale: (where(out <= 0, 0, g * scale), None, None)),
+    # Between two numbers. NaN passes and has a gradient of 0; so have the ends, which `clamp` lets pass.
+    "hardtanh": ("where({0} <= {1}, {1}, where({0} >= {2}, {2}, {0}))",
+                 lambda g, out, a, lo, hi: (where(lo < a, where(a < hi, g, 0), 0), None, None)),
+    # A primitive, so that at 0 its slope is alpha and the slope of that is 0, as torch's.
+    "elu": ("where({0} > acc_t(0), {0}, {1} * expm1(where({0} > acc_t(0), acc_t(0), {0})))",
+            lambda g, out, a, alpha: (where(0 < a, g, g * (alpha * exp(where(0 <= a, 0, a)))),
+                                      where(0 < a, 0, g * expm1(where(0 < a, 0, a))))),
     # Ties share the gradient and NaN lets it pass, as torch.minimum does.
     "minimum": ("minimum({}, {})",
                 lambda g, out, a, b: (_picked(g, a == b, b < a), _picked(g, a == b, a < b))),
@@ -410,7 +417,7 @@ def tanh_softplus(a: Any) -> Expr:
     With s = e^a / 2 + 1, r = 1 / (e^a s + 1) and u = e^a r it is u s, and its slope u (u + r): few products,
     and no cancellation.
     """
-    e = exp(where(a < 20, a, 20))
+    e = exp(where(20 <= a, 20, a))
     s = 0.5 * e + 1
     r = near_reciprocal(e * s + 1)
     return node("tanh_softplus", a, s, e * r, r)

@@ -72,7 +72,7 @@ OF_ROWS = {n for n in PRIMITIVES if n.startswith(("row_", "moment_"))} | {
     "taken", "is_column", "up_to_column", "standardized", "rms_scaled", "masked", "softmaxed",
     "log_softmaxed"}
 ARITY = {name: spelling.count("{") for name, (spelling, _) in PRIMITIVES.items()} | {
-    "relu": 1, "relu_dropped": 1}
+    "relu": 1, "relu_dropped": 1, "elu": 2, "hardtanh": 1}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,8 @@ def test_derivative_is_that_of_central_differences(name):
         root = node(name, X > 0, Y, Z)
     elif name == "relu_dropped":  # is kept where the condition says
         root = node(name, X, X > -1, 1.25)
+    elif name == "hardtanh":  # between numbers
+        root = node(name, X, -1, 1.5)
     else:
         root = node(name, *operands)
     leaves = [a.clone().requires_grad_() for a in args]

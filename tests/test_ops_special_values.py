@@ -1,6 +1,7 @@
 """Zeros, denormals, kinks, infinities and NaN: results and gradients are torch's."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -46,3 +47,31 @@ def test_gradients_at_kinks_and_far_out(name, device):
         assert not wrong.any(), [
             t[wrong] for t in (*args, a, b, c) if torch.is_tensor(t) and t.dim()
         ]
+
+
+def derivatives(function, x):
+    """The first and the second."""
+    x = x.clone().requires_grad_()
+    first, = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    if not first.requires_grad:
+        return first, torch.zeros_like(first)
+    return first.detach(), *torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu", "silu", "sigmoid", "tanh", "mish", "relu6",
+                                  "relu_squared"])
+def test_two_derivatives_at_kinks_and_nan_are_torchs(name, device):
+    values = [0.0, -0.0, 6.0, 19.5, 1.0, -1.0, -math.inf]
+    if name != "elu":  # torch's slope at NaN is NaN in a CPU's vectors, and 1 after them
+        values.append(math.nan)
+    x = torch.tensor(values, dtype=F64, device=device)
+    for ours, theirs in zip(derivatives(OPS[name], x), derivatives(OPS[name].reference, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def test_the_slope_of_hardsigmoid_is_torchs(device):
+    """Whose own has no second derivative."""
+    x = torch.tensor([math.nan, 3.0, -3.0, 0.0, math.inf, -math.inf], dtype=F64, device=device)
+    first, second = derivatives(OPS["hardsigmoid"], x)
+    torch.testing.assert_close(first.tolist(), [0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
+    assert not second.any()

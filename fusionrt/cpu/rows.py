@@ -31,7 +31,7 @@ TURNED = 16           # rows that are turned over at a time: a cache line of flo
 TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
 PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
 PLACES = 4            # of rows that are read side by side
-COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
+COSTLY = frozenset({"exp", "exp2", "expm1", "elu", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
                     "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 _COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
 

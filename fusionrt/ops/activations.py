@@ -10,7 +10,7 @@ import math
 
 from fusionrt import expr
 from fusionrt.catalogue import pointwise
-from fusionrt.expr import Expr, expm1, normcdf, reciprocal, tanh_softplus, where
+from fusionrt.expr import Expr, node, normcdf, reciprocal, tanh_softplus, where
 
 
 @pointwise
@@ -43,8 +43,7 @@ def elu(x: Expr, alpha: float = 1.0) -> Expr:
 
         elu(torch.tensor([-1.0, 2.0]))  # [-0.6321, 2.]
     """
-    # Only the negative part goes to expm1: its derivative overflows where it is not selected.
-    return where(x > 0, x, alpha * expm1(where(x > 0, 0, x)))
+    return node("elu", x, alpha)
 
 
 @pointwise
@@ -138,24 +137,24 @@ def hardswish(x: Expr) -> Expr:
 
 @pointwise
 def hardsigmoid(x: Expr) -> Expr:
-    """min(max(x + 3, 0), 6) / 6; the derivative at -3 and 3 is 0.
+    """min(max(x + 3, 0), 6) / 6; the derivative at -3, 3 and NaN is 0.
 
     Source: torch.nn.functional.hardsigmoid.
 
         hardsigmoid(torch.tensor([-1.0, 2.0]))  # [0.3333, 0.8333]
     """
-    return where(x <= -3, 0, where(x >= 3, 1, (x + 3) * (1 / 6)))
+    return (node("hardtanh", x, -3, 3) + 3) * (1 / 6)
 
 
 @pointwise
 def relu6(x: Expr) -> Expr:
-    """min(max(x, 0), 6); the derivative at 0 and 6 is 0.
+    """min(max(x, 0), 6); the derivative at 0, 6 and NaN is 0.
 
     Source: torch.nn.functional.relu6.
 
         relu6(torch.tensor([-1.0, 7.0]))  # [0., 6.]
     """
-    return where(x <= 0, 0, where(x >= 6, 6, x))
+    return node("hardtanh", x, 0, 6)
 
 
 @pointwise

@@ -9,8 +9,9 @@ from fusionrt.expr import Expr, toposort
 # Those that are not here take one or two.
 _OF_PRIMITIVES = {
     "arg": 0, "const": 0, "pow": 86, "sin": 90, "cos": 90, "erf": 21, "log": 26, "log1p": 29, "log2": 26,
-    "exp2": 8, "sqrt": 15, "div": 15, "exp": 5, "expm1": 12, "rsqrt": 5, "sigmoid": 9, "softplus": 15,
-    "normcdf": 12, "normpdf": 6, "tanh": 10, "reciprocal": 4, "near_reciprocal": 2}
+    "exp2": 8, "sqrt": 15, "div": 15, "exp": 5, "expm1": 12, "elu": 16, "hardtanh": 4, "rsqrt": 5,
+    "sigmoid": 9, "softplus": 15, "normcdf": 12, "normpdf": 6, "tanh": 10, "reciprocal": 4,
+    "near_reciprocal": 2}
 
 
 def instructions(roots: Sequence[Expr]) -> int:
