@@ -83,6 +83,13 @@ def no_forward_mode(op: str) -> NoReturn:
                               "implemented; use reverse mode (grad, vjp, jacrev)")
 
 
+def no_transforms(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse what a transform of torch.func stands in for: it has no memory of its own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(f"{op}: torch.func's transforms (vmap, grad) of {name} are not "
+                                  "implemented; give the whole batch")
+
+
 def is_watched() -> bool:
     """Whether torch must see each operation: Dynamo, torch.jit.trace, a dispatch mode (FakeTensorMode,
     make_fx, selective checkpointing), a torch.func transform, forward-mode differentiation."""

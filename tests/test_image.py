@@ -452,6 +452,8 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
     (lambda: random_parameters(PHOTO, scale=(None, 1)), ValueError, r"scale must be \(low, high\)"),
     (lambda: random_parameters(PHOTO, flip="a"), TypeError, "flip must be a number, got 'a'"),
     (lambda: random_parameters(PHOTO, generator=1), TypeError, r"generator must be a torch.Generator or"),
+    (lambda: torch.vmap(lambda x: image_preprocess(x, 4))(torch.zeros(2, 8, 9, 3)), NotImplementedError,
+     r"image_preprocess: torch.func's transforms \(vmap, grad\) of images are not implemented; give"),
     (lambda: random_parameters(PHOTO, flip=2), ValueError, r"flip must be a probability, got 2"),
 ])
 def test_errors(call, error, text):

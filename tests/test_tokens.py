@@ -213,6 +213,8 @@ run = token_preprocess
     (lambda: run(IDS, special_ids=[1.5]), TypeError, "special_ids must be an integer, got 1.5"),
     (lambda: run(IDS, mask_probability="x"), TypeError, "mask_probability must be a number, got 'x'"),
     (lambda: run(IDS, pad_to_multiple_of=None), ValueError, "pad_to_multiple_of must be a positive int"),
+    (lambda: torch.vmap(run)(torch.ones(2, 3, 4, dtype=torch.int64)), NotImplementedError,
+     r"torch.func's transforms \(vmap, grad\) of ids are not implemented; give the whole batch"),
     (lambda: run("a", byte_offset=2**63), ValueError, "byte_offset must fit into torch.int64"),
 ])
 def test_errors_say_what_was_expected(call, error, message):

@@ -10,6 +10,7 @@ import torch
 
 from fusionrt import rehearsal
 from fusionrt.array import is_foreign, to_torch
+from fusionrt.autograd import no_transforms
 from fusionrt.data import image_cpu, image_gpu
 from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, table
 from fusionrt.errors import is_int
@@ -141,6 +142,7 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
             one, restore = to_torch(one, "image_preprocess", "images")
         elif not isinstance(one, torch.Tensor):
             raise TypeError(f"image_preprocess: images must be tensors or arrays, got {type(one).__name__}")
+        no_transforms("image_preprocess", "images", one)
         found.append(one)
     if not found:
         raise ValueError("image_preprocess: images must have at least one image, got an empty list")
