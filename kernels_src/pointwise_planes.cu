@@ -89,11 +89,14 @@ __device__ __forceinline__ void join_threads(acc_t (&values)[VALUES], int c, con
     join_lanes<32>(values);
 }
 
+// To every block the first lane's: those of others were joined in another order, which moments' last bits show.
 __device__ __forceinline__ void tell(const acc_t (&values)[VALUES], int c, unsigned rank, Exchange& exchange) {
     const int lane = threadIdx.x % 32;
-    if (lane < CLUSTER)
 #pragma unroll
-        for (int k = 0; k < VALUES; ++k) send(&exchange.blocks[c][k][rank], &exchange.arrived, lane, values[k]);
+    for (int k = 0; k < VALUES; ++k) {
+        const acc_t value = __shfl_sync(0xffffffffu, values[k], 0);
+        if (lane < CLUSTER) send(&exchange.blocks[c][k][rank], &exchange.arrived, lane, value);
+    }
 }
 __device__ __forceinline__ void join_blocks(acc_t (&values)[VALUES], int c, const Exchange& exchange) {
 #pragma unroll

@@ -62,11 +62,17 @@ def derivatives(function, x):
                                   "relu_squared"])
 def test_two_derivatives_at_kinks_and_nan_are_torchs(name, device):
     values = [0.0, -0.0, 6.0, 19.5, 1.0, -1.0, -math.inf]
-    if name != "elu":  # torch's slope at NaN is NaN in a CPU's vectors, and 1 after them
+    # At NaN torch's slope of elu is NaN in a CPU's vectors and 1 after them, relu6's 0 on a CPU and 1 on a GPU.
+    if name not in ("elu", "relu6"):
         values.append(math.nan)
     x = torch.tensor(values, dtype=F64, device=device)
     for ours, theirs in zip(derivatives(OPS[name], x), derivatives(OPS[name].reference, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def test_the_slope_of_relu6_at_nan(device):
+    first, second = derivatives(OPS["relu6"], torch.tensor([math.nan], dtype=F64, device=device))
+    assert first.item() == second.item() == 0
 
 
 def test_the_slope_of_hardsigmoid_is_torchs(device):
