@@ -62,7 +62,7 @@ def derivatives(function, x):
                                   "relu_squared"])
 def test_two_derivatives_at_kinks_and_nan_are_torchs(name, device):
     values = [0.0, -0.0, 6.0, 19.5, 1.0, -1.0, -math.inf]
-    # At NaN torch's slope of elu is NaN in a CPU's vectors and 1 after them, relu6's 0 on a CPU and 1 on a GPU.
+    # At NaN torch's slope of elu is NaN in a CPU's vectors, 1 after them; relu6's 0 on a CPU, 1 on a GPU.
     if name not in ("elu", "relu6"):
         values.append(math.nan)
     x = torch.tensor(values, dtype=F64, device=device)

@@ -35,7 +35,7 @@ def taken(shape, dtype=BF16, clusters=True):
 def test_layouts(shape, dtype):
     """Forward and backward; all packs are kept, and blocks fit on a multiprocessor."""
     found = taken(shape, dtype)
-    assert len(found) == 2
+    assert len(found) == (2 if dtype == BF16 or shape[2] * shape[3] % 4 else 1)
     for problem in found:
         made = planes.layout(problem)
         plane = shape[2] * shape[3]
@@ -92,7 +92,7 @@ def test_against_double(shape, dtype, with_residual, launches):
     y = norm(x, weight, bias, residual, running)
     grad = torch.randn_like(y)
     found = [y.detach(), *running, *torch.autograd.grad(y, [x, weight, bias], grad)]
-    if not (with_residual and dtype == F32 and shape == WHOLE[2]):  # of which no cluster holds three operands
+    if dtype != F32:  # of whose planes alone, or of three operands, others are as fast
         assert set(launches) <= {"pointwise_planes"}  # plans may be there from another test
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     twice = torch.zeros_like(wide[1]).detach(), torch.ones_like(wide[1]).detach()
