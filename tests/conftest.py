@@ -152,3 +152,17 @@ def covering(combinations: list[dict], together: int) -> list[int]:
         taken.update(values[best])
         missing -= meetings[best]
     return kept
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the kernels that calls are built with."""
+    from fusionrt.runtime import launch
+    built, real = [], launch.Text.launch
+
+    def launched(self, source, *args, **more):
+        built.append(source.entry)
+        return real(self, source, *args, **more)
+
+    monkeypatch.setattr(launch.Text, "launch", launched)
+    return built

@@ -60,19 +60,6 @@ def test_what_keeps_its_kernels(shape, dtype, clusters):
 # --- on a GPU
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Names of the kernels that calls are built with."""
-    built, real = [], launch.Text.launch
-
-    def launched(self, source, *args, **more):
-        built.append(source.entry)
-        return real(self, source, *args, **more)
-
-    monkeypatch.setattr(launch.Text, "launch", launched)
-    return built
-
-
 def images(shape, dtype=F32):
     return torch.randn(shape, device="cuda").mul(2).add(1).to(dtype)
 

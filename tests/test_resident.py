@@ -99,19 +99,6 @@ def test_threads_that_begin_together_have_counters_of_one_memory(monkeypatch):
 # --- on a GPU
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Names of the kernels that calls are built with."""
-    built, real = [], launch.Text.launch
-
-    def launched(self, source, *args, **more):
-        built.append(source.entry)
-        return real(self, source, *args, **more)
-
-    monkeypatch.setattr(launch.Text, "launch", launched)
-    return built
-
-
 def both_ways(x, weight, bias, residual=None):
     y = norm(x, weight, bias, residual)
     torch.manual_seed(1)
