@@ -45,7 +45,6 @@ class Layout(NamedTuple):
     part: int       # bytes of a block
 
 
-
 def fits(problem: Problem, device: torch.device) -> bool:
     """Whether one kernel can compute the elements of `problem.then` as well; it needs clusters."""
     index = stands_for(device).index
