@@ -512,12 +512,15 @@ def test_keywords_and_no_reference():
     (({"a": 3}, ()), TypeError, "compare_implementations: a must be a function, got int"),
     (({"a": print}, (), None, 3), TypeError, "reference must be a function or the name of an implementation"),
     (({"a": print}, (), None, None, 3), ValueError, "baseline 3 is no implementation; there are a"),
+    (({"a": print}, abs, None, None, None, [1, [2]]), TypeError, r"sizes must be .* tuples, got \[2\]"),
+    (({"a": print}, abs, None, None, None, [None]), TypeError, "sizes must be .* tuples, got None"),
+    (({"a": print}, (), None, None, None, None, None, 5), TypeError, "title must be text, got 5"),
     (({"a": print}, (), None, None, None, None, -5), ValueError, "least_bytes must be at least 0, got -5"),
     (({"a": print}, (), None, None, None, None, 1.5), TypeError, "least_bytes must be an integer, got 1.5"),
     (({"a": abs}, (-1,), None, None, None, None, lambda n: n), ValueError, "least_bytes .* 0, got -1"),
 ])
 def test_comparisons_refuse(arguments, error, text):
-    names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes", "least_bytes")
+    names = ("implementations", "args", "kwargs", "reference", "baseline", "sizes", "least_bytes", "title")
     with pytest.raises(error, match=text):
         bench.compare_implementations(**dict(zip(names, arguments, strict=False)))
 

@@ -8,7 +8,7 @@ import io
 import numbers
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -202,7 +202,7 @@ def compare_implementations(
         compare_implementations({"eager": f, "fused": g}, lambda n: (torch.randn(n),), sizes=(1024, 1 << 20))
     """
     sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
-    known = _checked(implementations, args, reference, baseline, sizes, least_bytes)
+    known = _checked(implementations, args, reference, baseline, sizes, least_bytes, title)
     run = _Run(dict(implementations), reference, known, least_bytes, details, device,
                {"warmup": warmup, "repeat": repeat, "cold": cold, "graph": graph})
     found = Comparison(title, known, [], [])
@@ -213,7 +213,8 @@ def compare_implementations(
 
 
 def _checked(implementations: Mapping[str, Function], args: Any, reference: Function | str | None,
-             baseline: str | None, sizes: Iterable[Any] | None, least: object) -> str:
+             baseline: str | None, sizes: Iterable[Any] | None, least: object,
+             title: object) -> str:
     """The baseline's name."""
     if not isinstance(implementations, Mapping) or not implementations:
         raise TypeError("compare_implementations: implementations must be a mapping of names to functions, "
@@ -239,6 +240,11 @@ def _checked(implementations: Mapping[str, Function], args: Any, reference: Func
                         f"sizes={sizes!r} and args of type {type(args).__name__}")
     if sizes is not None and (not isinstance(sizes, list) or not sizes):
         raise ValueError(f"compare_implementations: sizes must be a list of one size at least, got {sizes!r}")
+    for size in sizes or ():
+        if size is None or not isinstance(size, Hashable):
+            raise TypeError(f"compare_implementations: sizes must be numbers, text or tuples, got {size!r}")
+    if not isinstance(title, str):
+        raise TypeError(f"compare_implementations: title must be text, got {title!r}")
     if not (least is None or callable(least)):
         as_count("compare_implementations", "least_bytes", least)
     return next(iter(implementations)) if baseline is None else baseline
