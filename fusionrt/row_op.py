@@ -20,7 +20,7 @@ from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
 from fusionrt.op import SCALAR, Args, Operator, pack, unpack
 from fusionrt.problem import Output, Problem, pose
-from fusionrt.rehearsal import device_type, has_clusters, stands_for
+from fusionrt.rehearsal import device_type
 
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
@@ -172,8 +172,7 @@ class RowOperator(Operator):
         first = next(a for a in args if isinstance(a, torch.Tensor))
         if device_type(first) == "cuda":
             from fusionrt.runtime import device, row_layout
-            index = stands_for(first.device).index
-            clusters = has_clusters() if index is None else device.has_clusters(index)
+            clusters = device.clusters_on(first.device)
             for along in (Along.SEGMENTS, Along.ROWS):
                 parts = self._divided(args, shape, order, outputs, along)
                 if row_layout.takes_sums(self._posed(args, shape, parts[0]), alignment, clusters):

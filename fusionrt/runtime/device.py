@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusionrt import rehearsal
 from fusionrt.errors import CaptureError
 from fusionrt.runtime import binding, compiler
 
@@ -72,6 +73,12 @@ def zeros(n_bytes: int) -> int:
 
 def has_clusters(device: int) -> bool:
     return compiler.has_clusters(architecture(device))
+
+
+def clusters_on(device: torch.device) -> bool:
+    """The same of a tensor's device, also of one that a rehearsal stands for."""
+    index = rehearsal.stands_for(device).index
+    return rehearsal.has_clusters() if index is None else has_clusters(index)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.problem import Operand, Problem
-from fusionrt.rehearsal import has_clusters, stands_for
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import Again
@@ -47,9 +46,7 @@ class Layout(NamedTuple):
 
 def fits(problem: Problem, device: torch.device) -> bool:
     """Whether one kernel can compute the elements of `problem.then` as well; it needs clusters."""
-    index = stands_for(device).index
-    clusters = has_clusters() if index is None else cuda.has_clusters(index)
-    return clusters and layout(problem) is not None
+    return cuda.clusters_on(device) and layout(problem) is not None
 
 
 def layout(problem: Problem) -> Layout | None:
