@@ -123,6 +123,7 @@ __device__ __forceinline__ void compute(const Params& p, const Place& at, unsign
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) attention_queries_sm90(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     if (threadIdx.x == 0) {
         make_barrier(barriers(), 1), make_barrier(barriers() + 1, 1);
         for (int i = 0; i < 2 * STAGES; ++i) make_barrier(barriers() + 2 + i, i / STAGES ? 4 * GROUPS : 1);

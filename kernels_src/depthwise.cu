@@ -152,6 +152,7 @@ __device__ __forceinline__ void go_together(const Params& p, unsigned task, int 
 
 // Said to be one, or the compiler spills for the sake of more blocks on a multiprocessor.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) depthwise(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     alignas(16) __shared__ acc_t shared[TAPS * PITCH];
     unsigned group = blockIdx.x;
     const int first = digit(group, p.slices) * p.lanes * VEC;

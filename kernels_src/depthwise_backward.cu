@@ -81,6 +81,7 @@ __device__ __forceinline__ void go_down(const Params& p, const Strip& strip, Sum
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) depthwise_backward(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     unsigned group = blockIdx.x;
     const int first = digit(group, p.slices) * p.lanes * VEC;
     const int lane = threadIdx.x % p.lanes, slot = threadIdx.x / p.lanes, slots = BLOCK / p.lanes;

@@ -303,6 +303,7 @@ __device__ __forceinline__ void put(const Params& p, const Channels& channels, i
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
 #if __CUDA_ARCH__ >= 800
     extern __shared__ uint4 shared[];
     char* tiles = reinterpret_cast<char*>(shared);

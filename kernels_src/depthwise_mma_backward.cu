@@ -178,6 +178,7 @@ __device__ __forceinline__ void write_partials(const Params& p, const Task& task
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_mma_backward(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
 #if __CUDA_ARCH__ >= 800
     extern __shared__ uint4 shared[];
     char* grads = reinterpret_cast<char*>(shared);

@@ -17,6 +17,7 @@ __device__ __forceinline__ void take_rows(const Params& p, const char* row, cons
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) depthwise_tiles_backward(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
 #if __CUDA_ARCH__ >= 800
     extern __shared__ uint4 ring[];
     const Task task(p);

@@ -506,6 +506,7 @@ __device__ __forceinline__ void backward(const Params& p, unsigned first, const 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) embedding(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const unsigned first = blockIdx.x * ROWS + threadIdx.x / THREADS;
     const Places of_lane = places_of_row(p, first, lane_of_team(), threadIdx.x % THREADS < LANES);
     const RandomState state = state_of(DROPOUT ? p.random_state : nullptr, p.seed, p.random_offset);

@@ -112,4 +112,7 @@ __device__ __forceinline__ void fold_of_team(const P& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) fold_norm(const __grid_constant__ Params p) { fold_of_team(p); }
+extern "C" __global__ void __launch_bounds__(BLOCK) fold_norm(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    fold_of_team(p);
+}

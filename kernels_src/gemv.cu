@@ -50,6 +50,7 @@ __device__ __forceinline__ void take_step(const Operands& found, float (&sums)[G
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 2) gemv(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * COLUMNS;
     float sums[GROUPS][4] = {};
 #pragma unroll 1

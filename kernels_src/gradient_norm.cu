@@ -2,6 +2,7 @@
 // Sixteen elements at most are added in acc_t before a double takes them: 1e8 small squares stay exact enough.
 
 extern "C" __global__ void __launch_bounds__(BLOCK) gradient_norm(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     constexpr int W = 16 / sizeof(grad_t), TILE = BLOCK * W;
     double sum = 0;
     for (unsigned c = blockIdx.x; c < p.n_chunks; c += gridDim.x) {

@@ -356,6 +356,7 @@ __device__ __forceinline__ void from_between(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 3) image(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     if constexpr (STAGE == SECOND) from_between(p);
     else from_source(p);
 }

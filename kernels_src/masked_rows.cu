@@ -8,6 +8,7 @@
 // Params.
 
 extern "C" __global__ void __launch_bounds__(BLOCK) masked_rows(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const unsigned r = blockIdx.x * BLOCK + threadIdx.x, lane = threadIdx.x % 32;
     bool empty = false;
     scalar_t* out = p.out;

@@ -15,6 +15,7 @@ __device__ __forceinline__ int first_inside(int begin, int dilation) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) max_pool(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const unsigned vector = blockIdx.x * BLOCK + threadIdx.x;
     if (vector >= p.vectors) return;
     const unsigned pixel = vector / p.packs, pack = vector - pixel * p.packs;

@@ -25,6 +25,7 @@ __device__ __forceinline__ double gradient_norm(const Params& p, double unscale,
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) optimizer_prepare(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const double unscale = p.grad_scale ? 1.0 / *p.grad_scale : 1.0;
     bool finite = true;
     const double norm = p.squares ? gradient_norm(p, unscale, finite) : 0.0;

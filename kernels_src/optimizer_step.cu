@@ -278,6 +278,7 @@ __device__ __forceinline__ bool aligned(const void* pointer) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) optimizer_step(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const Chunk chunk = p.chunks[blockIdx.x];
     const grad_t* grad = static_cast<const grad_t*>(p.grads[chunk.tensor]);
     Tensor t = p.tensors[chunk.tensor];

@@ -74,11 +74,13 @@ template <int VEC, int UNROLL, int THREADS> __device__ __forceinline__ void elem
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     elements<VEC, UNROLL, BLOCK>(p);
 }
 
 #ifdef EACH_OF_FEW
 extern "C" __global__ void __launch_bounds__(BLOCK_OF_FEW) pointwise_of_few(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     elements<EACH_OF_FEW, 1, BLOCK_OF_FEW>(p);
 }
 #endif

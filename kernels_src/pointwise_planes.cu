@@ -116,6 +116,7 @@ pointwise_planes(const __grid_constant__ Params p) {
         }
         arrive_in_cluster();
     }
+    wait_for_kernel_before();
     const index_t base = group * (LANES * VEC), total = p.images * LANES, step = CLUSTER * BLOCK;
     const index_t first = rank * BLOCK + threadIdx.x, place = threadIdx.x % LANES * VEC;
     const int packs = first < total ? (total - first + step - 1) / step : 0;

@@ -195,6 +195,7 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_reduce(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     if constexpr (COLUMNS_KEPT) reduce_rows(p);
     else reduce_everything(p);
 }

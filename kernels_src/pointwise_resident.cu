@@ -54,6 +54,7 @@ __device__ __forceinline__ void join_chunks(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_resident(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     extern __shared__ __align__(16) unsigned char own[];
     constexpr int STEP = BLOCK * KEPT_BYTES;
     const finding::Params& found = p.finding;

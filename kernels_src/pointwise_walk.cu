@@ -8,6 +8,7 @@
 //   p.rows, p.each                rows in all, and of a thread
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_walk(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const index_t n = static_cast<index_t>(blockIdx.x) * BLOCK + threadIdx.x, team = p.vectors.divide(n);
     const index_t column = (n - team * p.vectors.value) * VEC, first = team * p.each;
     if (first >= p.rows) return;

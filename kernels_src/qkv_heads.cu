@@ -92,6 +92,7 @@ __device__ __forceinline__ void store_sums(const Params& p, Values& sums, unsign
 
 // Two blocks on a multiprocessor at least: unasked, the compiler spills a few registers for the sake of four.
 extern "C" __global__ void __launch_bounds__(BLOCK, 2) qkv_heads(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const unsigned chunk = blockIdx.x / p.column_blocks;
     const unsigned lane = blockIdx.x % p.column_blocks * LANES + threadIdx.x % LANES;
     const unsigned group = p.of_units.divide(lane);

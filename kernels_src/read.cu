@@ -5,6 +5,7 @@
 constexpr int AT_ONCE = 4;
 
 extern "C" __global__ void __launch_bounds__(BLOCK) read(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const long long step = static_cast<long long>(gridDim.x) * BLOCK * AT_ONCE;
     unsigned seen = 0;
     for (long long first = static_cast<long long>(blockIdx.x) * BLOCK * AT_ONCE + threadIdx.x; first < p.vectors;

@@ -81,6 +81,7 @@ __device__ __forceinline__ void heads(const Params& p, const Place& q, const Pla
 
 // Without a limit ptxas spills doubles to have a few registers less.
 extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(scalar_t) == 8 ? 3 : 0) rotary(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     Index rest = static_cast<Index>(blockIdx.x) * BLOCK + threadIdx.x;
     if (rest >= p.threads) return;
     // Of groups of heads and positions, the one that is nearer in memory varies faster.

@@ -564,6 +564,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     __shared__ Exchange exchange;
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0, block = blockIdx.x / CLUSTER, blocks = gridDim.x / CLUSTER;
     open(exchange);
+    wait_for_kernel_before();
     SumsOfColumns sums = {};
     if constexpr (IN_PARTS) walk_in_parts(p, block, blocks, rank, sums, exchange);
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);

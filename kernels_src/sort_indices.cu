@@ -107,6 +107,7 @@ __device__ __forceinline__ void scatter_tile(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) sort_indices(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     if constexpr (SCATTER) scatter_tile(p);
     else count_tile(p);
 }

@@ -187,6 +187,7 @@ __device__ __forceinline__ void send_to_all(const acc_t* values, const acc_t* pa
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, FEW ? 1 : 2)
     squeeze_excite(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     extern __shared__ float4 memory[];
     __shared__ Barrier barrier;
     const Share share(p.packs), across(p.hidden_packs);

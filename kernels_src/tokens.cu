@@ -65,6 +65,7 @@ __device__ __forceinline__ int earlier(bool yes, int (&totals)[BLOCK / 32], int&
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) tokens(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     __shared__ int totals[BLOCK / 32];
     const Row row(p);
     const RandomState state = MASKED && p.state != nullptr ? RandomState{p.state[0], p.state[1] + p.offset}

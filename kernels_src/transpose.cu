@@ -13,6 +13,7 @@ constexpr int HALVES = ROWS / EACH / 32;  // of a column, which a warp writes in
 __device__ __forceinline__ int place(int row, int word) { return row * 32 + ((word + row / EACH) & 31); }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) transpose(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     __shared__ unsigned part[ROWS * 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int of_matrix = p.down * p.across, n = blockIdx.x / of_matrix, at = blockIdx.x - n * of_matrix;

@@ -537,6 +537,7 @@ __device__ __forceinline__ void middles(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) window(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     if constexpr (STAGE == WINDOWS) windows(p);
     else if constexpr (STAGE == CHUNKS) chunks(p);
     else if constexpr (STAGE == FOLDS) folds(p);

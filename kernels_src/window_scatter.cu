@@ -7,6 +7,7 @@
 // Before this file: scalar_t, ITEMS.
 
 extern "C" __global__ void __launch_bounds__(BLOCK) window_scatter(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * BLOCK + threadIdx.x;
     const int64_t column = thread % p.inner, part = thread / p.inner % p.parts, outer = thread / p.inner / p.parts;
     if (outer >= p.outer) return;

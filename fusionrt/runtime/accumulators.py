@@ -117,15 +117,15 @@ def takes(found: Sequence[Group]) -> list[str]:
     return [*lines, "    }", "}"]
 
 
-def side(kept: int, chunks: int) -> int:
-    """Columns that a block joins, as a power of two: few, that there are blocks enough for a large GPU; but
-    not so few that threads have no row, where there are few rows."""
-    columns = min(COLUMNS, max(1, kept // 132))
+def side(kept: int, chunks: int, alone: bool = False) -> int:
+    """Columns that a block joins, as a power of two: few, that there are blocks enough for a large GPU, fewer
+    of one sum `alone`; but not so few that threads have no row, where there are few rows."""
+    columns = min(COLUMNS // 2 if alone else COLUMNS, max(1, kept // 132))
     return max(columns.bit_length() - 1, (BLOCK // chunks).bit_length() - 1 if chunks < BLOCK else 0)
 
 
-def blocks(kept: int, chunks: int) -> int:
-    return -(-kept >> side(kept, chunks))
+def blocks(kept: int, chunks: int, alone: bool = False) -> int:
+    return -(-kept >> side(kept, chunks, alone))
 
 
 def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:

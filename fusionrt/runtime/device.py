@@ -137,7 +137,9 @@ def has_dependent_launches(device: int) -> bool:
 
 
 class DependentLaunch:
-    """Of a kernel that waits for the one before it by itself (programmatic dependent launch). Owns what the
+    """Of a kernel that may begin when the blocks of the one before it have left, or sooner if that one says
+    so: every kernel here waits by itself for what was written before (programmatic dependent launch). In a
+    graph that is a quarter of a microsecond less; the host takes half a microsecond more. Owns what the
     driver reads."""
 
     def __init__(self, function: int, grid: tuple[int, int], block: int, shared: int, parameters: Any

@@ -60,6 +60,9 @@ class Kernel:
             packed = self.params.packer.pack(*values)  # the driver copies it before it returns
         except OverflowError:
             packed = self.params.packer.pack(*self.params.converted(*values))
-        pointers = (ctypes.c_char_p * 1)(packed)
-        cuda.driver().launchKernel(function, x, y, 1, self.block, 1, 1, shared, raw_stream(device),
-                                   ctypes.addressof(pointers), 0)
+        pointers, stream = (ctypes.c_char_p * 1)(packed), raw_stream(device)
+        if cuda.has_dependent_launches(device) and stream and torch.cuda.is_current_stream_capturing():
+            cuda.DependentLaunch(function, (x, y), self.block, shared, pointers)(stream)
+        else:
+            cuda.driver().launchKernel(function, x, y, 1, self.block, 1, 1, shared, stream,
+                                       ctypes.addressof(pointers), 0)

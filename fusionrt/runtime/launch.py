@@ -47,8 +47,9 @@ class Text:
         self.call, self.lines = call, []  # type: ignore[var-annotated]
         self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": raw_stream,
                                       "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
-                                      "launch_together": cuda.driver().launchCooperativeKernel}
-        self.kernels = 0
+                                      "launch_together": cuda.driver().launchCooperativeKernel,
+                                      "is_capturing": torch.cuda.is_current_stream_capturing}
+        self.kernels, self.depends = 0, cuda.has_dependent_launches(call.device)
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
         kind = str(dtype).replace(".", "_")
@@ -59,12 +60,15 @@ class Text:
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
                kernel: str = "", waits: bool = False) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
-        shared memory. `kernel`: which one of a translation unit with several. `waits`: for the one before, by
-        itself.
+        shared memory. `kernel`: which one of a translation unit with several. `waits`: for one of the same
+        text, which lets it begin early, so that this pays outside of graphs too.
 
         The parameter buffer belongs to this text, and the text to one thread.
         """
         k, self.kernels = self.kernels, self.kernels + 1
+        if k == 0:  # 0, the default stream, is never captured
+            self.lines.append(f"at = stream({self.call.device})")
+            self.lines += ["captured = at and is_capturing()"] * self.depends
         packer = source.params.packer
         buffer = ctypes.create_string_buffer(packer.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
@@ -76,13 +80,14 @@ class Text:
                            for field in source.values for v in field)
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
-        if waits and cuda.has_dependent_launches(self.call.device):
-            self.scope[f"launch{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
-            self.lines.append(f"launch{k}(stream({self.call.device}))")
-            return
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
-        self.lines.append(f"{launch}({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, "
-                          f"stream({self.call.device}), {ctypes.addressof(pointers)}{last})")
+        line = (f"{launch}({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, at, "
+                f"{ctypes.addressof(pointers)}{last})")
+        if together or not self.depends:
+            self.lines.append(line)
+            return
+        self.scope[f"depend{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
+        self.lines += [f"depend{k}(at)"] if waits else [f"if captured: depend{k}(at)", f"else: {line}"]
 
     def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
         """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
@@ -176,8 +181,8 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, rows.kept, chunks)
 
 
-def _joined(kept: int, chunks: int) -> dict[str, str]:
-    return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks))}
+def _joined(kept: int, chunks: int, alone: bool = False) -> dict[str, str]:
+    return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks, alone))}
 
 
 def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int, chunks: int,
@@ -227,7 +232,7 @@ def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> Non
     device = text.call.device
     text.scope["counter"] = resident.counter
     values |= {"partials": "partials.data_ptr()", "chunks": str(made.chunks), "side": str(made.side),
-               "packs_kept": str(made.packs), "arrived": f"counter({device}, stream({device}))"}
+               "packs_kept": str(made.packs), "arrived": f"counter({device}, at)"}
     text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
                 together=True)
 
@@ -259,13 +264,13 @@ def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows
     """Add the partial sums of outputs (place, dtype), of each `kept` in `chunks`. Their memory has the order
     of the walk until the last lines."""
     size = chunks * kept * getattr(torch, part.acc).itemsize
-    before = 0
+    before, alone = 0, len(sums) == 1
     for dtype, group in _together(sums):
         outs = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), "0")
         for n, k in enumerate(group):
             outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
-        values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks)
-        text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks),
+        values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks, alone)
+        text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks, alone),
                     accumulators.BLOCK, values, layers=len(group), waits=True)
         before += len(group)
     for k, _ in sums:

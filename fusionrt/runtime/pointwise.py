@@ -36,6 +36,7 @@ BLOCK = 128
 REDUCE_UNROLL = 2
 MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
+REDUCE_BLOCKS_OF_MASKS = MULTIPROCESSORS * 12  # whole waves
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
@@ -378,9 +379,10 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     lanes, values = n_lanes(rows, width), accumulators.groups(problem)
     double = problem.acc == "float64"
     # Packs of eight elements (16-bit operands): four blocks, which hide what they wait for, rather than two
-    # packs at a time; both would spill. Two packs of doubles spill as well.
+    # packs at a time where both would spill. Two packs of doubles spill as well.
     wide = width > 4
-    unroll = 1 if double or wide else REDUCE_UNROLL
+    narrow = registers(problem, rows, width, REDUCE_UNROLL, accumulators.n_values(values)) <= 64
+    unroll = REDUCE_UNROLL if not double and (narrow or not wide) else 1
     apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
     crowded = apart or (bool(problem.streams) and sum(problem.reduced) > 1)
     many = _words(problem, width) > MANY_WORDS
@@ -461,7 +463,8 @@ def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
         blocks = MULTIPROCESSORS * across_blocks(problem)
         wanted = max(2, blocks // tiles(rows, width)) if tiles(rows, width) < blocks else 1
     else:
-        wanted = -(-REDUCE_BLOCKS // tiles(rows, width))
+        masked = width > 4 and any(o.dtype == MASK for o in problem.inputs)
+        wanted = -(-(REDUCE_BLOCKS_OF_MASKS if masked else REDUCE_BLOCKS) // tiles(rows, width))
     return max(1, min(wanted, steps // (2 * REDUCE_UNROLL)))
 
 
