@@ -510,6 +510,19 @@ def test_stacked_linear_layers(monkeypatch):
     assert "stacked_linear" not in found[0].counts  # a view of a part cannot be flat
 
 
+def test_linear_layers_are_stacked_where_others_cannot_be(monkeypatch):
+    monkeypatch.setattr(sys.modules["fusionrt.convert.passes.stacked"], "DEVICES", ("cpu",))
+
+    def layers(x, a, b):
+        e = x.exp()
+        return F.linear(x, a).view(-1), F.linear(x, b) * 2, F.linear(e, a) + 1, F.linear(e, b) * 2
+
+    run, found = compiled(layers)
+    args = [torch.randn(4, 8), torch.randn(6, 8), torch.randn(6, 8)]
+    assert_close(run(*args), layers(*args))
+    assert found[0].counts["stacked_linear"] == 1
+
+
 # -- the interface -------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """While a converted model is traced nothing is collected and no guards are timed, and both are afterwards."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,3 +53,24 @@ def test_the_first_call_is_made_so_and_later_ones_are_not():
     for _ in range(2):
         assert torch.equal(fast(x), torch.relu(x) * 2)
     assert seen == [False, True] and gc.isenabled()
+
+
+def test_networkx_waits_for_whoever_plans_with_it():
+    """In a process of its own: here others may have imported it."""
+    code = """
+import sys, torch, fusionrt
+from torch._functorch import _activation_checkpointing
+fast = fusionrt.auto_convert_model(torch.nn.Linear(4, 4), example_inputs=torch.randn(2, 4), device="cpu")
+fast(torch.randn(2, 4))
+assert "networkx" not in sys.modules
+planner = sys.modules[_activation_checkpointing.__name__ + ".graph_info_provider"]
+graph = planner.nx.DiGraph([(1, 2)])
+import networkx
+assert type(graph) is networkx.DiGraph is planner.nx.DiGraph and sys.modules["networkx"] is networkx
+loss = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend="aot_eager_decomp_partition")
+x = torch.ones(3, requires_grad=True)
+loss(x).backward()
+torch.testing.assert_close(x.grad, torch.full((3,), 2.0).cos())
+"""
+    pytest.importorskip("torch._functorch._activation_checkpointing.graph_info_provider")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

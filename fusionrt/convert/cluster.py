@@ -7,10 +7,12 @@ that is so. At most one member works on rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import Node
 
 from fusionrt.convert.effects import Facts, value
-from fusionrt.convert.graph import is_tensor, ordered, same
+from fusionrt.convert.graph import Edits, is_tensor, ordered, same
 from fusionrt.convert.members import Member, member
 
 MOST_OPERANDS = 16
@@ -126,6 +128,11 @@ class Clustering:
         for c in self.clusters:
             if c is not home and c.reach & home.mask:
                 c.reach |= everything
+
+
+def homes(edits: Edits, is_wanted: Callable[[Node], bool]) -> dict[Node, Cluster]:
+    """The cluster of each node that is in one; none of a graph that has no call for which they are wanted."""
+    return Clustering(edits.facts).of if any(map(is_wanted, edits.nodes())) else {}
 
 
 def _can_merge(a: Cluster, b: Cluster, n: Node) -> bool:

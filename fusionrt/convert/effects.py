@@ -160,17 +160,35 @@ def _writes(targets: Any) -> Effect:
     return Effect(tuple(found)) if found else NONE
 
 
+class _Own(NamedTuple):
+    """What a node tells by itself, and of which state: torch.fx gives it other objects where that changes."""
+
+    state: tuple[Any, ...]
+    effect: Effect
+    lies_in: list[tuple[int, torch.dtype]]
+
+
+def _own(n: Node, before: _Own | None) -> _Own:
+    state = n.target, n.args, n.kwargs, value(n)
+    if before is not None and all(map(operator.is_, state, before.state)):
+        return before
+    return _Own(state, effect(n), [(t.untyped_storage()._cdata, t.dtype) for t in tensors(state[-1])])
+
+
 class Facts:
     """Of one graph, for one pass: the order of its nodes, the regions that barriers divide it into, which
-    values share memory, and which memory is written to."""
+    values share memory, and which memory is written to. `before`: earlier ones of the graph, of which is
+    taken what is still so."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, before: Facts | None = None) -> None:
+        known: dict[Node, _Own] = {} if before is None else before._known
         self.nodes = list(graph.nodes)
         self.position = {n: k for k, n in enumerate(self.nodes)}
-        self.effects = {n: effect(n) for n in self.nodes}
+        self._known: dict[Node, _Own] = {n: _own(n, known.get(n)) for n in self.nodes}
+        self.effects = {n: its.effect for n, its in self._known.items()}
         barriers = itertools.accumulate((self.effects[n].barrier for n in self.nodes), initial=0)
         self.region = dict(zip(self.nodes, barriers, strict=False))
-        lies_in = {n: [(t.untyped_storage()._cdata, t.dtype) for t in tensors(value(n))] for n in self.nodes}
+        lies_in = {n: its.lies_in for n, its in self._known.items()}
         self._same = _Partition()
         for n in self.nodes:
             if getattr(n.target, "__name__", n.target) in _MAY_ALIAS:

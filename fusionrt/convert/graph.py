@@ -73,6 +73,8 @@ class Edits:
         self._pass = ""
         self._erased: set[Node] = set()
         self._facts: Facts | None = None
+        self._before: Facts | None = None  # the latest that there were
+        self._is_sorted = True
 
     @property
     def calls(self) -> int:
@@ -86,7 +88,8 @@ class Edits:
     @property
     def facts(self) -> Facts:
         """As they were when the pass, or its last `changed`, began; with the calls that were made since."""
-        self._facts = self._facts or Facts(self.graph)
+        if self._facts is None:
+            self._facts = self._before = Facts(self.graph, self._before)
         return self._facts
 
     def changed(self) -> None:
@@ -131,6 +134,7 @@ class Edits:
         made.meta.update({VALUE: value(at) if given is None else as_recorded(given), KEY: key(at),
                           EFFECT: effects})
         self.facts.add(made, at)
+        self._is_sorted = False
         return made
 
     def replace(self, old: Sequence[Node], last: Node, target: Callable[..., Any], args: Sequence[Any],
@@ -156,7 +160,10 @@ class Edits:
 
     def sort(self) -> None:
         """Put nodes before their users again, otherwise in the order in which they stand; barriers and calls
-        that touch memory that is written to keep their order."""
+        that touch memory that is written to keep their order. Where no call was made they stand so."""
+        if self._is_sorted:
+            return
+        self._is_sorted = True
         self.changed()
         facts, before = self.facts, ordered(self.facts)
         after: dict[Node, list[Node]] = defaultdict(list)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from fusionrt.convert.calls import FEW_ROWS, linear
-from fusionrt.convert.cluster import Cluster, Clustering
+from fusionrt.convert.cluster import Cluster, homes
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
 from fusionrt.convert.match import linear_layer, named
@@ -32,10 +32,10 @@ class _Layer(NamedTuple):
 def biases(edits: Edits) -> None:
     """layer(x, W) + b where no gradient is recorded: as part of the cluster that has all uses, with its
     dimensions in whatever order; of few rows otherwise in a pass of its own."""
-    clusters = Clustering(edits.facts).of
+    clusters = homes(edits, lambda n: _layer(n) is not None)
     for n in edits.nodes():
         layer = _layer(n)
-        if layer is None or layer.args[2] is None or not _fits(n):
+        if layer is None:
             continue
         moved = _moved(n)
         if _are_in_one(moved, clusters) and edits.allows(moved, [n, moved]):
@@ -48,11 +48,14 @@ def biases(edits: Edits) -> None:
 
 
 def _layer(n: Node) -> _Layer | None:
+    """One with a bias that may lie apart."""
     given, dim = linear_layer(n), -1
     if n.target is F.conv2d:
         dim = -3  # there may be no batch
         given = arguments(n, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1)
-    return None if given is None else _Layer(n.target, tuple(given.values()), dim)  # type: ignore[arg-type]
+    if given is None or given["bias"] is None or not _fits(n):
+        return None
+    return _Layer(n.target, tuple(given.values()), dim)  # type: ignore[arg-type]
 
 
 def _moved(n: Node) -> Node:

@@ -8,7 +8,7 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from fusionrt.activation import resolve
-from fusionrt.convert.cluster import Clustering
+from fusionrt.convert.cluster import homes
 from fusionrt.convert.effects import effect
 from fusionrt.convert.graph import Edits, arguments, present
 from fusionrt.convert.passes.convolution import is_plain, norm_arguments, tail_of_norm
@@ -17,7 +17,7 @@ from fusionrt.ops.batch_norm import batch_norm, group_norm
 
 def channel_norms(edits: Edits) -> None:
     """One call each. At inference a batch norm by itself stays torch's: either is one kernel."""
-    clusters = Clustering(edits.facts).of
+    clusters = homes(edits, lambda n: _call(n)[1] is not None)
     for n in edits.nodes():
         run, given = _call(n)
         if given is None or not is_plain(n):

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert.cluster import Cluster, Clustering
+from fusionrt.convert.cluster import Cluster, homes
 from fusionrt.convert.effects import effect, value
 from fusionrt.convert.graph import Edits, arguments, is_tensor, present, same
 from fusionrt.convert.members import FLOATS
@@ -24,7 +24,7 @@ Clusters = Mapping[Node, Cluster]
 
 def convolution(edits: Edits) -> None:
     """One call each: conv + bn + residual + activation, and conv + activation + dropout + residual."""
-    clusters = Clustering(edits.facts).of
+    clusters = homes(edits, lambda n: n.target in _CONVOLUTIONS)
     for n in edits.nodes():
         given = _arguments(n) if n.target in _CONVOLUTIONS else None
         if given is None or not is_plain(n) or value(given["input"]).dim() != value(given["weight"]).dim():

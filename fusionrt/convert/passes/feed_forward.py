@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert.cluster import Cluster, Clustering
+from fusionrt.convert.cluster import Cluster, homes
 from fusionrt.convert.effects import value
 from fusionrt.convert.fused import traced
 from fusionrt.convert.graph import Edits, is_tensor, present
@@ -26,7 +26,7 @@ Given = dict[str, Any]
 def feed_forward(edits: Edits) -> None:
     """Linear, activation, dropout, linear; and act(gate) * up between linear layers. At inference they are
     left to the passes for their parts."""
-    clusters = Clustering(edits.facts).of
+    clusters = homes(edits, lambda n: _linear(n) is not None and value(n).requires_grad)
     for n in edits.nodes():
         given = _linear(n)
         hidden: Any = given["input"] if given is not None and value(n).requires_grad else None

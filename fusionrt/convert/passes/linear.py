@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusionrt.convert.cluster import Clustering
+from fusionrt.convert.cluster import homes
 from fusionrt.convert.graph import Edits, present
 from fusionrt.convert.match import linear_layer
 from fusionrt.convert.passes.convolution import is_plain
@@ -15,7 +15,7 @@ from fusionrt.ops.linear import linear_activation
 def linear(edits: Edits) -> None:
     """Only with an activation: a residual by itself goes into the norm behind it, or is one more kernel
     either way."""
-    clusters = Clustering(edits.facts).of
+    clusters = homes(edits, lambda n: linear_layer(n) is not None)
     for n in edits.nodes():
         given = linear_layer(n)
         tail = tail_of(n, clusters) if given is not None and is_plain(n) else None

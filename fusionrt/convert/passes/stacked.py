@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ def stacked(edits: Edits) -> None:
         given = linear_layer(n)
         if given is not None and _can_be_stacked(edits, n, given):
             groups[given["input"], given["bias"] is None, edits.facts.region[n]].append((n, given))
-    for group in groups.values():
-        if len({given["weight"] for _, given in group}) == len(group) > 1 and edits.allows(group[-1][0]):
-            _stack(edits, group)
+    found = [group for group in groups.values()
+             if len({given["weight"] for _, given in group}) == len(group) > 1 and edits.allows(group[-1][0])]
+    if found and not _stack(edits, found):
+        for group in found if len(found) > 1 else ():
+            _stack(edits, [group])
 
 
 def _can_be_stacked(edits: Edits, n: Node, given: Given) -> bool:
@@ -44,35 +47,42 @@ def _can_be_stacked(edits: Edits, n: Node, given: Given) -> bool:
             and all(w.op == "placeholder" and value(w).dtype == t.dtype for w in weights))
 
 
-def _stack(edits: Edits, group: Group) -> None:
-    """One product in the place of the first, and views of it."""
+def _stack(edits: Edits, groups: Sequence[Group]) -> bool:
+    """Whether what follows can take the results as views of one product; all is as it was where not."""
+    made = [_product(edits, group) for group in groups]
+    views = [(n, view) for group, nodes in zip(groups, made, strict=True)
+             for (n, _), view in zip(group, nodes[-len(group):], strict=True)]
+    for n, view in views:
+        n.replace_all_uses_with(view)
+    if revalue(edits, {view: value(n) for n, view in views}):
+        for n, _ in views:
+            edits.note(n, None)
+        edits.counts["stacked_linear"] += len(groups)
+        edits.erase([n for n, _ in views])
+        return True
+    for n, view in views:
+        view.replace_all_uses_with(n)
+    edits.erase([n for nodes in made for n in nodes])
+    return False
+
+
+def _product(edits: Edits, group: Group) -> list[Node]:
+    """The calls of one product in the place of the first; the last are views of it, one a layer."""
     first, given = group[0]
     widths = [value(g["weight"]).shape[0] for _, g in group]
-    operands = [given["input"]]
-    for name in ("weight", "bias"):
-        if given[name] is not None:
-            operands.append(_kept(edits, [g[name] for _, g in group], first))
+    weights = [_kept(edits, [g[name] for _, g in group], first)
+               for name in ("weight", "bias") if given[name] is not None]
     x = value(given["input"])
-    whole = edits.call(F.linear, operands, {}, first, given=x.new_empty((*x.shape[:-1], sum(widths))))
+    whole = edits.call(F.linear, (given["input"], *weights), {}, first,
+                       given=x.new_empty((*x.shape[:-1], sum(widths))))
     fakes = torch.split(value(whole), widths, -1)
     parts = edits.call(torch.split, (whole, widths, -1), {}, first, given=fakes)
-    views = [edits.call(operator.getitem, (parts, k), {}, first, given=fakes[k])
-             for k in range(len(group))]
-    for (n, _), view in zip(group, views, strict=True):
-        n.replace_all_uses_with(view)
-    if revalue(edits, {view: value(n) for (n, _), view in zip(group, views, strict=True)}):
-        for n, _ in group:
-            edits.note(n, None)
-        edits.counts["stacked_linear"] += 1
-        edits.erase([n for n, _ in group])
-        return
-    for (n, _), view in zip(group, views, strict=True):
-        view.replace_all_uses_with(n)
-    edits.erase([*operands[1:], whole, parts, *views])
+    return [*weights, whole, parts, *(edits.call(operator.getitem, (parts, k), {}, first, given=fake)
+                                      for k, fake in enumerate(fakes))]
 
 
 def _kept(edits: Edits, weights: list[Node], at: Node) -> Node:
-    fake = value(weights[0]).detach()
+    fake = value(weights[0])
     rows = sum(value(w).shape[0] for w in weights)
     made = edits.call(derived.stacked, weights, {}, at, given=fake.new_empty((rows, *fake.shape[1:])))
     made.meta[DERIVED] = tuple(weights)
