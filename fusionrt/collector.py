@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 
 MANY = 10_000  # new objects, of which a walk takes a millisecond
+FEW = 1_000    # frozen objects: Python 3.12 starts with some hundreds, who freezes a program has more
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def paused() -> Iterator[None]:
     finally:
         if enabled:
             # Of few, the next walk is as it would have been: a program that comes here often would have none.
-            if gc.get_count()[0] - before > MANY and not gc.get_freeze_count():
+            if gc.get_count()[0] - before > MANY and gc.get_freeze_count() < FEW:
                 gc.freeze()  # the new objects are old ones then: else they would be walked now
                 gc.unfreeze()
             gc.enable()

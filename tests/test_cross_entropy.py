@@ -75,7 +75,7 @@ def test_options(kind, options, shape, dtype, device):
     compare(x, targets(kind, x), **options)
 
 
-@pytest.mark.parametrize("columns", [2, 1023, 1025, 262_144])
+@pytest.mark.parametrize("columns", [2, 1023, 1025, 4096, 4104, 8200, 262_144])  # of a piece 4096 or 2048
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_widths(columns, dtype, device):
     x = logits((3, columns), dtype, device)

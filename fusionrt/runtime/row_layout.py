@@ -7,6 +7,8 @@
   which fill the registers, blocks stay, and their next rows come while they work on one. The L2 is asked for
   rows `ahead` of those for which there is room.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
+
+Where nothing is found in a row, as for a gradient of cross-entropy, a block has a piece of one, in registers.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ LEAST_CARRYING = 512       # and of those that carry
 MANY_ELEMENTS = 1 << 24    # from which on threads that work at length on much are enough
 WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
 TURNS = 256                # and to leave a row to fewer and larger blocks
+PIECE = 256, 2             # threads and their packs, of a row of which nothing is found
 LIGHT = 10                 # instructions an element; of more, many threads that come and go hide the latency
 
 
@@ -100,10 +103,16 @@ class Layout(NamedTuple):
     weights: bool = False    # beside its stages a block has its part of the weights in shared memory
     ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
     carries: bool = False    # what passes leave to later ones waits in registers
+    pieces: int = 0          # of a row, each for a block, which tells the others nothing
 
     @property
     def block(self) -> int:
         return self.threads * self.rows
+
+    @property
+    def of_row(self) -> int:
+        """Blocks that share a row."""
+        return max(self.cluster, self.pieces)
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -117,7 +126,9 @@ def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
 
 def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     if not sums(problem) and looks(problem) == 1:
-        return _streamed(problem, width(problem, alignment), clusters)
+        pack = width(problem, alignment)
+        found = _finds(problem) or segment_sums(problem)
+        return _streamed(problem, pack, clusters) if found else _in_pieces(problem, pack)
     in_registers = _in_registers(problem, width(problem, alignment))
     if in_registers is not None and not sums(problem) and not (
             clusters and _is_alone(problem, in_registers)):
@@ -132,8 +143,10 @@ def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
 def takes_sums(problem: Problem, alignment: int, clusters: bool) -> bool:
     """Whether the kernel can keep sums over rows in registers, or find those of segments."""
     made = layout(problem, alignment, clusters)
-    if made.kind == "streamed" or not segment_sums(problem):
-        return made.kind != "streamed"
+    if made.kind == "streamed" or made.pieces:
+        return False
+    if not segment_sums(problem):
+        return True
     found = segments(problem)
     if found is None or found.each > MOST_SEGMENTS or sums(problem):
         return False
@@ -163,6 +176,8 @@ def rows_ahead(made: Layout, at_a_time: int) -> int:
 
 def span(problem: Problem, made: Layout) -> int:
     """Columns of a row that one block has: whole packs, which the copy engine can take."""
+    if made.pieces:
+        return made.threads * made.packs * made.width
     copied = held(problem) + (weights(problem) if made.weights else [])
     step = max(made.width, 16 // min([ITEMSIZE[o.dtype] for o in copied], default=4))
     return -(-columns(problem) // (made.cluster * step)) * step
@@ -458,6 +473,21 @@ def looks(problem: Problem) -> int:
     in_full = {k for k, o in enumerate(problem.outputs) if any(o.strides[:n]) or columns(problem) == 1}
     return sum(bool(one.found) or not in_full.isdisjoint(one.outputs)
                for one in schedule(with_sums(problem.roots)))
+
+
+def _finds(problem: Problem) -> bool:
+    return any(one.found for one in schedule(with_sums(problem.roots)))
+
+
+def _in_pieces(problem: Problem, pack: int) -> Layout:
+    """As for a pointwise op, blocks come and go, with a few packs a thread, on their way together with what
+    belongs to the row. (Blocks that go on to another piece have nothing on its way while they work.)"""
+    packs_a_row, (block, packs) = -(-columns(problem) // pack), PIECE
+    threads = min(block, max(min(8, _power(packs_a_row)), _power(-(-packs_a_row // packs))))
+    of_row, _ = _a_pack(problem, pack)
+    working = 40 * _word(problem) + OF_CHANNELS * _repeat(problem) + packs * of_row
+    return Layout("registers", pack, packs, threads, block // threads, 1, 0, _blocks(working, block), False,
+                  pieces=-(-packs_a_row // (threads * packs)))
 
 
 def _streamed(problem: Problem, pack: int, clusters: bool) -> Layout:

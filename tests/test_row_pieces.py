@@ -1,0 +1,40 @@
+"""Rows in which nothing is found lie in pieces, of which each block has one."""
+
+import pytest
+import torch
+
+import fusionrt as frt
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import launch, row_layout
+
+
+def gradient_of_logits(columns, dtype, **options):
+    """The problem of a cross-entropy's gradient."""
+    x = torch.empty(64, columns, device="meta", dtype=dtype, requires_grad=True)
+    with collecting() as needed:
+        frt.cross_entropy(x, torch.empty(64, device="meta", dtype=torch.int64), **options).backward()
+    return needed[-1]
+
+
+@pytest.mark.parametrize("columns", [1, 8, 1000, 1024, 4096, 4104, 32_768, 1_000_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_pieces_make_up_the_row(columns, dtype):
+    problem = gradient_of_logits(columns, dtype)
+    made = row_layout.layout(problem, 16, True)
+    span = row_layout.span(problem, made)
+    assert (made.pieces - 1) * span < columns <= made.pieces * span == made.of_row * span
+    assert made.cluster == 1 and not made.persistent
+    assert made.block == 256 and made.threads * made.packs * made.width == span
+    assert row_layout.grid(problem, made, 1) == -(-64 // made.rows)
+    assert made == row_layout.layout(problem, 16, False)  # with clusters or without
+    assert not row_layout.takes_sums(problem, 16, True)
+    assert f"OF_ROW = {made.pieces}," in launch.sources(problem)[0].text
+
+
+def test_what_finds_something_has_its_row_together():
+    x = torch.empty(64, 32_768, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with collecting() as needed:
+        y = frt.softmax(x)
+        torch.autograd.grad(y, x, torch.empty_like(y))
+        frt.cross_entropy(x.detach(), torch.empty(64, device="meta", dtype=torch.int64), reduction="none")
+    assert len(needed) >= 3 and not any(row_layout.layout(problem, 16, True).pieces for problem in needed)
