@@ -135,8 +135,7 @@ def pointwise_large(rows: list[Row]) -> str:
                      for op in dict.fromkeys(row["op"] for row in rows)])
 
 
-@measured("rows-gpu")
-def rows_large(rows: list[Row]) -> str:
+def _rows_large(rows: list[Row]) -> str:
     """As pointwise_large, by the width of the rows."""
     large = [r for r in rows if r["table"] == "large" and "error" not in r]
     widths = list(dict.fromkeys(r["columns"] for r in large))
@@ -326,13 +325,14 @@ def _listed(*columns: str) -> Callable[[list[Row]], str]:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "ops": ops, "summary_gpu": summary_gpu, "summary_cpu": summary_cpu, "lost": lost,
-    "pointwise_large": pointwise_large, "rows_large": rows_large, "rows_small": rows_small,
+    "pointwise_large": pointwise_large, "rows_small": rows_small,
     "against_compile": against_compile,
     "pointwise_sweep": pointwise_sweep, "sweep_host": sweep_host,
     "three_way_device": three_way_device, "three_way_wall": three_way_wall,
     "launch_overhead": launch_overhead, "launch_calls": launch_calls,
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
+    "rows_large": measured("rows-gpu")(_rows_large), "rows_h100": measured("rows_h100-gpu")(_rows_large),
     "warmup_gpu": measured("warmup_time-gpu")(_warmup), "warmup_cpu": measured("warmup_time-cpu")(_warmup),
     "optimizers": measured("optimizers-gpu")(_listed(
         "model", "optimizer", "dtype", "options", "device_us", "of_copy", "vs_torch_device", "wall_us",
