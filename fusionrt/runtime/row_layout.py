@@ -127,8 +127,7 @@ def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
 def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     if not sums(problem) and looks(problem) == 1:
         pack = width(problem, alignment)
-        found = _finds(problem) or segment_sums(problem)
-        return _streamed(problem, pack, clusters) if found else _in_pieces(problem, pack)
+        return _in_pieces(problem, pack) or _streamed(problem, pack, clusters)
     in_registers = _in_registers(problem, width(problem, alignment))
     if in_registers is not None and not sums(problem) and not (
             clusters and _is_alone(problem, in_registers)):
@@ -475,13 +474,13 @@ def looks(problem: Problem) -> int:
                for one in schedule(with_sums(problem.roots)))
 
 
-def _finds(problem: Problem) -> bool:
-    return any(one.found for one in schedule(with_sums(problem.roots)))
-
-
-def _in_pieces(problem: Problem, pack: int) -> Layout:
+def _in_pieces(problem: Problem, pack: int) -> Layout | None:
     """As for a pointwise op, blocks come and go, with a few packs a thread, on their way together with what
-    belongs to the row. (Blocks that go on to another piece have nothing on its way while they work.)"""
+    belongs to the row. (Blocks that go on to another piece have nothing on its way while they work.) What a
+    thread does once is much for the few elements of narrow packs."""
+    finds = segment_sums(problem) or any(one.found for one in schedule(with_sums(problem.roots)))
+    if finds or pack * max([ITEMSIZE[o.dtype] for o in held(problem)], default=4) < 16:
+        return None
     packs_a_row, (block, packs) = -(-columns(problem) // pack), PIECE
     threads = min(block, max(min(8, _power(packs_a_row)), _power(-(-packs_a_row // packs))))
     of_row, _ = _a_pack(problem, pack)
