@@ -1,8 +1,8 @@
 // An expression over rows: norms, softmax, losses, and their gradients.
 //
-// THREADS threads share a row, or OF_ROW times as many in as many blocks: a CLUSTER, or, where nothing is found in
-// a row, such that know nothing of each other. Several passes go over the row: each ends in a reduction among the
-// row's threads, or in a store. Between them a row waits, as it was stored,
+// THREADS threads share a row, or BLOCKS_A_ROW times as many in as many blocks: a CLUSTER, or, where nothing is
+// found in a row, such that know nothing of each other. Several passes go over the row: each ends in a reduction
+// among the row's threads, or in a store. Between them a row waits, as it was stored,
 //   REGISTERS  in the registers of the threads that loaded it;
 //   STAGED     in shared memory, where the copy engine put it while the block worked on the row before;
 //   STREAMED   nowhere: every pass reads it anew.
@@ -562,9 +562,9 @@ __device__ __forceinline__ void walk_in_parts(const P& p, unsigned r, unsigned s
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
-    static_assert(OF_ROW == CLUSTER || (VALUES == 0 && !PERSISTENT), "blocks of no cluster tell each other nothing");
-    const unsigned rank = CLUSTER > 1 ? cluster_rank() : blockIdx.x % OF_ROW;
-    const unsigned block = blockIdx.x / OF_ROW, blocks = gridDim.x / OF_ROW;
+    static_assert(BLOCKS_A_ROW == CLUSTER || (VALUES == 0 && !PERSISTENT), "blocks of no cluster tell each other nothing");
+    const unsigned rank = CLUSTER > 1 ? cluster_rank() : blockIdx.x % BLOCKS_A_ROW;
+    const unsigned block = blockIdx.x / BLOCKS_A_ROW, blocks = gridDim.x / BLOCKS_A_ROW;
     open(exchange);
     wait_for_kernel_before();
     SumsOfColumns sums = {};

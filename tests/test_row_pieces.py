@@ -22,20 +22,20 @@ def test_pieces_make_up_the_row(columns, dtype):
     problem = gradient_of_logits(columns, dtype)
     made = row_layout.layout(problem, 16, True)
     span = row_layout.span(problem, made)
-    assert (made.pieces - 1) * span < columns <= made.pieces * span == made.of_row * span
+    assert (made.pieces - 1) * span < columns <= made.pieces * span == made.blocks_a_row * span
     assert made.cluster == 1 and not made.persistent
     assert made.block == 256 and made.threads * made.packs * made.width == span
     assert row_layout.grid(problem, made, 1) == -(-64 // made.rows)
     assert made == row_layout.layout(problem, 16, False)  # with clusters or without
     assert not row_layout.takes_sums(problem, 16, True)
-    assert f"OF_ROW = {made.pieces}," in launch.sources(problem)[0].text
+    assert f"BLOCKS_A_ROW = {made.pieces}," in launch.sources(problem)[0].text
 
 
 @pytest.mark.parametrize(("columns", "alignment"), [(50_257, 16), (32_768, 2)])
 def test_narrow_packs_take_turns(columns, alignment):
     """What a thread does once would count, for the few elements that it has."""
     made = row_layout.layout(gradient_of_logits(columns, torch.bfloat16), alignment, True)
-    assert made.kind == "streamed" and made.width == 1 and made.of_row == 1
+    assert made.kind == "streamed" and made.width == 1 and made.blocks_a_row == 1
 
 
 def test_what_finds_something_has_its_row_together():

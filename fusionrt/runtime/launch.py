@@ -255,7 +255,7 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
         text.allocate("partials", (len(summed) * chunks * kept,), (1,), getattr(torch, problem.acc))
         text.lines.append("p_partials = partials.data_ptr()")
         values |= {"partials": "p_partials", "chunks": str(chunks)}
-    text.launch(source, blocks * layout.of_row, layout.block, values, shared, layout.cluster)
+    text.launch(source, blocks * layout.blocks_a_row, layout.block, values, shared, layout.cluster)
     _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, kept, chunks)
 
 

@@ -110,8 +110,8 @@ class Layout(NamedTuple):
         return self.threads * self.rows
 
     @property
-    def of_row(self) -> int:
-        """Blocks that share a row."""
+    def blocks_a_row(self) -> int:
+        """That share it."""
         return max(self.cluster, self.pieces)
 
 

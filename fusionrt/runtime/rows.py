@@ -123,7 +123,8 @@ class Text:
     def _constants(self, made: Layout) -> list[str]:
         lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
                  f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
-                 f"OF_ROW = {made.of_row}, STAGES = {max(1, made.stages)}, MIN_BLOCKS = {made.blocks};",
+                 f"BLOCKS_A_ROW = {made.blocks_a_row}, STAGES = {max(1, made.stages)}, "
+                 f"MIN_BLOCKS = {made.blocks};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
                  f"IN_PARTS = {str(made.in_parts).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
