@@ -18,6 +18,9 @@ from fusionrt.layout import Domain, Ints
 STORAGE = {getattr(torch, name): name for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
 MASK = "mask"              # the dtype of an operand of truth values, four to a byte as the domain is walked
+SHORTENED = frozenset((    # operations of which 16-bit results need less
+    "reciprocal", "near_reciprocal", "exp", "expm1", "softmaxed", "sigmoid", "sigmoid_complement", "tanh",
+    "softplus", "normpdf", "normcdf"))
 _BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, MASK: 0}
 
 
@@ -79,9 +82,12 @@ class Problem(NamedTuple):
 
     @property
     def significant_bits(self) -> int:
-        """Of the widest floating output; integers and truth values want float32's accuracy, and so does what
-        is computed of float32 and then cast: a difference of two results may be all that is left of them."""
-        written = max(_BITS.get(o.dtype, 24) for o in self.outputs)
+        """Of the widest floating output, of those that know the difference: a norm's float32 moments do not,
+        beside what is activated. Integers and truth values want float32's accuracy, and so does what is
+        computed of float32 and then cast: a difference of two results may be all that is left of them."""
+        shortened = [o for o, root in zip(self.outputs, self.roots, strict=True)
+                     if any(n.op in SHORTENED for n in toposort([root]))]
+        written = max(_BITS.get(o.dtype, 24) for o in shortened or self.outputs)
         is_cast = any(root.op.startswith("cast_") for root in self.roots)
         return max(written, 24) if is_cast and any(o.dtype == "float32" for o in self.inputs) else written
 

@@ -190,17 +190,19 @@ struct Finisher {
 #pragma unroll
         for (int i = 0; i < CHUNK / 8; i += 2) {
             const unsigned offset = (unit + i ^ exchange) << 4;
-            unsigned pairs[4], kept[4];
+            const float* of_pack = sums + (part / OWN_HALVES * CHUNK / 8 + i) * 4;
+            unsigned pairs[4];
+            if constexpr (KEEP) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) pairs[k] = pair_of(value_t{}, of_pack[k * 2], of_pack[k * 2 + 1]);
+                store_matrices(to + PART_BYTES + offset, pairs);
+            }
             if constexpr (RESIDUAL) load_matrices(to + offset, pairs);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const int first = (part / OWN_HALVES * CHUNK / 8 + i) * 4 + k * 2;
-                const float low = sums[first], high = sums[first + 1];
-                if constexpr (KEEP) kept[k] = pair_of(value_t{}, low, high);
                 const float2 residual = RESIDUAL ? of_pair(value_t{}, pairs[k]) : float2{0, 0};
-                pairs[k] = pair_of(value_t{}, finish(low, residual.x), finish(high, residual.y));
+                pairs[k] = pair_of(value_t{}, finish(of_pack[k * 2], residual.x), finish(of_pack[k * 2 + 1], residual.y));
             }
-            if constexpr (KEEP) store_matrices(to + PART_BYTES + offset, kept);
             store_matrices(to + offset, pairs);
         }
     }

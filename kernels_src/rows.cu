@@ -139,9 +139,9 @@ struct Held {
 };
 
 // Packs of which a thread finds the values together. Of moments, whose joining is a fifth of a norm's instructions, also
-// where blocks come and go, if there are the registers: of 64, for 16 values; of 80, for 32, up to Hopper.
-constexpr bool FIT_80 = 4 * VEC * sizeof(acc_t) <= 64 || __CUDA_ARCH__ < 1000;
-constexpr bool ROOM = MIN_BLOCKS * BLOCK <= (KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : FIT_80 ? 768 : 512);
+// where blocks come and go, if there are the registers: of 64, for 16 values; of 80, for 32; from Blackwell on of 128.
+constexpr int MOST_THREADS = __CUDA_ARCH__ >= 1000 ? 512 : KIND == REGISTERS && 4 * VEC * sizeof(acc_t) <= 64 ? 1024 : 768;
+constexpr bool ROOM = MIN_BLOCKS * BLOCK <= MOST_THREADS;
 constexpr bool MANY = (KIND == STAGED && PERSISTENT) || (KIND != STREAMED && FINDS_MOMENTS && ROOM);
 constexpr int TOGETHER = MANY && !SUMS && !SEGMENT_SUMS && !CARRIES && PACKS >= 4 ? 4 : 1;
 constexpr int WEIGHTS_AT = ROWS * STAGES * STAGE_BYTES, SEGMENTS_AT = KIND == STAGED ? WEIGHTS_AT : 0;
@@ -156,6 +156,13 @@ struct Work {
     int team, lane;
     const char* stage;
 };
+
+// Whether the thread has a k-th pack. Where all have all, one of ASKS_EVERY packs asks, and ptxas begins what the
+// next one reads while this one is worked on: it moves nothing to before a branch.
+__device__ __forceinline__ bool has_pack(const Work& work, int k) {
+    constexpr int EVERY = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000 ? ASKS_EVERY : 1;  // others spill
+    return k % EVERY || work.first + k * STEP < work.end;
+}
 
 // N packs, STEP apart, of which the values are reduced together: what a softmax or the moments do for each pack
 // anew was a fifth of their instructions.
@@ -176,8 +183,9 @@ __device__ __forceinline__ void take(const Params& p, const Work& work, const Kn
     collect<PASS, N * VEC>(values, found, column);
 }
 
-// Every pass reads the row anew: N packs at a time, then half as many, and so on.
-template <int PASS, int N = PACKS>
+// Every pass reads the row anew: N packs at a time, then half as many, and so on. (On Turing all spilled.)
+constexpr int AT_A_TIME = __CUDA_ARCH__ < 800 ? (PACKS + 1) / 2 : PACKS;
+template <int PASS, int N = AT_A_TIME>
 __device__ __forceinline__ void stream(const Params& p, const Work& work, const Known<PASS>& known,
                                        acc_t (&values)[MOST_VALUES], column_t column) {
 #pragma unroll 1
@@ -283,13 +291,13 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& he
 #pragma unroll UNROLL
         for (int k = 0; k < PACKS; k += SOME) {
             OfSegments of_segments = {};
-            if (SOME > 1 && k + SOME <= PACKS && work.first + (k + SOME - 1) * STEP < work.end) {
+            if (SOME > 1 && k + SOME <= PACKS && has_pack(work, k + SOME - 1)) {
                 take_held<PASS, SOME>(p, work, known, held, values, sums, of_segments, k);
                 continue;
             }
 #pragma unroll
             for (int n = 0; n < SOME && k + n < PACKS; ++n)
-                if (work.first + (k + n) * STEP < work.end)
+                if (has_pack(work, k + n))
                     take_held<PASS, 1>(p, work, known, held, values, sums, of_segments, k + n);
             if constexpr (ADDS) add_to_segments(p, work, work.first + k * STEP, of_segments, running);
         }
@@ -316,7 +324,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Work& work, He
     if constexpr (KIND == REGISTERS)
 #pragma unroll
         for (int k = 0; k < PACKS; ++k)
-            if (work.first + k * STEP < work.end) held.tiles[k] = load_tile<VEC>(p, work.row, work.first + k * STEP);
+            if (has_pack(work, k)) held.tiles[k] = load_tile<VEC>(p, work.row, work.first + k * STEP);
 }
 
 // A pack of every thread: where rows were, or of its own.
@@ -343,7 +351,7 @@ __device__ __forceinline__ void store_sums(const P& p, const Work& work, SumsOfC
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) sums[k][s][v] += packs[other * STEP + v];
             }
-            if (work.team == 0 && column < work.end) {
+            if (work.team == 0 && has_pack(work, k)) {
                 const unsigned long long at = static_cast<unsigned long long>(s) * p.chunks + block;
                 store_pack<acc_t, VEC>(p.partials + at * p.columns + column, sums[k][s]);
             }
@@ -526,7 +534,7 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
     for (int k = 0; k < PACKS; ++k, ring.advance()) {
         const column_t column = work.first + k * STEP;
         if (PASS == 0) ring.wait();
-        if (column < work.end) {
+        if (has_pack(work, k)) {
             const Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
             OfSegments none;
             take<PASS>(p, work, known, values, column, tile, held.carried + k, sums + k, none);

@@ -110,7 +110,8 @@ def min_blocks(problem: Problem, width: int) -> int:
     With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
     """
     apart = sum(not is_flat(o, problem.sizes) for o in problem.inputs)
-    blocks = 8 if problem.acc == "float64" else 10 - bool(apart) if unroll(problem, width) == 4 else 12
+    of_four = 10 - bool(apart) - _gathers(problem, width)
+    blocks = 8 if problem.acc == "float64" else of_four if unroll(problem, width) == 4 else 12
     words = unroll(problem, width) * _words(problem, width)
     addresses = 0 if all(is_flat(o, problem.sizes) for o in full_outputs(problem)) else 24
     addresses += 6 * apart if apart > 2 and width > 4 else 0
@@ -384,7 +385,7 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     narrow = registers(problem, rows, width, REDUCE_UNROLL, accumulators.n_values(values)) <= 64
     unroll = REDUCE_UNROLL if not double and (narrow or not wide) else 1
     apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
-    crowded = apart or (bool(problem.streams) and sum(problem.reduced) > 1)
+    crowded = apart or ((bool(problem.streams) or len(problem.inputs) > 5) and sum(problem.reduced) > 1)
     many = _words(problem, width) > MANY_WORDS
     min_blocks = 1 if double else 2 if many or not wide else 4 - crowded
     if problem.across:

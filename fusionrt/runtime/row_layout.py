@@ -3,9 +3,9 @@
 * registers: a row is loaded by the threads that work on it and stays with them; blocks come and go. At the
   rate of a copy up to 32 KB a row, for norms with moments up to 64.
 * staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
-  as few blocks of a cluster as can, which wait for each other. Where rows have weights, or sums over rows,
-  which fill the registers, blocks stay, and their next rows come while they work on one. The L2 is asked for
-  rows `ahead` of those for which there is room.
+  as few blocks of a cluster as can, which wait for each other. Where sums over rows fill the registers, or
+  the widest rows have weights, blocks stay, and their next rows come while they work on one, in parts where
+  there is no room for two. The L2 is asked for rows `ahead` of those for which there is room.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
 
 Where nothing is found in a row, as for a gradient of cross-entropy, a block has a piece of one, in registers.
@@ -42,7 +42,7 @@ from fusionrt.runtime.source import ITEMSIZE
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
 MOST_STAGES, MOST_BLOCKS, MOST_PACKS = 4, 4, 4
-WORKING = 36               # registers of a thread beside those that it keeps
+WORKING = 32               # registers of a thread beside those that it keeps
 MOST_SEGMENTS, SHORTEST_SEGMENT = 64, 8    # of a row; packs of one, so that few have part in those of a warp
 OF_CHANNELS = 8            # registers that find the weights of a pack's channel
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
@@ -75,8 +75,8 @@ PASSING = {"weights": False, "ahead": True}
 SUMS = (Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(8192, 512, 4, 4, 1, **PASSING),
         Choice(16384, 512, 4, 1, 3, ahead=True), Choice(32768, 512, 8, 1, 2, ahead=True),
         Choice(math.inf, 512, 8, 1, 2))
-MOMENTS = (Choice(4096, 512, 8, 2, 0, weights=False), Choice(8192, 128, 8, 3, 2),
-           Choice(16384, 256, 8, 2, 2), Choice(math.inf, 256, 8, 2, 2, ahead=True))
+MOMENTS = (Choice(4096, 512, 8, 2, 0, weights=False), Choice(16384, 128, 16, 6, 1, **PASSING),
+           Choice(32768, 256, 8, 2, 2, ahead=True), Choice(math.inf, 256, 16, 3, 1, **PASSING))
 SEVERAL = (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
            Choice(16384, 512, 4, 3, 1, **PASSING), Choice(math.inf, 512, 4, 1, 2))
 LONG_GRADIENTS = 4096      # columns from which on
@@ -85,6 +85,7 @@ LEAST_CARRYING = 512       # and of those that carry
 MANY_ELEMENTS = 1 << 24    # from which on threads that work at length on much are enough
 WALKS = 512                # blocks of all rows, for each that works at a time, from which on it pays to stay
 TURNS = 256                # and to leave a row to fewer and larger blocks
+ROOM_FOR_PAIRS, ROOM_BESIDE_SUMS = 40, 64  # registers of a thread
 PIECE = 256, 2             # threads and their packs, of a row of which nothing is found
 LIGHT = 10                 # instructions an element; of more, many threads that come and go hide the latency
 
@@ -182,6 +183,20 @@ def span(problem: Problem, made: Layout) -> int:
     return -(-columns(problem) // (made.cluster * step)) * step
 
 
+def asks_every(problem: Problem, made: Layout) -> int:
+    """Of how many packs one asks whether the row has it: each, or, if all threads have all their packs, of
+    two, where there are registers for what both have on their way; of rows in registers of four."""
+    full = columns(problem) == made.blocks_a_row * made.threads * made.packs * made.width
+    if not full or made.kind == "streamed" or made.in_parts:
+        return 1
+    summed = bool(sums(problem))
+    if made.kind == "registers" and not summed:
+        return min(4, made.packs)
+    _, staying = _a_pack(problem, made.width)
+    left = REGISTERS // (made.block * made.blocks) - made.packs * staying
+    return 2 if made.rows > 1 or left >= (ROOM_BESIDE_SUMS if summed else ROOM_FOR_PAIRS) else 1
+
+
 def shared_bytes(problem: Problem, made: Layout) -> int:
     of_segments = segment_bytes(problem, made.block)
     if made.kind != "staged":
@@ -271,7 +286,7 @@ def _in_registers(problem: Problem, pack: int) -> Layout | None:
     if packs > most:
         return None
     # Blocks begin a few hundred nanoseconds apart: with less than 8 KB each, rows would wait for them.
-    small = n_rows(problem) >= MANY_ROWS and packs * of_row < 16
+    small = n_rows(problem) >= MANY_ROWS and packs * of_row <= 16
     rows = max(1, (256 if (threads > 32 if summed else small) else 128) // threads)
     working = (48 if summed else 32 if threads > 256 else 36 + pack if heavy else 44) * _word(problem)
     working += OF_CHANNELS * _repeat(problem) * (2 if problem.sizes[0] % pack else 1)
@@ -304,13 +319,16 @@ def _staged(problem: Problem, pack: int) -> Layout | None:
         if staying is None:
             return _in_parts(problem, pack)
         return _as_teams(staying) if columns(problem) >= LONG_SUMS else staying
-    return _passing(problem, pack)
+    passing = _passing(problem, pack)
+    alone = passing is not None and passing.blocks == 1 and not weights(problem)
+    return (_in_parts(problem, pack) if alone else None) or passing
 
 
 def _with_weights(problem: Problem, pack: int) -> Layout | None:
     """Weights read from the L2 for every row are as many bytes as the row, of a layer norm twice as many, and
     the L2 has not much more than twice the memory's rate: blocks stay and have their part in shared memory.
-    Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1."""
+    Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1, and those
+    whose moments are found up to four times that in several."""
     summed, (_, staying) = bool(sums(problem)), _a_pack(problem, pack)
     if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
         return None
@@ -360,8 +378,8 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
 def _carrying(problem: Problem, pack: int) -> tuple[Choice, ...]:
     """Gradients that carry: packs for few threads, as many as registers allow."""
     if columns(problem) >= LONG_GRADIENTS:
-        return (Choice(1024 * pack, 128, 4, 3, 2), Choice(math.inf, 512, 4, 1, 2),
-                Choice(math.inf, 256, 8, 1, 2))
+        return (Choice(512 * pack, 128, 4, 4, 2), Choice(1024 * pack, 128, 4, 3, 2),
+                Choice(2048 * pack, 256, 8, 1, 2), Choice(math.inf, 512, 4, 1, 2))
     packs, together = (4, 384) if pack > 4 else (2, 768)
     threads = max(32, _power(-(-columns(problem) // (packs * pack))))
     if columns(problem) < LEAST_CARRYING or threads > 256 or n_rows(problem) < MANY_ROWS:
@@ -427,16 +445,17 @@ def _as_teams(made: Layout) -> Layout:
 
 
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
-    """Rows of which the largest clusters hold one and a part of the next, or two, beside the weights if they
-    can."""
+    """Rows of which the largest clusters hold one and parts of the next, beside the weights if they can.
+    (Sums gained nothing by more than two.)"""
     carrying = how_many(problem.roots) > 0
     threads, most = (256, 192) if carrying else (512, 64)  # registers that stay taken
     packs, (_, staying) = -(-columns(problem) // (threads * pack * CLUSTERS[-1])), _a_pack(problem, pack)
     if len(schedule(with_sums(problem.roots))) != 2 or packs * staying > most or _word(problem) > 1:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
+    most_ahead = 2 if sums(problem) else packs
     wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)
-              for weights in beside for ahead in (2, 1)]
+              for weights in beside for ahead in range(most_ahead, 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
 

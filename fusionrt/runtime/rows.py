@@ -12,7 +12,7 @@ from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
 from fusionrt.runtime.pointwise import Source
-from fusionrt.runtime.row_layout import Layout, layout, operand_bytes, stage_bytes
+from fusionrt.runtime.row_layout import Layout, asks_every, layout, operand_bytes, stage_bytes
 from fusionrt.runtime.row_operands import (
     access_mode,
     columns,
@@ -129,7 +129,8 @@ class Text:
                  f"IN_PARTS = {str(made.in_parts).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
                  f"CARRIES = {str(made.carries).lower()};",
-                 f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)};"]
+                 f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
+                 f"ASKS_EVERY = {asks_every(self.problem, made)};"]
         for together in (held(self.problem), weights(self.problem)):
             at = 0
             for o in together:
