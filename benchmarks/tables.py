@@ -332,7 +332,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "launch_overhead": launch_overhead, "launch_calls": launch_calls,
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
-    "rows_large": measured("rows-gpu")(_rows_large), "rows_h100": measured("rows_h100-gpu")(_rows_large),
+    "rows_large": measured("rows-gpu")(_rows_large),
     "warmup_gpu": measured("warmup_time-gpu")(_warmup), "warmup_cpu": measured("warmup_time-cpu")(_warmup),
     "optimizers": measured("optimizers-gpu")(_listed(
         "model", "optimizer", "dtype", "options", "device_us", "of_copy", "vs_torch_device", "wall_us",
