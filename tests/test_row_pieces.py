@@ -24,7 +24,8 @@ def test_pieces_make_up_the_row(columns, dtype):
     span = row_layout.span(problem, made)
     assert (made.pieces - 1) * span < columns <= made.pieces * span == made.blocks_a_row * span
     assert made.cluster == 1 and not made.persistent
-    assert made.block == 256 and made.threads * made.packs * made.width == span
+    whole = made.pieces == 1 and made.threads == 256  # two of them a block
+    assert made.block == 256 * (1 + whole) and made.threads * made.packs * made.width == span
     assert row_layout.grid(problem, made, 1) == -(-64 // made.rows)
     assert made == row_layout.layout(problem, 16, False)  # with clusters or without
     assert not row_layout.takes_sums(problem, 16, True)
