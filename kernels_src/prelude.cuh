@@ -441,7 +441,7 @@ __device__ __forceinline__ float normal_tail(float a) {
         p = ::fmaf(p, t, -4.7278568e-1f);
         p = ::fmaf(p, t, -1.1443998f);
         return ex2(::fmaf(p, t, -1.0005318f));
-    } else if constexpr (HALF) {   // the same, to 6.5e-6 up to 6.5, where float16 has ended
+    } else if constexpr (HALF) {   // the same, to 8e-6 up to 6.5, where float16 has ended
         float p = ::fmaf(-1.757777e-6f, t, 5.9936592e-5f);
         p = ::fmaf(p, t, -9.1636303e-4f);
         p = ::fmaf(p, t, 8.4473863e-3f);

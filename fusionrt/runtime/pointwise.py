@@ -104,8 +104,9 @@ def _words(problem: Problem, width: int) -> int:
 
 
 def min_blocks(problem: Problem, width: int) -> int:
-    """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors, else 40; more
-    for many operands, and for the addresses of outputs that lie apart.
+    """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors (64 if an operand
+    has an offset for each element), else 40; more for many operands, and for the addresses of outputs that
+    lie apart.
 
     With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
     """
@@ -380,7 +381,8 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     lanes, values = n_lanes(rows, width), accumulators.groups(problem)
     double = problem.acc == "float64"
     # Packs of eight elements (16-bit operands): four blocks, which hide what they wait for, rather than two
-    # packs at a time where both would spill. Two packs of doubles spill as well.
+    # packs at a time where both would spill. Two packs of doubles spill as well, and four blocks of what
+    # draws, or reads six operands, for two sums.
     wide = width > 4
     narrow = registers(problem, rows, width, REDUCE_UNROLL, accumulators.n_values(values)) <= 64
     unroll = REDUCE_UNROLL if not double and (narrow or not wide) else 1
