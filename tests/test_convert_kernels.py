@@ -47,7 +47,8 @@ def captured(module, *inputs):
     torch._dynamo.reset()
     torch.compile(module, backend=lambda gm, given: found.append(gm) or gm.forward)(*inputs)
     gm, = found
-    passes = tuple(name for name in capture.DEFAULT.passes if name != "packed")  # of CPUs alone
+    of_cpus = ("packed", "packed_linears")
+    passes = tuple(name for name in capture.DEFAULT.passes if name not in of_cpus)
     capture.rewrite(gm, capture.DEFAULT._replace(passes=passes))
     values = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
     return gm, [torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.requires_grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fusionrt.ops.attention import attention
 from fusionrt.ops.linear import UNAVAILABLE, linear_activation
 
 Tensor = torch.Tensor
+Linear = Callable[..., Tensor]  # of x, weight and bias
 FEW_ROWS = 1024  # of which one more pass over a product costs less than its bias within it: passes/biases.py
 
 ALIGNED = 8  # 16-bit numbers in what a kernel stores at a time
@@ -35,25 +36,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def self_attention(x: Tensor, heads: int, in_weight: Tensor, in_bias: Tensor | None, out_weight: Tensor,
-                   out_bias: Tensor | None, dropout_p: float = 0.0, as_torch: bool = False) -> Tensor:
+                   out_bias: Tensor | None, dropout_p: float = 0.0, as_torch: bool = False,
+                   layers: tuple[Linear, Linear] = (linear, linear)) -> Tensor:
     """F.multi_head_attention_forward of x, x and x, (L, B, E), without masks and weights.
 
     No copies of the projections: the result lies in memory as x does, or `as_torch` has it, (L, B, E) itself.
+    `layers`: that before and that behind.
     """
-    batch_first = is_batch_first(x)
-    x = x.transpose(0, 1) if batch_first else x
-    outer, inner, width = x.shape
-    split = linear(x, in_weight, in_bias).view(outer, inner, 3, heads, width // heads)
-    order, back = ((2, 0, 3, 1, 4), (0, 2, 1, 3)) if batch_first else ((2, 1, 3, 0, 4), (2, 0, 1, 3))
-    found = attention(*split.permute(order).unbind(0), dropout_p=dropout_p)
-    out = linear(found.permute(back).reshape(outer, inner, width), out_weight, out_bias)
-    out = out.transpose(0, 1) if batch_first else out
+    weights = in_weight, in_bias, out_weight, out_bias
+    if is_batch_first(x):
+        out = _attended(x.transpose(0, 1), heads, weights, dropout_p, layers, _OF_BATCHES).transpose(0, 1)
+    else:
+        out = _attended(x, heads, weights, dropout_p, layers, _OF_PLACES)
     return out.contiguous() if as_torch else out
 
 
-def batch_first_attention(x: Tensor, *rest: Any) -> Tensor:
+def batch_first_attention(x: Tensor, heads: int, *weights: Tensor | None,
+                          layers: tuple[Linear, Linear] = (linear, linear)) -> Tensor:
     """`self_attention` of a batch of sequences, (B, L, E), and its result so as well."""
-    return self_attention(x.contiguous().transpose(0, 1), *rest).transpose(0, 1)
+    return _attended(x.contiguous(), heads, weights, 0.0, layers, _OF_BATCHES)
+
+
+# Dimensions of what comes of an outer and an inner one, as (3, B, heads, L, D); and of (B, heads, L, D) back.
+_OF_BATCHES, _OF_PLACES = ((2, 0, 3, 1, 4), (0, 2, 1, 3)), ((2, 1, 3, 0, 4), (2, 0, 1, 3))
+
+
+def _attended(x: Tensor, heads: int, weights: Sequence[Tensor | None], dropout_p: float,
+              layers: tuple[Linear, Linear], orders: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    outer, inner, width = x.shape
+    in_weight, in_bias, out_weight, out_bias = weights
+    split = layers[0](x, in_weight, in_bias).view(outer, inner, 3, heads, width // heads)
+    attend: Any = F.scaled_dot_product_attention if x.is_cpu and x.numel() else attention  # as ours has it
+    found = attend(*split.permute(orders[0]).unbind(0), dropout_p=dropout_p)
+    out: Tensor = layers[1](found.permute(orders[1]).reshape(outer, inner, width), out_weight, out_bias)
+    return out
 
 
 def aligned_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

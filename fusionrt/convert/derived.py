@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,7 +36,7 @@ def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     first = weights[0]
     if any(w.is_inference() or w in _written for w in weights):  # whose versions tell nothing
         return make(*weights)
-    source = [(w._version, w.data_ptr(), w.dtype, w.shape, w.stride()) for w in weights]
+    source = list(map(_source, weights))
     statistics = [w for w in weights if w.device.type == "cpu" and is_statistic(w)]
     entry = kept.get(first)
     found = entry.get(make) if entry is not None else None
@@ -58,6 +58,32 @@ def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     entry[make] = _Kept(result, source, list(map(weakref.ref, weights)), memory,
                         [s.clone() for s in statistics])
     return result
+
+
+def _source(w: Tensor) -> tuple[Any, ...]:
+    return w._version, w.data_ptr(), w.dtype, w.shape, w.stride()
+
+
+class Last:
+    """derived(make, weight) for a call in a graph, which sees the same parameter each time: it looks at what
+    it was given last, and at a third of what there is to look at otherwise. Between products of matrices,
+    which leave nothing of the interpreter in a processor's caches, that saves 30 us."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self.make = make
+        self._last: tuple[Any, ...] | None = None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self._last is not None:
+            seen, source, memory, result = self._last
+            if seen() is weight and _source(weight) == source and not memory.expired():
+                return cast(Tensor, result)
+        result = derived(self.make, weight)
+        entry = kept.get(weight)
+        found = None if entry is None or is_statistic(weight) else entry.get(self.make)
+        self._last = None if found is None or found.result is not result else (
+            found.weights[0], found.source[0], found.memory[0], result)
+        return cast(Tensor, result)
 
 
 def is_statistic(t: Tensor) -> bool:

@@ -1,5 +1,8 @@
-"""Convolutions at inference on a CPU: norm folded, weights packed once, activation and residual in oneDNN's
-kernel."""
+"""Convolutions at inference on a CPU: norm folded, activation and residual in oneDNN's kernel.
+
+Weights are packed once, of channels_last images. (For others a packed weight means the kernels of those,
+which are slower there, and of long sums less accurate.)
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,14 @@ class Geometry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """Makes the packed weight of a convolution, which oneDNN wants for one size of images, and the bias; with
-    a norm folded into both."""
+    """Makes the weight of a convolution, packed as oneDNN wants it for one size of channels_last images, and
+    the bias; with a norm folded into both."""
 
     geometry: Geometry
     eps: float | None
     size: tuple[int, ...]
     has_bias: bool
+    is_packed: bool
 
     def __call__(self, weight: Tensor, *more: Tensor) -> tuple[Tensor, Tensor | None]:
         bias, norm = (more[0], more[1:]) if self.has_bias else (None, more)
@@ -53,6 +57,8 @@ class _Packed:
             weight = weight * factor.view(-1, 1, 1, 1)
             moved = (-norm[0] if bias is None else bias - norm[0]) * factor
             bias = moved + norm[3] if len(norm) > 3 else moved
+        if not self.is_packed:
+            return weight, bias
         stride, padding, dilation, groups = self.geometry
         return torch.ops.mkldnn._reorder_convolution_weight(
             weight.contiguous(), padding, stride, dilation, groups, self.size), bias
@@ -72,14 +78,16 @@ def is_possible() -> bool:
 
 def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor, geometry: Ints,
                 eps: float | None, activation: str | None, residual: Tensor | None = None) -> Tensor:
-    """activation(norm(conv(x, weight, bias)) + residual), of float32 images in channels_last memory.
+    """activation(norm(conv(x, weight, bias)) + residual), of float32 images, contiguous or channels_last.
 
     `norm`: nothing, or mean, variance, weight and bias; `geometry`: stride, padding and dilation in two
     dimensions, and groups.
     """
     shape = Geometry(tuple(geometry[:2]), tuple(geometry[2:4]), tuple(geometry[4:6]), geometry[6])
-    w, bias = derived(_Packed(shape, eps, tuple(x.shape), bias is not None), weight,
-                      *(() if bias is None else (bias,)), *norm)
+    w, is_packed = weight, x.is_contiguous(memory_format=torch.channels_last)
+    if is_packed or norm:
+        w, bias = derived(_Packed(shape, eps, tuple(x.shape), bias is not None, is_packed), weight,
+                          *(() if bias is None else (bias,)), *norm)
     name, numbers, variant = ACTIVATIONS[activation]
     stride, padding, dilation, groups = shape
     made: Tensor

@@ -21,8 +21,7 @@ from fusionrt import collector, forks
 from fusionrt.runtime import cache
 
 # Numba's calling convention: status = f(result*, exception**, arguments...)
-_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
-                              ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int64)
 # Of Numba's, by which machine code differs; its results do not.
 _OPTIONS = tuple(f"NUMBA_{option}" for option in (
     "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES"))
@@ -36,7 +35,9 @@ class Function(NamedTuple):
     scratch: int
     call: Callable[..., int]
 
-    def __call__(self, pointers: bytes, integers: bytes, scalars: bytes, start: int, stop: int) -> None:
+    def __call__(self, pointers: bytes | int, integers: bytes | int, scalars: bytes | int, start: int,
+                 stop: int) -> None:
+        """`pointers`, `integers` and `scalars`: they themselves, or where they are."""
         self.call(self.scratch, self.scratch, pointers, integers, scalars, start, stop)
 
 

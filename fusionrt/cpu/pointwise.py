@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import compiler, pages, team, threads
+from fusionrt.cpu.calling import Arguments, Text
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
@@ -240,8 +241,14 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     positions = [int(o.name[1:]) for o in problem.inputs]
     scalars = [int(name[1:]) for name in problem.scalars if name != "row_size"]
     constant = [problem.row_size] if len(scalars) < len(problem.scalars) else []  # the last one
-    sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     buffers = len(problem.streams) + len(_buffered(problem))
+    if not summed and not buffers:
+        text = Text(problem, results, run, Arguments(
+            len(problem.inputs) + len(results), [*integers, 0, 0, 1], len(problem.scalars)))
+        text.divide(count, count >= threads.SERIAL_BELOW, threads.GRAIN)
+        text.launch()
+        return text.compile(n_args)
+    sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
     tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
 
@@ -264,31 +271,18 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
             _summing(run, problem, inputs, outputs, constants, numbers, buffers, tasks, sums_of,
                      [r.walk_strides for r in results])
         else:
-            _whole(run, inputs + [o.data_ptr() for o in outputs], constants, numbers, buffers, count)
+            task = functools.partial(_task, run, inputs + [o.data_ptr() for o in outputs], constants, numbers,
+                                     buffers)
+            threads.run(task, count, count >= threads.SERIAL_BELOW, threads.GRAIN)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
 
 
-def _whole(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
-           count: int) -> None:
-    parallel = count >= threads.SERIAL_BELOW and torch.get_num_threads() > 1
-    if buffers:
-        task = functools.partial(_task, run, pointers, constants, numbers, buffers)
-        threads.run(task, count, parallel, threads.GRAIN)
-        return
-    table = struct.pack(f"={len(pointers)}Q", *pointers)
-    if parallel and team.usable():
-        team.run(run.address, run.scratch, (table, constants, numbers), count, threads.GRAIN)
-    else:
-        threads.run(lambda start, stop: run(table, constants, numbers, start, stop), count, parallel,
-                    threads.GRAIN)
-
-
 def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
           start: int, stop: int) -> None:
-    scratch = ctypes.create_string_buffer(buffers * BUFFER) if buffers else None
-    base = ctypes.addressof(scratch) if scratch is not None else 0
+    scratch = ctypes.create_string_buffer(buffers * BUFFER)
+    base = ctypes.addressof(scratch)
     table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
                         *(base + k * BUFFER for k in range(buffers)))
     run(table, constants, numbers, start, stop)

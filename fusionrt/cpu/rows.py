@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 import re
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.cpu import compiler, pages, team, threads
+from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu.calling import Arguments, Text
 from fusionrt.cpu.pointwise import ELEMENT
 from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
@@ -401,7 +401,7 @@ def _store(output: Operand, at: str, value: str) -> str:
 
 # -- running ---------------------------------------------------------------------------------------
 
-NOTHING_RANDOM = bytes(16)
+PARALLEL_FROM = 1 << 14  # elements of rows: as much work as eight times as many additions
 
 
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
@@ -410,50 +410,19 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     columns, rows = math.prod(problem.sizes[:problem.row_dims]), math.prod(problem.sizes[problem.row_dims:])
     operands = [*problem.inputs, *problem.outputs]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
-    positions = [int(o.name[1:]) for o in problem.inputs]
-    scalars = [int(name[1:]) for name in problem.scalars]
     places, share = _scratch(problem, columns)
-    addresses = struct.Struct(f"={len(operands) + len(places)}Q").pack
-    numbers_of = struct.Struct(f"={len(scalars)}d").pack
-
-    @functools.lru_cache(8)
-    def divided(n_threads: int) -> tuple[int, int, bytes]:
-        """Rows of a task, how many tasks, and what they are told. As team.run divides rows among threads: a
-        task finds its scratch by the row that it starts at."""
-        chunk = -(-rows // n_threads)
-        return chunk, -(-rows // chunk), struct.pack(f"={len(integers) + 2}q", *integers, chunk, share)
-
-    memory_of = [(r.into, pages.allocator(r.shape, r.strides, r.dtype)) for r in results]
-
-    def call(*args: Any) -> Any:
-        outputs = [allocate() if into is None else args[into] for into, allocate in memory_of]
-        parallel = rows * columns >= threads.SERIAL_BELOW
-        chunk, tasks, constants = divided(torch.get_num_threads() if parallel else 1)
-        pointers = [args[k].data_ptr() for k in positions] + [o.data_ptr() for o in outputs]
-        if share:
-            scratch = torch.empty(share * tasks, dtype=torch.uint8, device="cpu")
-            pointers += [scratch.data_ptr() + place for place in places]
-        table = addresses(*pointers)
-        constants += _random(args[n_args]) if problem.streams else NOTHING_RANDOM
-        numbers = numbers_of(*[args[k] for k in scalars])
-        if tasks == 1:
-            run(table, constants, numbers, 0, rows)
-        elif team.usable():
-            team.run(run.address, run.scratch, (table, constants, numbers), rows, grain=1)
-        else:
-            def part(first: int, last: int) -> None:
-                for t in range(first, last):
-                    run(table, constants, numbers, t * chunk, min((t + 1) * chunk, rows))
-
-            threads.run(part, tasks, True, grain=1)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    return call
-
-
-def _random(rng: tuple[int, int, torch.Tensor | None]) -> bytes:
-    seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
-    return struct.pack("=2Q", seed % 2**64, offset % 2**64)
+    arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0], len(problem.scalars))
+    text = Text(problem, results, run, arguments)
+    parallel = rows * columns >= (PARALLEL_FROM if team.usable() else threads.SERIAL_BELOW)
+    text.divide(rows, parallel, 1, len(integers))
+    if share:
+        text.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
+        text.lines.append(f"scratch = scratch_of({share} * division.tasks)")
+        text.pointers += [f"scratch.data_ptr() + {place}" for place in places]
+    if problem.streams:
+        text.draw(len(integers) + 2)
+    text.launch()
+    return text.compile(n_args)
 
 
 def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,12 +58,11 @@ def _parallel() -> Any:
     if not all(hasattr(process, name) for name in ("GOMP_parallel", *_QUESTIONS)):
         return None
     parallel = process.GOMP_parallel
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return parallel
 
 
-_Addresses = ctypes.c_char_p * 3
 _QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -73,13 +72,28 @@ def _answers() -> tuple[int, ...]:
     return tuple(ctypes.cast(getattr(process, q), ctypes.c_void_p).value or 0 for q in _QUESTIONS)
 
 
+class Job:
+    """kernel(scratch, scratch, *addresses, start, stop) over chunks of a range, by a team of threads."""
+
+    def __init__(self, kernel: int, scratch: int, addresses: Sequence[int]) -> None:
+        self.memory = ctypes.create_string_buffer(struct.pack(
+            "=9Q", *_answers(), kernel, scratch, *addresses, 0, 0), 72)
+        self.address, self.parallel, self.member = ctypes.addressof(self.memory), _parallel(), _member()
+
+    def divide(self, size: int, chunk: int) -> None:
+        struct.pack_into("=2Q", self.memory, 56, size, chunk)
+
+    def __call__(self, threads: int) -> None:
+        self.parallel(self.member, self.address, threads, 0)
+
+
 def run(kernel: int, scratch: int, arguments: tuple[bytes, bytes, bytes], size: int, grain: int) -> None:
-    """kernel(scratch, scratch, *arguments, start, stop) over [0, size), by torch.get_num_threads()."""
+    """A job over [0, size) that comes once, by torch.get_num_threads()."""
     threads = torch.get_num_threads()
-    chunk = -(-size // (threads * grain)) * grain
-    pointers = _Addresses(*arguments)
-    job = struct.pack("=4Q", *_answers(), kernel, scratch) + bytes(pointers) + struct.pack("=2Q", size, chunk)
-    _parallel()(_member(), job, threads, 0)
+    addresses = [ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value or 0 for argument in arguments]
+    job = Job(kernel, scratch, addresses)
+    job.divide(size, -(-size // (threads * grain)) * grain)
+    job(threads)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from fusionrt.convert.passes.layout import layout, weights
 from fusionrt.convert.passes.linear import linear
 from fusionrt.convert.passes.losses import losses
 from fusionrt.convert.passes.moved_rows import moved_rows
-from fusionrt.convert.passes.packed import packed
+from fusionrt.convert.passes.packed import packed, packed_linears
 from fusionrt.convert.passes.patches import patches
 from fusionrt.convert.passes.pixels import pixels
 from fusionrt.convert.passes.pooling import pooling
@@ -52,7 +52,7 @@ PASSES: dict[str, Callable[[Edits], None]] = {
     "squeeze": squeeze, "pixels": pixels, "pooling": pooling,
     "weights": weights, "packed": packed, "casts": casts, "feed_forward": feed_forward, "biases": biases,
     "linear": linear, "losses": losses, "aligned_rows": aligned_rows, "any_of": any_of,
-    "moved_rows": moved_rows,
+    "moved_rows": moved_rows, "packed_linears": packed_linears,
     # the rest
     "clusters": clusters, "restored": restored, "result_strides": result_strides,
     "concatenations": concatenations}

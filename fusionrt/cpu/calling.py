@@ -1,0 +1,127 @@
+"""From a loaded kernel to a Python callable of an operator's arguments, written as straight text.
+
+Everything that is the same in each call lies ready in memory: between two products of matrices, which leave
+nothing of the interpreter in a processor's caches, a list comprehension costs 5 us, a call of a function 10.
+That memory belongs to the callable, and the callable to one thread, as the kernel reads it without the
+interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusionrt.cpu import pages, team, threads
+from fusionrt.cpu.compiler import Function
+from fusionrt.problem import Output, Problem
+
+
+class Arguments:
+    """Of a kernel: addresses, integers and numbers, one after the other."""
+
+    def __init__(self, pointers: int, integers: Sequence[int], numbers: int) -> None:
+        self.integers, self.numbers_at = struct.Struct(f"={len(integers)}q"), 8 * (pointers + len(integers))
+        self.memory = ctypes.create_string_buffer(self.numbers_at + 8 * numbers)
+        self.integers_at = 8 * pointers
+        self.integers.pack_into(self.memory, self.integers_at, *integers)
+        first = ctypes.addressof(self.memory)
+        self.addresses = first, first + self.integers_at, first + self.numbers_at
+        self.pack_pointers = struct.Struct(f"={pointers}Q").pack_into
+        self.pack_numbers = struct.Struct(f"={numbers}d").pack_into
+
+    def put(self, place: int, form: str, *integers: int) -> None:
+        """At a place among the integers."""
+        struct.pack_into(f"={form}", self.memory, self.integers_at + 8 * place, *integers)
+
+
+class Division:
+    """Of a range among threads: OpenMP's, or a pool's where there are none."""
+
+    def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, place: int | None) -> None:
+        self.kernel, self.arguments, self.place = run, arguments, place
+        self.size, self.grain, self.threads, self.chunk, self.tasks = size, grain, 0, size, 1
+        self.job = team.Job(run.address, run.scratch, arguments.addresses) if team.usable() else None
+
+    def by(self, n_threads: int) -> None:
+        self.threads, self.chunk = n_threads, -(-self.size // (n_threads * self.grain)) * self.grain
+        self.tasks = -(-self.size // self.chunk)
+        if self.place is not None:
+            self.arguments.put(self.place, "q", self.chunk)
+        if self.job is not None:
+            self.job.divide(self.size, self.chunk)
+
+    def run(self) -> None:
+        if self.job is not None and team.usable():
+            self.job(self.threads)
+        else:
+            threads.run(self._part, self.tasks, self.threads > 1, grain=1)
+
+    def _part(self, first: int, last: int) -> None:
+        for t in range(first, last):
+            self.kernel(*self.arguments.addresses, t * self.chunk, min((t + 1) * self.chunk, self.size))
+
+
+class Text:
+    """The body of the callable, and what its names refer to."""
+
+    def __init__(self, problem: Problem, results: Sequence[Output], run: Function, arguments: Arguments
+                 ) -> None:
+        self.problem, self.run, self.arguments = problem, run, arguments
+        self.lines: list[str] = []
+        self.returned: list[str] = []
+        self.scope: dict[str, Any] = {
+            "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
+            "memory": arguments.memory, "put": arguments.put}
+        self.pointers = [f"a{o.name[1:]}.data_ptr()" for o in problem.inputs]
+        for k, result in enumerate(results):
+            self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
+            if result.into is None:
+                self.scope[f"new{k}"] = pages.allocator(result.shape, result.strides, result.dtype)
+                self.lines.append(f"out{k} = new{k}()")
+        self.pointers += [f"{name}.data_ptr()" for name in self.returned]
+
+    def draw(self, place: int) -> None:
+        """Random numbers, the last argument of the callable, among the integers."""
+        self.scope["random"] = _random
+        self.lines.append(f"put({place}, '2Q', *random(rng))")
+
+    def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
+        """[0, size) is worked on by all threads if it is `parallel`, in chunks of multiples of `grain`. Where
+        the kernel wants to know how long they are, `place` says where among the integers.
+
+        From here on the text knows `division`: its chunk, and how many there are (tasks)."""
+        self.division = Division(self.run, self.arguments, size, grain, place)
+        self.scope |= {"division": self.division, "n_threads": torch.get_num_threads}
+        if parallel:
+            self.lines.append("if n_threads() != division.threads: division.by(n_threads())")
+        else:
+            self.division.by(1)
+
+    def launch(self) -> None:
+        known, d = {"row_size": str(float(self.problem.row_size))}, self.division
+        numbers = ", ".join(known.get(name, name) for name in self.problem.scalars)
+        self.lines.append(f"pack_pointers(memory, 0, {', '.join(self.pointers)})")
+        if numbers:
+            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {numbers})")
+        if d.threads:  # one, always
+            self.scope["run"] = self.run.call
+            given = (self.run.scratch, self.run.scratch, *self.arguments.addresses, 0, d.size)
+            self.lines.append(f"run({', '.join(map(str, given))})")
+        else:
+            self.lines.append("division.run()")
+
+    def compile(self, n_args: int) -> Callable[..., Any]:
+        names = [f"a{k}" for k in range(n_args)] + (["rng"] if self.problem.streams else [])
+        body = [*self.lines, "return " + ", ".join(self.returned)]
+        exec("\n    ".join([f"def call({', '.join(names)}):", *body]), self.scope)
+        made: Callable[..., Any] = self.scope["call"]
+        return made
+
+
+def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:
+    seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
+    return seed % 2**64, offset % 2**64
