@@ -4,7 +4,8 @@
 // found in a row, such that know nothing of each other. Several passes go over the row: each ends in a reduction
 // among the row's threads, or in a store. Between them a row waits, as it was stored,
 //   REGISTERS  in the registers of the threads that loaded it;
-//   STAGED     in shared memory, where the copy engine put it while the block worked on the row before;
+//   STAGED     in shared memory, where the copy engine put it while the block worked on the row before; MOVED on
+//              into registers as soon as it has come, where there is room for a single one;
 //   STREAMED   nowhere: every pass reads it anew.
 //
 // Gradients of weights are sums over the rows: blocks are then PERSISTENT, walk over many rows, keep the sums
@@ -16,8 +17,11 @@
 // The prologue defines the constants above, KIND being one of the three, and
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs
 //                                 a thread has of a row
-//   STAGES, STAGE_BYTES           rows of a team in shared memory, or parts of them (IN_PARTS); bytes of one
-//   WEIGHTS_STAGED                whether the block's part of what is alike in all rows stays there as well
+//   STAGES, STAGE_BYTES, PART     rows of a team in shared memory, or parts of them; bytes of one, its packs
+//   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
+//                                 first pass of the next one then comes before the last one of this
+//   WEIGHTS_STAGED, WEIGHTS_IN    whether the block's part of what is alike in all rows stays there as well; the
+//                                 first pass that reads it
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
 //   SEGMENT_SUMS, segment_of(p, column)        sums over segments, of which p.segments make a row
 //   CARRIED                       values of an element that a pass leaves to a later one
@@ -133,8 +137,9 @@ using OfSegments = acc_t[MOST_SEGMENT_SUMS];
 using SumsOfColumns = Sums[OWN];
 
 // What a thread has of a row.
+constexpr bool IN_REGISTERS = KIND == REGISTERS || MOVED;
 struct Held {
-    Tile<VEC> tiles[KIND == REGISTERS ? PACKS : 1];
+    Tile<VEC> tiles[IN_REGISTERS ? PACKS : 1];
     Carried carried[OWN];
 };
 
@@ -155,6 +160,7 @@ struct Work {
     column_t first, end;   // of the block's part of the row
     int team, lane;
     const char* stage;
+    Barrier* weights;
 };
 
 // Whether the thread has a k-th pack. Where all have all, one of ASKS_EVERY packs asks, and ptxas begins what the
@@ -209,10 +215,10 @@ __device__ __forceinline__ void take_held(const Params& p, const Work& work, con
     Tile<VEC> tiles[N];
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        if constexpr (KIND == STAGED)
-            tiles[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
-        else
+        if constexpr (IN_REGISTERS)
             tiles[n] = held.tiles[k + n];
+        else
+            tiles[n] = staged_tile<VEC>(work.stage, ((k + n) * THREADS + work.lane) * VEC);
     take<PASS>(p, work, known, values, work.first + k * STEP, tiles, held.carried + k, sums + k, of_segments);
 }
 
@@ -278,13 +284,14 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& he
                                      acc_t (&values)[MOST_VALUES], SumsOfColumns& sums) {
     Known<PASS> known;
     know(p, work.row, values, known);
+    if constexpr (WEIGHTS_STAGED && PASS == WEIGHTS_IN) await(work.weights, 0);
     if constexpr (KIND == STREAMED) {
         stream<PASS>(p, work, known, values, work.first);
     } else {
         // In registers all packs have places of their own in the text; of a stage, as many as do not spill.
-        constexpr int SOME = KIND == REGISTERS && Values<PASS>::COUNT == 0 ? 1 : TOGETHER;
+        constexpr int SOME = IN_REGISTERS && Values<PASS>::COUNT == 0 ? 1 : TOGETHER;
         constexpr int FEW = sizeof(Tile<VEC>) > 16 && !WEIGHTED && MIN_BLOCKS * BLOCK > 1024 ? 2 : 4;
-        constexpr int UNROLL = KIND == STAGED && !(SUMS || CARRIES) && PACKS > FEW ? (FEW + SOME - 1) / SOME : PACKS;
+        constexpr int UNROLL = !IN_REGISTERS && !(SUMS || CARRIES) && PACKS > FEW ? (FEW + SOME - 1) / SOME : PACKS;
         constexpr bool ADDS = Values<PASS>::ADDS_TO_SEGMENTS;
         Running running = {};
         if constexpr (ADDS) running = at_first_segment(p, work);
@@ -305,6 +312,13 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& he
     }
 }
 
+// What the compiler computed of a pack it would otherwise keep for the next pass, in full width.
+__device__ __forceinline__ void hide(Held& held) {
+    if constexpr (IN_REGISTERS)
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) hide(held.tiles[k]);
+}
+
 template <int PASS>
 __device__ __forceinline__ void passes(const Params& p, const Work& work, Held& held,
                                        acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange, int& turn) {
@@ -312,10 +326,7 @@ __device__ __forceinline__ void passes(const Params& p, const Work& work, Held& 
     if (work.valid) look<PASS>(p, work, held, values, sums);
     if constexpr (Values<PASS>::COUNT > 0) reduce<PASS>(values, exchange, turn, work.team, work.lane);
     if constexpr (PASS + 1 < PASSES) {
-        // What the compiler computed of a pack it would otherwise keep for the next pass, in full width.
-        if constexpr (KIND == REGISTERS)
-#pragma unroll
-            for (int k = 0; k < PACKS; ++k) hide(held.tiles[k]);
+        hide(held);
         passes<PASS + 1>(p, work, held, values, sums, exchange, turn);
     }
 }
@@ -405,22 +416,21 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
 
 // Rows that the copy engine puts into shared memory, one after the other around STAGES places; one thread of
 // each team asks for them.
+constexpr int PARTS = PACKS / PART;
+static_assert(KIND != STAGED || PACKS % PART == 0, "parts are alike");
+
 struct Ring {
     char* memory;
-    Barrier* full;
+    Barrier *full, *weights;
     int lane;
     unsigned place = 0, round = 0;
     __device__ __forceinline__ char* stage() const { return memory + place * STAGE_BYTES; }
-    __device__ __forceinline__ void fetch_row(const Params& p, unsigned r, unsigned rank) const {
+    __device__ __forceinline__ void fetch_part(const Params& p, unsigned r, unsigned rank, int part = 0) const {
         if (lane != 0 || r >= p.rows) return;
-        const column_t first = rank * p.span, end = min(p.columns, (rank + 1) * p.span);
+        const column_t first = rank * p.span + part * PART * STEP;
+        const column_t end = min(min(p.columns, (rank + 1) * p.span), first + PART * STEP);
         fetch(p, r, first, end, stage(), full + place);
         fetch_ahead(p, r, first, end);
-    }
-    __device__ __forceinline__ void fetch_part(const Params& p, unsigned r, unsigned rank, int k) const {
-        const column_t first = rank * p.span + k * STEP;
-        if (lane == 0 && r < p.rows)
-            fetch(p, r, first, min(min(p.columns, (rank + 1) * p.span), first + STEP), stage(), full + place);
     }
     __device__ __forceinline__ void wait() const { await(full + place, round & 1); }
     __device__ __forceinline__ void advance() {
@@ -435,19 +445,28 @@ __device__ __forceinline__ Ring fill(const Params& p, unsigned base, unsigned st
     if (WEIGHTS_STAGED && threadIdx.x == 0) make_barrier(&weights, 1);
     barriers_are_made();
     __syncthreads();
-    Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], lane_in_team()};
-    for (int s = 0; s < STAGES; ++s, ring.advance()) {
-        if constexpr (IN_PARTS) ring.fetch_part(p, base + s / PACKS * step, rank, s % PACKS);
-        else ring.fetch_row(p, base + s * step + team, rank);
-    }
+    Ring ring = {memory + team * STAGES * STAGE_BYTES, full[team], &weights, lane_in_team()};
+    for (int s = 0; s < STAGES; ++s, ring.advance()) ring.fetch_part(p, base + s / PARTS * step + team, rank, s % PARTS);
     ring.round = 0;
-    if constexpr (WEIGHTS_STAGED) {
-        if (threadIdx.x == 0)
-            fetch_weights(p, rank * p.span, min(p.columns, (rank + 1) * p.span), memory + WEIGHTS_AT, &weights);
-        await(&weights, 0);
-    }
+    if (WEIGHTS_STAGED && threadIdx.x == 0)
+        fetch_weights(p, rank * p.span, min(p.columns, (rank + 1) * p.span), memory + WEIGHTS_AT, &weights);
     opened();
     return ring;
+}
+
+// Into registers, part by part.
+__device__ __forceinline__ void move_on(const Params& p, const Work& work, Held& held, Ring& ring, unsigned step,
+                                        unsigned rank) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part, ring.advance()) {
+        if (work.valid) ring.wait();
+#pragma unroll
+        for (int k = 0; k < PART; ++k)
+            if (work.valid && has_pack(work, part * PART + k))
+                held.tiles[part * PART + k] = staged_tile<VEC>(ring.stage(), (k * THREADS + work.lane) * VEC);
+        meet();
+        ring.fetch_part(p, work.r + (part + STAGES) / PARTS * step, rank, (part + STAGES) % PARTS);
+    }
 }
 
 // The same with the copy engine up to STAGES - 1 rows ahead. (With a barrier of its own for "everyone has left
@@ -460,30 +479,33 @@ __device__ __forceinline__ void walk_staged(const Params& p, unsigned base, unsi
     Work work = begin(p, base + team_of_thread(), rank);
     for (; base < p.rows; base += step) {
         const Work next = begin(p, base + step + work.team, rank);  // its uniform operands are on their way
-        work.stage = ring.stage();
-        if (work.valid) ring.wait();
+        work.stage = ring.stage(), work.weights = ring.weights;
+        if constexpr (MOVED) move_on(p, work, held, ring, step, rank);
+        else if (work.valid) ring.wait();
         finish(p, work, rank, held, sums, exchange, turn);
         if (!PERSISTENT) break;
-        meet();  // who is here has read the row for the last time
-        ring.fetch_row(p, base + STAGES * step + work.team, rank);
-        ring.advance();
+        if constexpr (!MOVED) {
+            meet();  // who is here has read the row for the last time
+            ring.fetch_part(p, base + STAGES * step + work.team, rank);
+            ring.advance();
+        }
         work = next;
     }
 }
 
 // The same for two passes, the first one of the next row before the last one of this: threads meet once a row,
 // and values travel among blocks while they work.
-constexpr bool OVERLAPPED = KIND == STAGED && PERSISTENT && PASSES == 2 && STAGES > 2;
+constexpr bool OVERLAPPED = KIND == STAGED && PERSISTENT && PASSES == 2 && (MOVED ? OVERLAPS : STAGES > 2);
 
-__device__ __forceinline__ void first_look(const Params& p, Work& work, const Ring& ring, Held& held,
+__device__ __forceinline__ void first_look(const Params& p, Work& work, Ring& ring, Held& held,
                                            acc_t (&values)[MOST_VALUES], SumsOfColumns& sums, Exchange& exchange,
-                                           int turn) {
-    work.stage = ring.stage();
+                                           int turn, unsigned step, unsigned rank) {
+    work.stage = ring.stage(), work.weights = ring.weights;
     identity<0>(values);
-    if (work.valid) {
-        ring.wait();
-        look<0>(p, work, held, values, sums);
-    }
+    if constexpr (MOVED) move_on(p, work, held, ring, step, rank);
+    else if (work.valid) ring.wait();
+    if (work.valid) look<0>(p, work, held, values, sums);
+    hide(held);
     publish<0>(values, exchange, turn, work.team, work.lane);
 }
 
@@ -494,7 +516,7 @@ __device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, 
     Held held, held_ahead;
     acc_t values[MOST_VALUES], ahead[MOST_VALUES];
     Work work = begin(p, base + team_of_thread(), rank);
-    first_look(p, work, ring, held, values, sums, exchange, turn);
+    first_look(p, work, ring, held, values, sums, exchange, turn, step, rank);
     meet();
     gather<0>(values, exchange, turn, work.team, work.lane);
     receive<0>(values, exchange, turn, work.team, work.lane);
@@ -504,11 +526,11 @@ __device__ __forceinline__ void walk_overlapped(const Params& p, unsigned base, 
         const Ring here = ring;
         Work next = begin(p, later + work.team, rank);
         if (more) {
-            ring.advance();
-            first_look(p, next, ring, held_ahead, ahead, sums, exchange, turn);
+            if constexpr (!MOVED) ring.advance();
+            first_look(p, next, ring, held_ahead, ahead, sums, exchange, turn, step, rank);
         }
         meet();  // who is here has read the row before this one for the last time
-        if (!first) left.fetch_row(p, base + (STAGES - 1) * step + work.team, rank);
+        if (!MOVED && !first) left.fetch_part(p, base + (STAGES - 1) * step + work.team, rank);
         if (more) gather<0>(ahead, exchange, turn, work.team, work.lane);
         if (work.valid) {
             look<PASSES - 1>(p, work, held, values, sums);
@@ -530,6 +552,7 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
                                               SumsOfColumns& sums, Ring& ring, unsigned r, unsigned step, unsigned rank) {
     Known<PASS> known;
     know(p, work.row, values, known);
+    if constexpr (WEIGHTS_STAGED && PASS == WEIGHTS_IN) await(ring.weights, 0);
 #pragma unroll
     for (int k = 0; k < PACKS; ++k, ring.advance()) {
         const column_t column = work.first + k * STEP;
@@ -576,7 +599,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     open(exchange);
     wait_for_kernel_before();
     SumsOfColumns sums = {};
-    if constexpr (IN_PARTS) walk_in_parts(p, block, blocks, rank, sums, exchange);
+    if constexpr (KIND == STAGED && PARTS > 1 && !MOVED) walk_in_parts(p, block, blocks, rank, sums, exchange);
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);

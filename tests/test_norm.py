@@ -140,7 +140,8 @@ def test_long_rows(name, columns, device):
     ((20_000, 520), BF16), ((17_000, 776), F32), ((16_400, 1_032), BF16), ((2_000, 1_032), F32),
     ((2_000, 4_104), BF16), ((700, 8_200), BF16), ((300, 16_384), F32), ((500, 20_000), BF16),
     ((600, 16_384), F32), ((600, 32_768), BF16), ((600, 65_528), BF16), ((150, 131_072), BF16),
-    ((300, 65_536), F32), ((40, 262_144), F32)], ids=str)
+    ((600, 32_768), F32), ((300, 65_536), F32), ((150, 100_000), F32), ((150, 131_072), F32),
+    ((40, 245_760), F32), ((40, 262_144), F32), ((80, 262_144), BF16)], ids=str)
 def test_many_long_rows(name, shape, dtype):
     """More rows than teams: places in shared memory, parts of rows and their barriers are used again, and the
     L2 is asked for later rows, but for none beyond the last."""

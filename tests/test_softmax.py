@@ -81,7 +81,8 @@ def test_long_rows(op, columns, device):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("shape, dtype", [((600, 32_768), BF16), ((600, 65_528), BF16), ((300, 65_536), F32),
-                                          ((40, 262_144), F32)], ids=str)
+                                          ((40, 262_144), F32), ((40, 250_000), F32),
+                                          ((80, 262_144), BF16)], ids=str)
 def test_many_long_rows(op, shape, dtype):
     """The L2 is asked for later rows, but for none beyond the last."""
     same_as_torch(op, randn(*shape, device="cuda", dtype=dtype))

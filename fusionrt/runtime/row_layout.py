@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusionrt.expr import Expr, toposort
 from fusionrt.problem import Operand, Problem
@@ -66,19 +66,40 @@ class Choice(NamedTuple):
     stages: int              # of a row; blocks with one come and go, without one the row is in registers
     weights: bool = True     # in shared memory; or a block finds its part in the L1
     ahead: bool = False
+    part: int = 0
+    moved: bool = False      # then blocks stay, whatever the stages
+    overlaps: bool = False
 
 
 # By columns.
 GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math.inf, 512, 4, 1, 2)
-# By packs, of one operand with sums alone or with moments, and of several.
-PASSING = {"weights": False, "ahead": True}
-SUMS = (Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(8192, 512, 4, 4, 1, **PASSING),
-        Choice(16384, 512, 4, 1, 3, ahead=True), Choice(32768, 512, 8, 1, 2, ahead=True),
-        Choice(math.inf, 512, 8, 1, 2))
-MOMENTS = (Choice(4096, 512, 8, 2, 0, weights=False), Choice(16384, 128, 16, 6, 1, **PASSING),
-           Choice(32768, 256, 8, 2, 2, ahead=True), Choice(math.inf, 256, 16, 3, 1, **PASSING))
-SEVERAL = (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
-           Choice(16384, 512, 4, 3, 1, **PASSING), Choice(math.inf, 512, 4, 1, 2))
+# By packs. The first number is the elements of one: of 16 bits there are twice as many instructions a byte.
+PASSING: dict[str, Any] = {"weights": False, "ahead": True}
+MOVED: dict[str, Any] = {"moved": True, "ahead": True}
+OVERLAPPED: dict[str, Any] = {"moved": True, "overlaps": True}
+_SUMS = (Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(16384, 256, 8, 1, 3, ahead=True, **OVERLAPPED),
+         Choice(32768, 512, 8, 1, 1, ahead=True, **OVERLAPPED), Choice(math.inf, 512, 8, 1, 1, **OVERLAPPED))
+SUMS = {4: _SUMS, 8: _SUMS}
+MOMENTS = {
+    4: (Choice(4096, 512, 8, 2, 0, weights=False),
+        Choice(16384, 256, 8, 1, 4, part=4, ahead=True, **OVERLAPPED),
+        Choice(32768, 256, 8, 1, 2, ahead=True, **OVERLAPPED), Choice(math.inf, 512, 8, 1, 1, **OVERLAPPED)),
+    8: (Choice(4096, 512, 8, 2, 0, weights=False), Choice(8192, 128, 16, 6, 1, **PASSING),
+        Choice(math.inf, 1024, 4, 1, 1, **MOVED))}
+SEVERAL = {  # operands
+    4: (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
+        Choice(8192, 512, 4, 3, 1, **PASSING), Choice(16384, 256, 8, 1, 1, ahead=True, **OVERLAPPED),
+        Choice(32768, 1024, 2, 1, 4, part=1, **MOVED), Choice(math.inf, 256, 16, 1, 3, part=4, moved=True)),
+    8: (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
+        Choice(8192, 512, 4, 3, 1, **PASSING), Choice(16384, 1024, 2, 1, 1, **MOVED),
+        Choice(math.inf, 512, 4, 1, 4, part=1, **OVERLAPPED))}
+HEAVY = {  # moments, and more instructions than LIGHT
+    4: (Choice(8192, 512, 8, 1, 1, **MOVED), Choice(16384, 128, 16, 6, 1, **PASSING),
+        Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED)),
+    8: (Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED),)}
+UNWEIGHTED = {4: (),  # gain nothing
+              8: (Choice(math.inf, 256, 16, 1, 1, weights=False, **MOVED),)}
+LONG_HEAVY, LONG_UNWEIGHTED = 4096, 1 << 17  # packs, or columns, from which on these are taken
 LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
 LEAST_CARRYING = 512       # and of those that carry
@@ -100,8 +121,10 @@ class Layout(NamedTuple):
     stages: int              # rows that a block has in shared memory
     blocks: int              # that a multiprocessor holds at a time
     persistent: bool
-    in_parts: bool = False   # stages are parts of rows, `packs` of them a row
+    part: int = 0            # packs of a row that a stage has, where it has not all
     weights: bool = False    # beside its stages a block has its part of the weights in shared memory
+    moved: bool = False      # from stages into registers as soon as they have come
+    overlaps: bool = False   # if so: the first pass of the next row comes before the last one of this
     ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
     carries: bool = False    # what passes leave to later ones waits in registers
     pieces: int = 0          # of a row, each for a block, which tells the others nothing
@@ -187,12 +210,13 @@ def asks_every(problem: Problem, made: Layout) -> int:
     """Of how many packs one asks whether the row has it: each, or, if all threads have all their packs, of
     two, where there are registers for what both have on their way; of rows in registers of four."""
     full = columns(problem) == made.blocks_a_row * made.threads * made.packs * made.width
-    if not full or made.kind == "streamed" or made.in_parts:
+    if not full or made.kind == "streamed" or (made.part and not made.moved):
         return 1
     summed = bool(sums(problem))
     if made.kind == "registers" and not summed:
         return min(4, made.packs)
-    _, staying = _a_pack(problem, made.width)
+    of_row, staying = _a_pack(problem, made.width)
+    staying += of_row if made.moved else 0
     left = REGISTERS // (made.block * made.blocks) - made.packs * staying
     return 2 if made.rows > 1 or left >= (ROOM_BESIDE_SUMS if summed else ROOM_FOR_PAIRS) else 1
 
@@ -213,8 +237,8 @@ def stage_bytes(problem: Problem, made: Layout) -> int:
 
 def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:
     """Of a row in a stage, or a part of one; of a weight."""
-    in_part = made.in_parts and varies(operand, problem)
-    columns = made.threads * made.width if in_part else span(problem, made)
+    in_part = made.part and varies(operand, problem)
+    columns = made.threads * made.width * made.part if in_part else span(problem, made)
     return -(-columns * ITEMSIZE[operand.dtype] // 128) * 128
 
 
@@ -261,7 +285,7 @@ def _has_room_to_carry(problem: Problem, made: Layout) -> bool:
     if made.kind == "streamed" or not how_many(problem.roots):
         return False
     of_row, staying = _a_pack(problem, made.width)
-    staying += of_row if made.kind == "registers" else 0
+    staying += of_row if made.kind == "registers" or made.moved else 0
     return made.packs * staying <= _left(made.block * made.blocks)
 
 
@@ -311,7 +335,7 @@ def _is_heavy(problem: Problem) -> bool:
 
 
 def _staged(problem: Problem, pack: int) -> Layout | None:
-    measured = _with_weights(problem, pack)
+    measured = _measured(problem, pack)
     if measured is not None:
         return measured
     if sums(problem):
@@ -324,13 +348,13 @@ def _staged(problem: Problem, pack: int) -> Layout | None:
     return (_in_parts(problem, pack) if alone else None) or passing
 
 
-def _with_weights(problem: Problem, pack: int) -> Layout | None:
+def _measured(problem: Problem, pack: int) -> Layout | None:
     """Weights read from the L2 for every row are as many bytes as the row, of a layer norm twice as many, and
     the L2 has not much more than twice the memory's rate: blocks stay and have their part in shared memory.
-    Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1, and those
-    whose moments are found up to four times that in several."""
+    Rows of up to 64 KB are better off in one block that comes and goes, with the weights in the L1."""
     summed, (_, staying) = bool(sums(problem)), _a_pack(problem, pack)
-    if _word(problem) > 1 or problem.streams or not _can_keep(problem, weights(problem)):
+    of_columns = weights(problem)
+    if _word(problem) > 1 or problem.streams or (of_columns and not _can_keep(problem, of_columns)):
         return None
     packs_a_row = -(-columns(problem) // pack)
     for choice in _choices(problem, pack):
@@ -351,13 +375,19 @@ def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout
     packs = -(-columns(problem) // (pack * choice.threads * cluster))
     in_teams = choice.weights and (cluster == 1 or not sums(problem))
     rows, blocks = (choice.rows, 1) if in_teams else (1, choice.rows)
-    return Layout("staged" if choice.stages else "registers", pack, packs, choice.threads, rows, cluster,
-                  choice.stages, blocks, choice.stages > 1, weights=choice.weights, ahead=choice.ahead)
+    part, stages = choice.part, choice.stages
+    if part and packs % part:  # of a row that is a little shorter
+        part, stages = 1, stages * part
+    return Layout("staged" if stages else "registers", pack, packs, choice.threads, rows, cluster, stages,
+                  blocks, stages > 1 or choice.moved, part if part < packs else 0, choice.weights,
+                  choice.moved, choice.overlaps, choice.ahead)
 
 
 def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
-    light = instructions(problem.roots) <= LIGHT
+    light, packs_a_row = instructions(problem.roots) <= LIGHT, -(-columns(problem) // pack)
     if sums(problem):
+        if not weights(problem):
+            return ()
         if how_many(problem.roots):
             return _carrying(problem, pack)
         if columns(problem) >= LONG_GRADIENTS:
@@ -368,11 +398,16 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
         return (Choice(LONG_GRADIENTS, threads, 2, 768 // threads, 3),)
     passes = schedule(with_sums(problem.roots))
     kinds = {f.kind for one in passes for f in one.found}
-    if len(passes) != 2 or not light or not kinds <= {"sum", "moments"}:
+    of_moments, several, of_pack = "moments" in kinds, len(held(problem)) > 1, 8 if pack > 4 else 4
+    if len(passes) != 2:
         return ()
-    if len(held(problem)) > 1:
-        return SEVERAL
-    return MOMENTS if "moments" in kinds else SUMS
+    if not weights(problem):
+        return UNWEIGHTED[of_pack] if columns(problem) > LONG_UNWEIGHTED and not several else ()
+    if not light:
+        return HEAVY[of_pack] if packs_a_row > LONG_HEAVY and of_moments and not several else ()
+    if not kinds <= {"sum", "moments"}:
+        return ()
+    return (SEVERAL if several else MOMENTS if of_moments else SUMS)[of_pack]
 
 
 def _carrying(problem: Problem, pack: int) -> tuple[Choice, ...]:
@@ -454,7 +489,7 @@ def _in_parts(problem: Problem, pack: int) -> Layout | None:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
     most_ahead = 2 if sums(problem) else packs
-    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, True, weights)
+    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, 1, weights)
               for weights in beside for ahead in range(most_ahead, 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 

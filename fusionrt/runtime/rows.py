@@ -124,19 +124,28 @@ class Text:
         lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
                  f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
                  f"BLOCKS_A_ROW = {made.blocks_a_row}, STAGES = {max(1, made.stages)}, "
-                 f"MIN_BLOCKS = {made.blocks};",
+                 f"MIN_BLOCKS = {made.blocks}, PART = {made.part or made.packs};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
-                 f"IN_PARTS = {str(made.in_parts).lower()};",
+                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
                  f"CARRIES = {str(made.carries).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
-                 f"ASKS_EVERY = {asks_every(self.problem, made)};"]
+                 f"ASKS_EVERY = {asks_every(self.problem, made)}, WEIGHTS_IN = {self._weights_in()};"]
         for together in (held(self.problem), weights(self.problem)):
             at = 0
             for o in together:
                 lines.append(f"constexpr int {o.name}_AT = {at};")
                 at += operand_bytes(o, self.problem, made)
         return lines
+
+    def _weights_in(self) -> int:
+        """The first pass that reads weights."""
+        names = {o.name for o in weights(self.problem)}
+        for k, one in enumerate(self.passes):
+            roots = [f.operand for f in one.found] + [self.roots[j] for j in one.outputs]
+            if names & {str(n.args[0]) for n in toposort(roots) if n.op == "arg"}:
+                return k
+        return 0
 
     # -- a row -----------------------------------------------------------------------------------
 
