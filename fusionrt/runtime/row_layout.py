@@ -5,7 +5,8 @@
 * staged: the copy engine (Hopper's `cp.async.bulk`) brings rows into shared memory. Wide rows are shared by
   as few blocks of a cluster as can, which wait for each other. Where sums over rows fill the registers, or
   the widest rows have weights, blocks stay, and their next rows come while they work on one, in parts where
-  there is no room for two. The L2 is asked for rows `ahead` of those for which there is room.
+  there is no room for two, or into the place that a row leaves as it is `moved` on into registers. The L2 is
+  asked for rows `ahead` of those for which there is room.
 * streamed: every pass reads the row anew. For what is wider than all that, or cannot be copied in bulk.
 
 Where nothing is found in a row, as for a gradient of cross-entropy, a block has a piece of one, in registers.
