@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from fusionrt.convert import derived
-from fusionrt.convert.capture import backend
+from fusionrt.convert.capture import Options, backend
 from fusionrt.convert.passes import PASSES
 
 
@@ -143,6 +143,33 @@ def test_weights_that_change_between_calls_are_seen():
                        lambda: model.load_state_dict(randomised(Bottleneck()).state_dict())):
             change()
             assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@torch.no_grad()
+def test_contiguous_images_have_fused_convolutions_too(norm):
+    """Where the layout was left or undone: the same weights, with a norm folded into them, not packed."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8) if norm else nn.Identity()
+
+        def forward(self, x):
+            return F.relu(self.norm(self.conv(x)))
+
+    model, x, graphs = randomised(Net()).eval(), torch.randn(2, 3, 9, 9), []
+    options = Options(passes=tuple(p for p in PASSES if p != "layout"))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=lambda gm, given: graphs.append(gm) or backend(
+        gm, given, options=options))
+    for change in (lambda: None, lambda: model.conv.weight.mul_(2), lambda: model.conv.bias.add_(1),
+                   lambda: model.load_state_dict(randomised(Net()).state_dict())):
+        change()
+        assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+        assert run(x).is_contiguous()
+    graph, = graphs
+    assert [n.target.__name__ for n in graph.graph.nodes if n.op == "call_function"] == ["packed_conv"]
+    assert bool(derived.kept.get(model.conv.weight)) == norm
 
 
 # -- layout ----------------------------------------------------------------------------------------------

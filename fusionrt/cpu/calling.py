@@ -9,6 +9,7 @@ interpreter's lock.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +77,7 @@ class Text:
         self.scope: dict[str, Any] = {
             "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
             "memory": arguments.memory, "put": arguments.put}
-        self.pointers = [f"a{o.name[1:]}.data_ptr()" for o in problem.inputs]
+        self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
             if result.into is None:
@@ -100,6 +101,12 @@ class Text:
             self.lines.append("if n_threads() != division.threads: division.by(n_threads())")
         else:
             self.division.by(1)
+
+    def scratch(self, size: int, places: Sequence[int]) -> None:
+        """Memory of `size` bytes for each task; the kernel is told the `places` within the first one's."""
+        self.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
+        self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
+        self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
     def launch(self) -> None:
         known, d = {"row_size": str(float(self.problem.row_size))}, self.division

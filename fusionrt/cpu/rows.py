@@ -416,9 +416,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     parallel = rows * columns >= (PARALLEL_FROM if team.usable() else threads.SERIAL_BELOW)
     text.divide(rows, parallel, 1, len(integers))
     if share:
-        text.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
-        text.lines.append(f"scratch = scratch_of({share} * division.tasks)")
-        text.pointers += [f"scratch.data_ptr() + {place}" for place in places]
+        text.scratch(share, places)
     if problem.streams:
         text.draw(len(integers) + 2)
     text.launch()

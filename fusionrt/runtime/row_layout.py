@@ -78,9 +78,9 @@ GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math
 PASSING: dict[str, Any] = {"weights": False, "ahead": True}
 MOVED: dict[str, Any] = {"moved": True, "ahead": True}
 OVERLAPPED: dict[str, Any] = {"moved": True, "overlaps": True}
-_SUMS = (Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(16384, 256, 8, 1, 3, ahead=True, **OVERLAPPED),
-         Choice(32768, 512, 8, 1, 1, ahead=True, **OVERLAPPED), Choice(math.inf, 512, 8, 1, 1, **OVERLAPPED))
-SUMS = {4: _SUMS, 8: _SUMS}
+SUMS = dict.fromkeys((4, 8), (
+    Choice(4096, 1024, 4, 2, 1, **PASSING), Choice(16384, 256, 8, 1, 3, ahead=True, **OVERLAPPED),
+    Choice(32768, 512, 8, 1, 1, ahead=True, **OVERLAPPED), Choice(math.inf, 512, 8, 1, 1, **OVERLAPPED)))
 MOMENTS = {
     4: (Choice(4096, 512, 8, 2, 0, weights=False),
         Choice(16384, 256, 8, 1, 4, part=4, ahead=True, **OVERLAPPED),
@@ -98,8 +98,7 @@ HEAVY = {  # moments, and more instructions than LIGHT
     4: (Choice(8192, 512, 8, 1, 1, **MOVED), Choice(16384, 128, 16, 6, 1, **PASSING),
         Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED)),
     8: (Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED),)}
-UNWEIGHTED = {4: (),  # gain nothing
-              8: (Choice(math.inf, 256, 16, 1, 1, weights=False, **MOVED),)}
+UNWEIGHTED = {8: (Choice(math.inf, 256, 16, 1, 1, weights=False, **MOVED),)}  # others gain nothing
 LONG_HEAVY, LONG_UNWEIGHTED = 4096, 1 << 17  # packs, or columns, from which on these are taken
 LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
@@ -403,7 +402,7 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
     if len(passes) != 2:
         return ()
     if not weights(problem):
-        return UNWEIGHTED[of_pack] if columns(problem) > LONG_UNWEIGHTED and not several else ()
+        return UNWEIGHTED.get(of_pack, ()) if columns(problem) > LONG_UNWEIGHTED and not several else ()
     if not light:
         return HEAVY[of_pack] if packs_a_row > LONG_HEAVY and of_moments and not several else ()
     if not kinds <= {"sum", "moments"}:

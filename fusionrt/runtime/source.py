@@ -32,7 +32,7 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reduc
            **dict.fromkeys(("depthwise_mma", "depthwise_mma_backward"),
                            ("depthwise.cuh", "copies.cuh", "mma.cuh")), "window": ("copies.cuh",)}
 # Template -> what it shares with others of what builds on the specialisation's constants.
-PARTS = {"depthwise": ("depthwise_turns.cuh",),
+PARTS = {"rows": ("rows_exchange.cuh",), "depthwise": ("depthwise_turns.cuh",),
          "depthwise_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh"),
          "depthwise_tiles": ("depthwise_turns.cuh", "depthwise_copies.cuh", "depthwise_blocks.cuh"),
          "depthwise_tiles_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh", "depthwise_copies.cuh",
