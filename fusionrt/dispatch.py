@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Check = Callable[..., bool]
+SETTLED_AFTER = 100  # calls
 _NUMBERS = frozenset({int, float, bool})
 
 TensorGuards: Any = None
@@ -72,6 +73,26 @@ def _with_numbers(kinds: tuple[type | None, ...]) -> Callable[[Check], Check]:
     return made
 
 
+def settles(run: Run, made: Run) -> Run:
+    """`run`, of which `made` makes what costs less a call: for many, as the first one takes LLVM's import."""
+    vars(run).update(settled=made, calls=0)
+    return run
+
+
+def settled(run: Run) -> Run:
+    made = getattr(run, "settled", None)
+    return run if made is None else cast(Run, made())
+
+
+def settle(run: Run) -> Run | None:
+    """What to call from now on, for whoever asks at each call; None: to be asked again."""
+    kept = getattr(run, "__dict__", {})
+    if "calls" in kept and kept["calls"] < SETTLED_AFTER:
+        kept["calls"] += 1
+        return None
+    return settled(run)
+
+
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
     made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
@@ -109,9 +130,10 @@ def planned_once(operator: Operator) -> Run:
     plans: list[Run] = []
 
     def run(*args: Any) -> Any:
-        if not plans:
-            plans.append(operator.plan(args[:len(operator.params)]))
-        return plans[0](*args)
+        if len(plans) < 2:
+            made = settle(plans[0]) if plans else operator.plan(args[:len(operator.params)])
+            plans.extend([] if made is None else [made])
+        return plans[-1](*args)
 
     return run
 

@@ -143,11 +143,17 @@ class Operator:
         check, run = site
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
-            site = self.local.sites[key] = dispatch.guard(*tensors), run
+            check = dispatch.guard(*tensors)
+        self.local.sites[key] = check, run
+        settled = dispatch.settle(run)
+        if settled is None:
+            return run(*args)
+        run = settled
+        site = self.local.sites[key] = check, run
         if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
             self.local.site = site
         else:  # with numbers in the places of tensors, or tensors in those of numbers
-            self.local.mixed = dispatch.guard_all(site[0], args), run
+            self.local.mixed = dispatch.guard_all(check, args), run
         return run(*args)
 
     def _run(self, args: Args) -> Callable[..., Any]:
@@ -157,7 +163,7 @@ class Operator:
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors):
             plan = self.plan(args)
-            return (lambda *args: plan(*args, draw())) if draw else plan
+            return self._drawn(plan, draw) if draw else plan
         from fusionrt.mask import masking
         operator = masking(self, args) or self
         recording = operator.recording(args)
@@ -170,7 +176,18 @@ class Operator:
                 return self.launch(args, rng)
             return recording.plan(*args, rng) if streams else recording.plan(*args)
 
-        return recorded
+        def settled() -> Callable[..., Any]:
+            recording.plan = dispatch.settled(recording.plan)
+            return recorded
+
+        return dispatch.settles(recorded, settled)
+
+    def _drawn(self, plan: Callable[..., Any], draw: Callable[[], random.Rng]) -> Callable[..., Any]:
+        def drawn(*args: Any) -> Any:
+            return plan(*args, draw())
+
+        made = getattr(plan, "settled_drawing", None)
+        return drawn if made is None else dispatch.settles(drawn, lambda: made(drawn, self.counters))
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""
@@ -205,14 +222,19 @@ class Operator:
         return plan(*args, rng) if self.streams else plan(*args)
 
     def _found(self, args: Args) -> Callable[..., Any]:
-        """The plan, by which to begin at the next launch: to see that it fits takes a fifth of a key."""
+        """The plan; of one that was found before, also by which to begin at the next launch: to see that it
+        fits takes a fifth of a key."""
         plan, tensors = self.plan(args), [a for a in args if isinstance(a, torch.Tensor)]
         fits = self.local.__dict__.setdefault("fits", {})
-        if plan not in fits:
+        if plan in fits:
+            check, run = fits[plan]
+            run = dispatch.settle(run)
+            if run is not None:
+                self.local.launched = fits[plan] = check, run
+        else:
             if len(fits) >= _PLANS_KEPT:
                 fits.clear()
-            fits[plan] = dispatch.guard_all(dispatch.guard(*tensors), args)
-        self.local.launched = fits[plan], plan
+            fits[plan] = dispatch.guard_all(dispatch.guard(*tensors), args), plan
         return plan
 
     def plan(self, args: Args) -> Callable[..., Any]:

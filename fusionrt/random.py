@@ -14,7 +14,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,11 +40,27 @@ def drawing(device: torch.device, streams: int) -> Callable[[], Rng]:
     return _drawing_cuda(device, streams) if device.type == "cuda" else functools.partial(_draw_cpu, streams)
 
 
+class Taking(NamedTuple):
+    """What takes counters from a CUDA generator, outside of captures."""
+
+    acquire: Callable[[], Any]
+    release: Callable[[], None]
+    get_offset: Callable[[], int]
+    set_offset: Callable[[int], Any]
+    initial_seed: Callable[[], int]
+    step: int                          # in 32-bit values, as torch counts
+
+
+def taking(device: int, streams: int) -> Taking:
+    lock, generator = _lock(), torch.cuda.default_generators[device]  # no process forked from here has a GPU
+    return Taking(lock.acquire, lock.release, generator.get_offset, generator.set_offset,
+                  generator.initial_seed, 4 * streams)
+
+
 def _drawing_cuda(device: torch.device, streams: int) -> Callable[[], Rng]:
     index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index]
-    seed, offset_of, move = generator.initial_seed, generator.get_offset, generator.set_offset
-    is_capturing, step = torch.cuda.is_current_stream_capturing, 4 * streams  # 32-bit values, as torch counts
+    _, _, offset_of, move, seed, step = taking(index, streams)
+    is_capturing = torch.cuda.is_current_stream_capturing
 
     def draw() -> Rng:
         if is_capturing():

@@ -484,3 +484,21 @@ def test_what_is_costly_is_computed_once():
     assert text(op, x, EPS).count(" normcdf(") == 1
     expected = F.gelu(x)
     torch.testing.assert_close(op(x, EPS), F.rms_norm(expected, (8,), eps=EPS) + expected.exp())
+
+
+@pytest.mark.parametrize("columns", [9, 13, 31, 50])
+def test_bits_do_not_depend_on_what_lies_beside_a_row(columns, monkeypatch):
+    """Kept exponentials that begin right behind the row."""
+    usual, bits = torch.empty, {}
+    for gap in (0, 64, 192, 8192):
+        pool = usual(1 << 16, dtype=torch.uint8)
+        row = pool[1024:1024 + 4 * columns].view(torch.float32).view(1, columns)
+        behind = 1024 + -(-4 * columns // 64) * 64 + gap
+        row.copy_(torch.linspace(-3, 2, columns))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *size, pool=pool, behind=behind, **more: pool[
+                behind:behind + size[0]] if more.get("dtype") == torch.uint8 else usual(*size, **more))
+            fresh = operator(f"softmax_{gap}", softmax(X)[0])
+            bits[gap] = fresh(row)
+    for gap in bits:
+        assert_same_bits(bits[gap], bits[8192])

@@ -53,10 +53,10 @@ def test_contents(wheel: Path) -> None:
     assert {n.split("/")[0].split("-")[0] for n in names} == {"fusionrt"}
     assert templates == {
         f"fusionrt/{path.relative_to(ROOT).as_posix()}"
-        for path in (ROOT / "kernels_src").rglob("*.cu*")
-        if path.suffix in (".cu", ".cuh")
+        for path in (ROOT / "kernels_src").rglob("*.*")
+        if path.suffix in (".cu", ".cuh", ".ll")
     }
-    assert {Path(n).suffix for n in templates} == {".cu", ".cuh"}
+    assert {Path(n).suffix for n in templates} == {".cu", ".cuh", ".ll"}
     assert modules == {p.relative_to(ROOT).as_posix() for p in (ROOT / "fusionrt").rglob("*.py")}
 
 

@@ -107,12 +107,37 @@ def build(text: str, accuracy: str, name: str) -> cache.Entry:
     exec(compile(text, f"<fusionrt kernel {name}>", "exec"), scope)
     signature = types.void(types.CPointer(types.int64), types.CPointer(types.int64),
                            types.CPointer(types.float64), types.int64, types.int64)
-    compiling = njit(signature, error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
+    compiling = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False,
                      no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # no objects, so no counting
     with collector.paused():
-        result = next(iter(compiling(scope["kernel"]).overloads.values()))
+        result = _compiled(compiling(scope["kernel"]), signature)
     return cache.Entry({"kernel": name, "arch": "cpu", "target": target().split()[0],
                         "symbol": result.fndesc.llvm_func_name}, result.library._get_compiled_object())
+
+
+def _compiled(dispatcher: Any, signature: Any) -> Any:
+    """As `dispatcher.compile` does, by our own generator of code."""
+    from numba.core import compiler
+    from numba.core.registry import cpu_target
+    flags = compiler.Flags()
+    cpu_target.options.parse_as_flags(flags, dispatcher.targetoptions)
+    return compiler.compile_extra(cpu_target.typing_context, _context(), dispatcher.py_func, signature.args,
+                                  signature.return_type, flags, {})
+
+
+@functools.cache
+def _context() -> Any:
+    """Numba's, with vectors of 512 bits on processors that have them. LLVM keeps to 256 on Intel's, of which
+    the first lowered their clock by more than that gained; those with VBMI2 no longer do."""
+    from numba.core import codegen
+    from numba.core.registry import cpu_target
+
+    class Codegen(codegen.JITCPUCodegen):
+        def _customize_tm_features(self) -> str:
+            features = str(super()._customize_tm_features())
+            return f"{features},-prefer-256-bit" if "+avx512vbmi2" in features.split(",") else features
+
+    return cpu_target.target_context.subtarget(_internal_codegen=Codegen("fusionrt"))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -19,6 +20,24 @@ def _pointer_to(element: Any) -> Any:
         return types.CPointer(element)(types.int64), codegen
 
     return at
+
+
+def _prefetching(to_write: bool) -> Any:
+    """A hint: an address that is nobody's is no error."""
+    @intrinsic
+    def prefetch(typing_context: Any, pointer: Any, index: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+            function = builder.module.declare_intrinsic(
+                "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32]))
+            nearest, data = 3, 1
+            builder.call(function, [builder.bitcast(builder.gep(args[0], [args[1]]), byte),
+                                    *(ir.Constant(i32, n) for n in (int(to_write), nearest, data))])
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64), codegen
+
+    return prefetch
 
 
 @inline
@@ -71,5 +90,6 @@ def scope(accuracy: str) -> dict[str, Any]:
         names[f"cast_{dtype}"] = _casting(store, names["acc_t"])
     for dtype in ("uint8", "uint16", "uint64", "int8", "int16", "int32", "int64", "float32", "float64"):
         names[f"{dtype}_at"] = _pointer_to(getattr(types, dtype))
-    return names | {"uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,
+    return names | {"prefetch": _prefetching(False), "prefetch_to_write": _prefetching(True),
+                    "uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,
                     "pairwise_sum": pairwise_sum}

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt import dispatch, random
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
-from fusionrt.runtime import accumulators, planes, pointwise, resident, row_layout, row_operands
+from fusionrt.runtime import accumulators, native, planes, pointwise, resident, row_layout, row_operands
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
@@ -49,11 +50,15 @@ class Text:
                                       "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
                                       "launch_together": cuda.driver().launchCooperativeKernel,
                                       "is_capturing": torch.cuda.is_current_stream_capturing}
-        self.kernels, self.depends = 0, cuda.has_dependent_launches(call.device)
+        self.depends = cuda.has_dependent_launches(call.device)
+        self.allocated: list[native.Allocated] = []
+        self.launched: list[native.Launched] = []
 
-    def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: object) -> None:
+    def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+                 ) -> None:
         kind = str(dtype).replace(".", "_")
         self.scope[kind] = dtype
+        self.allocated.append(native.Allocated(name, shape, strides, dtype))
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {kind})")
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
@@ -65,7 +70,7 @@ class Text:
 
         The parameter buffer belongs to this text, and the text to one thread.
         """
-        k, self.kernels = self.kernels, self.kernels + 1
+        k = len(self.launched)
         if k == 0:  # 0, the default stream, is never captured
             self.lines.append(f"at = stream({self.call.device})")
             self.lines += ["captured = at and is_capturing()"] * self.depends
@@ -76,8 +81,9 @@ class Text:
                        f"converted{k}": source.params.converted}
         function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name, kernel)
         cuda.allow(function, shared, cluster)
-        packed = ", ".join(values.get(v, v) if isinstance(v, str) else str(v)
-                           for field in source.values for v in field)
+        each = [values.get(v, v) if isinstance(v, str) else str(v) for field in source.values for v in field]
+        packed = ", ".join(each)
+        self.launched.append(native.Launched(function, grid, layers, block, shared, source.params, each))
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
@@ -99,9 +105,21 @@ class Text:
         cuda.allow(function, shared, cluster)
         return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
-    def compile(self, arguments: str) -> Run:
-        exec("\n    ".join([f"def run({arguments}):", *self.lines]), self.scope)
+    def compile(self, arguments: Sequence[str]) -> Run:
+        exec("\n    ".join([f"def run({', '.join(arguments)}):", *self.lines]), self.scope)
         run: Run = self.scope["run"]
+        return run
+
+    def settles(self, run: Run, arguments: Sequence[str]) -> Run:
+        """`run`, which is compiled from this and is one launch, and can be machine code; where it is given
+        random numbers, together with whoever draws them."""
+        (launched,), device = self.launched, self.call.device
+        given = [a for a in arguments if a != "rng"]
+        plan = native.Plan(run, given, self.allocated, launched, device, self.scope)
+        if len(given) == len(arguments):
+            return dispatch.settles(run, lambda: native.settled(plan))
+        vars(run)["settled_drawing"] = lambda drawn, counters: native.settled(
+            plan._replace(general=drawn, random=random.taking(device, counters)))
         return run
 
 
@@ -112,11 +130,14 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
         run = _write(call, alignment, misaligned)
     if cuda.device_count() == 1:
         return run
+    return dispatch.settles(_guarded(run, call.device), lambda: _guarded(dispatch.settled(run), call.device))
 
+
+def _guarded(run: Run, device: int) -> Run:
     def guarded(*args: Any) -> Any:
-        if torch.cuda.current_device() == call.device:
+        if torch.cuda.current_device() == device:
             return run(*args)
-        with torch.cuda.device(call.device):
+        with torch.cuda.device(device):
             return run(*args)
 
     return guarded
@@ -127,7 +148,6 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     inputs = list(problem.inputs)
     masks = [o.name for o in inputs if o.dtype == MASK]
     names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams or masks else [])
-    arguments = ", ".join(names)
     text.lines += [f"{name} = rng[2]" for name in masks]
     if problem.then is not None:
         here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
@@ -139,7 +159,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         written = [f"a{o.into}" for o in call.results if o.into is not None]
         pointers = " | ".join([*(values[o.name] for o in inputs),
                                *(f"{name}.data_ptr()" for name in written if name not in values)])
-        text.lines.append(f"if ({pointers}) & 15: return misaligned({arguments})")
+        text.lines.append(f"if ({pointers}) & 15: return misaligned({', '.join(names)})")
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
         text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
@@ -159,7 +179,10 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
     text.lines.append("return " + ", ".join(problem.returned or [o.name for o in problem.outputs]))
-    return text.compile(arguments)
+    run = text.compile(names)
+    is_plain = (alignment == 16 and not masks and problem.then is None and not problem.returned
+                and not any(problem.reduced) and all(o.into is None for o in call.results))
+    return text.settles(run, names) if is_plain and len(text.launched) == 1 else run
 
 
 def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:

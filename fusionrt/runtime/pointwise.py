@@ -85,10 +85,12 @@ def pack_width(problem: Problem, alignment: int) -> int:
 def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
-    other one has an offset for each element."""
-    operands = sum(is_flat(o, problem.sizes) for o in problem.inputs if o.dtype != MASK)
-    crowded = (operands > 1 or _gathers(problem, width) or len(problem.inputs) > 3
-               or _words(problem, width) > 12)
+    other one has an offset for each element. Where that is a word (int8, float32 results), it is what is
+    written that counts."""
+    flat = [ITEMSIZE[o.dtype] for o in problem.inputs if o.dtype != MASK and is_flat(o, problem.sizes)]
+    operands, words = len(flat), _words(problem, width)
+    crowded = (operands > 1 or _gathers(problem, width) or len(problem.inputs) > 3 or words > 12
+               or sum(flat) * width == 4)
     if width < 4 or (crowded and not problem.streams):
         return 1
     return 4 if problem.streams and operands == 1 else 2

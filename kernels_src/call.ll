@@ -1,0 +1,305 @@
+; A plan of one launch as Python calls it: a builtin function (METH_FASTCALL) whose `self` is a tuple that
+; begins with the address of the plan. It asks the inputs for their addresses, allocates the outputs and
+; launches. Whatever is not as planned, and every error, is left to the plan's general callable, which begins
+; anew: nothing has been written by then.
+;
+; Only functions of Python's stable interface are called, found by name in the process. The structs are those
+; of fusionrt/runtime/native.py.
+
+%Input = type { i32, i32 }               ; which argument; where its address stands in the parameters
+%Number = type { i32, i32, i64 }         ; which argument; where it stands; whether in double precision
+%Output = type { ptr, ptr, ptr, i64 }    ; shape, strides, dtype; where its address stands
+%Plan = type {
+    ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr, empty_strided, current stream, device
+    ptr, ptr, ptr,                       ;  5 cuLaunchKernel, cuStreamIsCapturing, kernel
+    i32, i32, i32, i32,                  ;  8 grid, layers, block, bytes of shared memory
+    i64, i64, i64, i64,                  ; 12 how many arguments, inputs, numbers, outputs
+    ptr, ptr, ptr,                       ; 16 inputs, numbers, outputs
+    ptr, i64,                            ; 19 the parameters, as far as they are known; their bytes
+    ptr, ptr, ptr, ptr, ptr,             ; 21 a lock's acquire (or null) and release; get_offset, set_offset and
+                                         ;    initial_seed of the generator that it guards
+    i64, i64, i64                        ; 26 by how much to move it on; where seed and offset stand
+}
+
+declare ptr @PyTuple_GetItem(ptr, i64)
+declare ptr @PyTuple_New(i64)
+declare i32 @PyTuple_SetItem(ptr, i64, ptr)
+declare ptr @PyLong_AsVoidPtr(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare i64 @PyLong_AsUnsignedLongLongMask(ptr)
+declare double @PyFloat_AsDouble(ptr)
+declare ptr @PyErr_Occurred()
+declare void @PyErr_Clear()
+declare ptr @PyObject_Vectorcall(ptr, ptr, i64, ptr)
+declare void @Py_DecRef(ptr)
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+; The integer that `callable` gives for no argument.
+define internal i64 @number(ptr %callable) {
+    %object = call ptr @PyObject_Vectorcall(ptr %callable, ptr null, i64 0, ptr null)
+    %raised = icmp eq ptr %object, null
+    br i1 %raised, label %none, label %some
+some:
+    %value = call i64 @PyLong_AsUnsignedLongLongMask(ptr %object)
+    call void @Py_DecRef(ptr %object)
+    ret i64 %value
+none:
+    ret i64 0                                    ; and an error is set
+}
+
+; The address that `callable` gives for one argument; -1, which is aligned to nothing, where it raises.
+define internal i64 @address(ptr %callable, ptr %argument) {
+    %object = call ptr @PyObject_Vectorcall(ptr %callable, ptr %argument, i64 1, ptr null)
+    %raised = icmp eq ptr %object, null
+    br i1 %raised, label %none, label %some
+some:
+    %pointer = call ptr @PyLong_AsVoidPtr(ptr %object)
+    %value = ptrtoint ptr %pointer to i64
+    call void @Py_DecRef(ptr %object)
+    ret i64 %value
+none:
+    ret i64 -1
+}
+
+define ptr @call(ptr %self, ptr %arguments, i64 %n) {
+    %parameters = alloca [4096 x i8], align 64   ; all that a kernel can have
+    %parameters.at = alloca ptr
+    %objects = alloca [8 x ptr]                  ; native.OUTPUTS
+    %capturing = alloca i32
+    %plan.boxed = call ptr @PyTuple_GetItem(ptr %self, i64 0)
+    %plan = call ptr @PyLong_AsVoidPtr(ptr %plan.boxed)
+    %n.at = getelementptr %Plan, ptr %plan, i32 0, i32 12
+    %n.planned = load i64, ptr %n.at
+    %is_planned = icmp eq i64 %n, %n.planned
+    br i1 %is_planned, label %fill, label %general
+
+fill:
+    %bytes.at = getelementptr %Plan, ptr %plan, i32 0, i32 20
+    %bytes = load i64, ptr %bytes.at
+    %known.at = getelementptr %Plan, ptr %plan, i32 0, i32 19
+    %known = load ptr, ptr %known.at
+    call void @llvm.memcpy.p0.p0.i64(ptr %parameters, ptr %known, i64 %bytes, i1 false)
+    %data_ptr.at = getelementptr %Plan, ptr %plan, i32 0, i32 1
+    %data_ptr = load ptr, ptr %data_ptr.at
+    %inputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 13
+    %inputs.n = load i64, ptr %inputs.n.at
+    %inputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 16
+    %inputs = load ptr, ptr %inputs.at
+    br label %input.next
+
+input.next:
+    %input.k = phi i64 [ 0, %fill ], [ %input.k.next, %input ]
+    %bits = phi i64 [ 0, %fill ], [ %bits.next, %input ]
+    %input.is = icmp ult i64 %input.k, %inputs.n
+    br i1 %input.is, label %input, label %inputs.done
+input:
+    %input.which.at = getelementptr %Input, ptr %inputs, i64 %input.k, i32 0
+    %input.which = load i32, ptr %input.which.at
+    %input.place.at = getelementptr %Input, ptr %inputs, i64 %input.k, i32 1
+    %input.place = load i32, ptr %input.place.at
+    %input.object = getelementptr ptr, ptr %arguments, i32 %input.which
+    %input.value = call i64 @address(ptr %data_ptr, ptr %input.object)
+    %input.to = getelementptr i8, ptr %parameters, i32 %input.place
+    store i64 %input.value, ptr %input.to
+    %bits.next = or i64 %bits, %input.value
+    %input.k.next = add i64 %input.k, 1
+    br label %input.next
+inputs.done:
+    %bits.low = and i64 %bits, 15
+    %is_aligned = icmp eq i64 %bits.low, 0
+    br i1 %is_aligned, label %numbers, label %general
+
+numbers:
+    %numbers.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 14
+    %numbers.n = load i64, ptr %numbers.n.at
+    %numbers.at = getelementptr %Plan, ptr %plan, i32 0, i32 17
+    %numbers.first = load ptr, ptr %numbers.at
+    br label %number.next
+number.next:
+    %number.k = phi i64 [ 0, %numbers ], [ %number.k.next, %number.done ]
+    %number.is = icmp ult i64 %number.k, %numbers.n
+    br i1 %number.is, label %number, label %stream
+number:
+    %number.which.at = getelementptr %Number, ptr %numbers.first, i64 %number.k, i32 0
+    %number.which = load i32, ptr %number.which.at
+    %number.place.at = getelementptr %Number, ptr %numbers.first, i64 %number.k, i32 1
+    %number.place = load i32, ptr %number.place.at
+    %number.double.at = getelementptr %Number, ptr %numbers.first, i64 %number.k, i32 2
+    %number.double = load i64, ptr %number.double.at
+    %number.object.at = getelementptr ptr, ptr %arguments, i32 %number.which
+    %number.object = load ptr, ptr %number.object.at
+    %number.value = call double @PyFloat_AsDouble(ptr %number.object)
+    %number.to = getelementptr i8, ptr %parameters, i32 %number.place
+    %number.odd = fcmp oeq double %number.value, -1.0
+    br i1 %number.odd, label %number.ask, label %number.store
+number.ask:
+    %number.error = call ptr @PyErr_Occurred()
+    %number.fine = icmp eq ptr %number.error, null
+    br i1 %number.fine, label %number.store, label %general
+number.store:
+    %number.is_double = icmp ne i64 %number.double, 0
+    br i1 %number.is_double, label %number.64, label %number.32
+number.64:
+    store double %number.value, ptr %number.to
+    br label %number.done
+number.32:
+    %number.single = fptrunc double %number.value to float
+    store float %number.single, ptr %number.to
+    br label %number.done
+number.done:
+    %number.k.next = add i64 %number.k, 1
+    br label %number.next
+
+stream:
+    %current.at = getelementptr %Plan, ptr %plan, i32 0, i32 3
+    %current = load ptr, ptr %current.at
+    %device.at = getelementptr %Plan, ptr %plan, i32 0, i32 4
+    %stream.value = call i64 @address(ptr %current, ptr %device.at)
+    switch i64 %stream.value, label %stream.ask [ i64 0, label %random      ; which is never captured
+                                                  i64 -1, label %general ]
+stream.ask:
+    %is_capturing.at = getelementptr %Plan, ptr %plan, i32 0, i32 6
+    %is_capturing = load ptr, ptr %is_capturing.at
+    %stream.status = call i32 %is_capturing(i64 %stream.value, ptr %capturing)
+    %captured = load i32, ptr %capturing
+    %stream.odd = or i32 %stream.status, %captured
+    %stream.fine = icmp eq i32 %stream.odd, 0
+    br i1 %stream.fine, label %random, label %general
+
+random:
+    %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
+    %acquire = load ptr, ptr %acquire.at
+    %draws = icmp ne ptr %acquire, null
+    br i1 %draws, label %draw, label %outputs
+draw:
+    %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
+    %seed_of = load ptr, ptr %seed_of.at
+    %seed = call i64 @number(ptr %seed_of)
+    %acquired = call ptr @PyObject_Vectorcall(ptr %acquire, ptr null, i64 0, ptr null)
+    %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
+    %offset_of = load ptr, ptr %offset_of.at
+    %offset = call i64 @number(ptr %offset_of)
+    %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
+    %step = load i64, ptr %step.at
+    %offset.next = add i64 %offset, %step
+    %offset.object = call ptr @PyLong_FromLongLong(i64 %offset.next)
+    store ptr %offset.object, ptr %objects
+    %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
+    %move = load ptr, ptr %move.at
+    %moved = call ptr @PyObject_Vectorcall(ptr %move, ptr %objects, i64 1, ptr null)
+    %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
+    %release = load ptr, ptr %release.at
+    %released = call ptr @PyObject_Vectorcall(ptr %release, ptr null, i64 0, ptr null)
+    call void @Py_DecRef(ptr %acquired)
+    call void @Py_DecRef(ptr %offset.object)
+    call void @Py_DecRef(ptr %moved)
+    call void @Py_DecRef(ptr %released)
+    %draw.error = call ptr @PyErr_Occurred()
+    %drawn = icmp eq ptr %draw.error, null
+    br i1 %drawn, label %draw.store, label %general
+draw.store:
+    %seed.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
+    %seed.place = load i64, ptr %seed.place.at
+    %seed.to = getelementptr i8, ptr %parameters, i64 %seed.place
+    store i64 %seed, ptr %seed.to
+    %counter = lshr i64 %offset, 2               ; Philox gives four numbers for each
+    %counter.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
+    %counter.place = load i64, ptr %counter.place.at
+    %counter.to = getelementptr i8, ptr %parameters, i64 %counter.place
+    store i64 %counter, ptr %counter.to
+    br label %outputs
+
+outputs:
+    %empty.at = getelementptr %Plan, ptr %plan, i32 0, i32 2
+    %empty = load ptr, ptr %empty.at
+    %outputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 15
+    %outputs.n = load i64, ptr %outputs.n.at
+    %outputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 18
+    %outputs.first = load ptr, ptr %outputs.at
+    br label %output.next
+output.next:
+    %output.k = phi i64 [ 0, %outputs ], [ %output.k.next, %output.some ]
+    %output.is = icmp ult i64 %output.k, %outputs.n
+    br i1 %output.is, label %output, label %launch
+output:
+    %output.like = getelementptr %Output, ptr %outputs.first, i64 %output.k, i32 0
+    %output.object = call ptr @PyObject_Vectorcall(ptr %empty, ptr %output.like, i64 3, ptr null)
+    %output.slot = getelementptr ptr, ptr %objects, i64 %output.k
+    store ptr %output.object, ptr %output.slot
+    %output.none = icmp eq ptr %output.object, null
+    br i1 %output.none, label %undo, label %output.some
+output.some:
+    %output.place.at = getelementptr %Output, ptr %outputs.first, i64 %output.k, i32 3
+    %output.place = load i64, ptr %output.place.at
+    %output.value = call i64 @address(ptr %data_ptr, ptr %output.slot)
+    %output.to = getelementptr i8, ptr %parameters, i64 %output.place
+    store i64 %output.value, ptr %output.to
+    %output.k.next = add i64 %output.k, 1
+    br label %output.next
+
+launch:
+    store ptr %parameters, ptr %parameters.at
+    %launch.at = getelementptr %Plan, ptr %plan, i32 0, i32 5
+    %launch.function = load ptr, ptr %launch.at
+    %kernel.at = getelementptr %Plan, ptr %plan, i32 0, i32 7
+    %kernel = load ptr, ptr %kernel.at
+    %grid.at = getelementptr %Plan, ptr %plan, i32 0, i32 8
+    %grid = load i32, ptr %grid.at
+    %layers.at = getelementptr %Plan, ptr %plan, i32 0, i32 9
+    %layers = load i32, ptr %layers.at
+    %block.at = getelementptr %Plan, ptr %plan, i32 0, i32 10
+    %block = load i32, ptr %block.at
+    %shared.at = getelementptr %Plan, ptr %plan, i32 0, i32 11
+    %shared = load i32, ptr %shared.at
+    %thread = call ptr @PyEval_SaveThread()      ; a launch waits where the queue is full
+    %status = call i32 %launch.function(ptr %kernel, i32 %grid, i32 %layers, i32 1, i32 %block, i32 1, i32 1,
+                                        i32 %shared, i64 %stream.value, ptr %parameters.at, ptr null)
+    call void @PyEval_RestoreThread(ptr %thread)
+    %launched = icmp eq i32 %status, 0
+    br i1 %launched, label %give, label %undo
+
+undo:
+    %undo.n = phi i64 [ %output.k, %output ], [ %outputs.n, %launch ]
+    br label %undo.next
+undo.next:
+    %undo.k = phi i64 [ 0, %undo ], [ %undo.k.next, %undo.one ]
+    %undo.is = icmp ult i64 %undo.k, %undo.n
+    br i1 %undo.is, label %undo.one, label %general
+undo.one:
+    %undo.slot = getelementptr ptr, ptr %objects, i64 %undo.k
+    %undo.object = load ptr, ptr %undo.slot
+    call void @Py_DecRef(ptr %undo.object)
+    %undo.k.next = add i64 %undo.k, 1
+    br label %undo.next
+
+give:
+    %is_one = icmp eq i64 %outputs.n, 1
+    br i1 %is_one, label %give.one, label %give.several
+give.one:
+    %only = load ptr, ptr %objects
+    ret ptr %only
+give.several:
+    %tuple = call ptr @PyTuple_New(i64 %outputs.n)
+    br label %give.next
+give.next:
+    %give.k = phi i64 [ 0, %give.several ], [ %give.k.next, %give.each ]
+    %give.is = icmp ult i64 %give.k, %outputs.n
+    br i1 %give.is, label %give.each, label %given
+give.each:
+    %give.slot = getelementptr ptr, ptr %objects, i64 %give.k
+    %give.object = load ptr, ptr %give.slot
+    %set = call i32 @PyTuple_SetItem(ptr %tuple, i64 %give.k, ptr %give.object)
+    %give.k.next = add i64 %give.k, 1
+    br label %give.next
+given:
+    ret ptr %tuple
+
+general:
+    call void @PyErr_Clear()
+    %general.at = getelementptr %Plan, ptr %plan, i32 0, i32 0
+    %general.callable = load ptr, ptr %general.at
+    %result = call ptr @PyObject_Vectorcall(ptr %general.callable, ptr %arguments, i64 %n, ptr null)
+    ret ptr %result
+}

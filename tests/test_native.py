@@ -1,0 +1,303 @@
+"""Plans in machine code (fusionrt/runtime/native.py), with a driver that only writes down what it is told."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusionrt as frt
+from fusionrt import dispatch
+from fusionrt.op import OPERATORS
+from fusionrt.random import Taking
+from fusionrt.runtime import native
+from fusionrt.runtime.source import Field, Params
+
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+FIELDS = [*(Field(f"float* {name}", "Q") for name in ("x", "y", "out", "sum")), Field("double d", "d"),
+          Field("float f", "f"), Field("unsigned n", "I")]
+PACKED = ("p_a0", "p_a1", "out.data_ptr()", "total.data_ptr()", "a2", "a3", "77")
+
+
+class Driver:
+    """Of launches: their first arguments and the parameters."""
+
+    def __init__(self, params: Params) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.status = self.captured = self.stream = 0
+        self.failing = False
+
+        def launch(*args: Any) -> int:
+            parameters = ctypes.c_void_p.from_address(args[9]).value
+            assert parameters is not None
+            self.launches.append((*args[:9], params.packer.unpack(
+                ctypes.string_at(parameters, params.packer.size))))
+            return self.status
+
+        def capturing(stream: int, status: Any) -> int:
+            status[0] = self.captured
+            return 0
+
+        self.functions = LAUNCH(launch), CAPTURING(capturing)
+
+    def addresses(self) -> list[int | None]:
+        return [ctypes.cast(f, ctypes.c_void_p).value for f in self.functions]
+
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        if self.failing:
+            raise MemoryError
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def current(self, device: int) -> int:
+        assert device == 3
+        return self.stream
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver(Params(FIELDS))
+    monkeypatch.setattr(native, "_driver", made.addresses)
+    yield made
+
+
+def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None
+            ) -> Callable[..., Any]:
+    outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
+               native.Allocated("total", (), (), torch.float64)]
+    launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed)
+    return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
+                                      launched, 3, {"empty": driver.empty, "stream": driver.current}, taking))
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 2), torch.randn(2)
+
+
+def test_launches_what_was_planned(driver: Driver) -> None:
+    x, y = tensors()
+    run = settled(driver)
+
+    out, total = run(x, y, 0.1, 2)
+
+    assert out.shape == (4, 2) and out.stride() == (1, 4) and out.dtype == torch.float32
+    assert total.shape == () and total.dtype == torch.float64
+    assert driver.launches == [(1234, 5, 2, 1, 64, 1, 1, 1024, None, (
+        x.data_ptr(), y.data_ptr(), out.data_ptr(), total.data_ptr(), 0.1, 2.0, 77))]
+    run(x, y, True, 1e300)  # no float32: what C makes of it
+    assert driver.launches[1][9][4:6] == (1.0, float("inf"))
+    run(x, y, -1.0, -1)     # which is also how C tells of an error
+    assert driver.launches[2][9][4:6] == (-1.0, -1.0)
+
+
+def test_one_output_comes_alone(driver: Driver) -> None:
+    x, y = tensors()
+    params = Params(FIELDS[:3])
+    run = native.settled(native.Plan(
+        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)],
+        native.Launched(1, 1, 1, 32, 0, params, PACKED[:3]), 3,
+        {"empty": driver.empty, "stream": driver.current}))
+
+    out = run(x, y)
+
+    assert isinstance(out, torch.Tensor) and out.dtype == torch.int8
+
+
+@pytest.mark.parametrize("what", ["misaligned", "more arguments", "no number", "captured", "no memory",
+                                  "refused"])
+def test_the_rest_is_left_to_python(driver: Driver, what: str) -> None:
+    x, y = tensors()
+    args: tuple[Any, ...] = (x, y, 1.0, 2.0)
+    if what == "misaligned":
+        args = (torch.randn(9)[1:].view(4, 2), *args[1:])
+    elif what == "more arguments":
+        args = (*args, None)
+    elif what == "no number":
+        args = (*args[:3], "two")
+    driver.stream = driver.captured = int(what == "captured")
+    driver.failing, driver.status = what == "no memory", int(what == "refused")
+
+    result = settled(driver)(*args)
+
+    assert result[0] == "general" and all(a is b for a, b in zip(result[1:], args, strict=True))
+    assert len(driver.launches) == (what == "refused")
+
+
+def test_another_stream(driver: Driver) -> None:
+    driver.stream = 4096
+    settled(driver)(*tensors(), 1.0, 1.0)
+    assert driver.launches[0][8] == 4096
+
+
+def test_what_cannot_be_stays_in_python(driver: Driver) -> None:
+    assert settled(driver, (*PACKED[:6], "rng[0]"))()[0] == "general"
+    assert settled(driver, (*PACKED[:6], "p_b0"))()[0] == "general"
+
+
+class Generator:
+    """That is used under its lock only."""
+
+    def __init__(self) -> None:
+        self.lock, self.offset, self.refuses = threading.Lock(), 40, False
+
+    def taking(self) -> Taking:
+        return Taking(self.lock.acquire, self.lock.release, self.get_offset, self.set_offset,
+                      lambda: -1 % 2**64, 8)
+
+    def get_offset(self) -> int:
+        assert self.lock.locked()
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert self.lock.locked()
+        if self.refuses:
+            raise RuntimeError
+        self.offset = offset
+
+
+def test_draws(driver: Driver) -> None:
+    x, y = tensors()
+    generator = Generator()
+    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "total.data_ptr()", "a2", "a3", "7"),
+                  generator.taking())
+    for offset in (10, 12):
+        run(x, y, 1.0, 1.0)
+        assert driver.launches.pop()[9][:2] == (2**64 - 1, offset)
+    assert generator.offset == 56 and not generator.lock.locked()
+    driver.stream = driver.captured = 1
+    assert run(x, y, 1.0, 1.0)[0] == "general" and generator.offset == 56
+    driver.captured, generator.refuses = 0, True
+    assert run(x, y, 1.0, 1.0)[0] == "general" and not generator.lock.locked()
+    assert not driver.launches
+
+
+def test_nothing_leaks(driver: Driver) -> None:
+    x, y = tensors()
+    run = settled(driver)
+    number = 123456.5
+    for status in (0, 1):  # given, undone
+        driver.status = status
+        gc.collect()
+        before = counts(x, y, number)
+        for _ in range(100):
+            run(x, y, number, number)
+        driver.launches.clear()
+        gc.collect()
+        assert all(after <= count for after, count in zip(counts(x, y, number), before, strict=True))
+
+
+def counts(*objects: Any) -> list[int]:
+    """Of references and of tensors; others may drop some meanwhile."""
+    return [*(sys.getrefcount(o) for o in (*objects, torch.float32, (4, 2))),
+            sum(isinstance(o, torch.Tensor) for o in gc.get_objects())]
+
+
+def test_owns_what_it_reads(driver: Driver) -> None:
+    x, y = tensors()
+    runs = [settled(driver) for _ in range(50)]
+    gc.collect()
+    junk = [struct.pack("64Q", *range(64)) for _ in range(1000)]
+    for run in runs:
+        run(x, y, 1.0, 1.0)
+    assert len(junk) == 1000 and len({launch[9][:2] for launch in driver.launches}) == 1
+
+
+def test_settles_after_many_calls() -> None:
+    def run() -> str:
+        return "Python"
+
+    assert dispatch.settle(run) is run  # which is all there is
+    dispatch.settles(run, lambda: "settled")
+    assert [dispatch.settle(run) for _ in range(dispatch.SETTLED_AFTER)] == [None] * dispatch.SETTLED_AFTER
+    assert dispatch.settle(run) == dispatch.settled(run) == "settled"
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "SETTLED_AFTER", 1)
+
+
+@pytest.mark.gpu
+def test_calls_that_are_made_again() -> None:
+    x, y = torch.randn(64, 256, device="cuda"), torch.randn(64, 256, device="cuda")
+    expected = torch.relu(x + y)
+    for _ in range(dispatch.SETTLED_AFTER + 3):
+        torch.testing.assert_close(frt.add_relu(x, y), expected, rtol=0, atol=0)
+    site = operator_of("add_relu").local.site
+    assert isinstance(site[1], BuiltinFunctionType)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        other = frt.add_relu(x, y)
+    stream.synchronize()
+    torch.testing.assert_close(other, expected, rtol=0, atol=0)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = frt.add_relu(x, y)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(captured, torch.relu(x + y), rtol=0, atol=0)
+    assert operator_of("add_relu").local.site is site
+
+    odd = torch.randn(64 * 256 + 1, device="cuda")[1:].view(64, 256)
+    torch.testing.assert_close(frt.add_relu(odd, y), torch.relu(odd + y), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_numbers_and_several_outputs(soon: None) -> None:
+    x, w = torch.randn(32, 256, device="cuda"), torch.randn(256, device="cuda")
+    for slope in (0.1, 0.2, 1, 0.4):
+        torch.testing.assert_close(frt.leaky_relu(x, slope), F.leaky_relu(x, slope))
+    for eps in (1e-5, 1e-3, 1e-2, 1):
+        out, mean, rstd = frt.layer_norm(x, 256, w, w, eps, return_stats=True)
+        torch.testing.assert_close(out, F.layer_norm(x, (256,), w, w, eps))
+        torch.testing.assert_close(mean.flatten(), x.mean(-1))
+        torch.testing.assert_close(rstd.flatten(), (x.var(-1, correction=0) + eps).rsqrt())
+
+
+@pytest.mark.gpu
+def test_of_a_recorded_call(soon: None) -> None:
+    x = torch.randn(32, 256, device="cuda", requires_grad=True)
+    y = torch.randn(32, 256, device="cuda")
+    for _ in range(4):
+        grad, = torch.autograd.grad(frt.add_relu(x, y).sum(), x)
+        torch.testing.assert_close(grad, (x + y > 0).float())
+        with torch.no_grad():
+            torch.testing.assert_close(frt.add_relu(x, y), torch.relu(x + y), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_masks_are_those_of_other_calls(soon: None) -> None:
+    x = torch.randn(512, 1024, device="cuda")
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        masks.append([frt.gelu_dropout(x, 0.5) for _ in range(4)])  # the first ones by Python
+    for first, second in zip(*masks, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert all(not torch.equal(masks[0][0], other) for other in masks[0][1:])
+    assert isinstance(operator_of("gelu_dropout").local.site[1], BuiltinFunctionType)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = frt.gelu_dropout(x, 0.5)
+    graph.replay()
+    before = captured.clone()
+    graph.replay()
+    assert not torch.equal(before, captured)
+
+
+def operator_of(name: str) -> Any:
+    return next(o for o in OPERATORS.values() if o.name == name and "site" in o.local.__dict__)
