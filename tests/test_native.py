@@ -198,7 +198,7 @@ def test_nothing_leaks(driver: Driver) -> None:
 def counts(*objects: Any) -> list[int]:
     """Of references and of tensors; others may drop some meanwhile."""
     return [*(sys.getrefcount(o) for o in (*objects, torch.float32, (4, 2))),
-            sum(isinstance(o, torch.Tensor) for o in gc.get_objects())]
+            sum(type(o) is torch.Tensor for o in gc.get_objects())]
 
 
 def test_owns_what_it_reads(driver: Driver) -> None:

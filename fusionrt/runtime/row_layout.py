@@ -52,6 +52,7 @@ MOST_IN_REGISTERS = 8      # packs a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
 FEW_ROWS = 8               # long rows that take a cluster each
+ONE_TURN, FEW_TURNS = 528, 4096   # rows of gradients: four for each multiprocessor of an H200, and more
 MANY_ROWS = 16384          # from which on, if they are narrow, they wait for blocks to begin
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
 MOST_IN_FLIGHT = 32
@@ -342,7 +343,7 @@ def _staged(problem: Problem, pack: int) -> Layout | None:
         staying = _at_full_width(problem, pack) or _staying(problem, pack)
         if staying is None:
             return _in_parts(problem, pack)
-        return _as_teams(staying) if columns(problem) >= LONG_SUMS else staying
+        return _as_teams(problem, staying) if staying.cluster == 1 else staying
     passing = _passing(problem, pack)
     alone = passing is not None and passing.blocks == 1 and not weights(problem)
     return (_in_parts(problem, pack) if alone else None) or passing
@@ -473,10 +474,22 @@ def _at_full_width(problem: Problem, pack: int) -> Layout | None:
     return made if mostly_used and stage_bytes(problem, made) * 6 <= SHARED else None
 
 
-def _as_teams(made: Layout) -> Layout:
+def _as_teams(problem: Problem, made: Layout) -> Layout:
     """One block of a multiprocessor instead of several, which leaves one row of partial sums: few rows, which
-    cannot afford more, then have as many threads as many rows. (Rows of 1024 columns were 5 % slower so.)"""
-    return made._replace(rows=made.rows * made.blocks, blocks=1) if made.cluster == 1 else made
+    cannot afford more, have as many threads then as many rows. (Many of 1024 columns were 5 % slower so.)
+    Few rows gain by few stages too: the first one comes the later, the more are asked for with it."""
+    rows, carrying = n_rows(problem), how_many(problem.roots) > 0
+    many, stages = rows >= MANY_ROWS, min(made.stages, 2)
+    if columns(problem) >= LONG_SUMS:
+        return made._replace(rows=made.rows * made.blocks, blocks=1, stages=made.stages if many else stages)
+    if many or _word(problem) > 1:
+        return made
+    if rows <= ONE_TURN:
+        return made._replace(rows=4, blocks=1, stages=1)
+    if rows > FEW_TURNS and carrying:
+        return made._replace(stages=stages)
+    threads = 768 if rows > FEW_TURNS and made.width <= 4 and not problem.streams else 512
+    return made._replace(rows=threads // made.threads, blocks=1, stages=stages)
 
 
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
