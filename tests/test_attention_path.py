@@ -6,6 +6,7 @@ from checking import BF16, F16, F32, F64
 
 import fusionrt as frt
 from fusionrt.ops import attention_path as path
+from fusionrt.ops.attention_masked import laid_out
 
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 NEW, OLD = 91900, 91002  # cuDNN
@@ -100,3 +101,30 @@ def test_what_is_called_on_a_gpu(options, called, monkeypatch):
             out = frt.attention(q, q, q, **options)
     assert any(called in name for name in calls.names)
     assert out.shape == q.shape and out.stride() == q.stride()
+
+
+@pytest.mark.parametrize("of_output", ["rows", "heads"])
+def test_gradients_lie_as_outputs(of_output):
+    """cuDNN's plan for a call may be one of a call whose gradient lay otherwise."""
+    out = torch.empty(2, 3, 5, 8)
+    out = out if of_output == "heads" else torch.empty(2, 5, 3, 8).transpose(1, 2)
+    grads = {"heads": torch.randn(2, 3, 5, 8), "rows": torch.randn(2, 5, 3, 8).transpose(1, 2),
+             "sum": torch.ones(()).expand(2, 3, 5, 8), "odd": torch.randn(241)[1:].view(2, 3, 5, 8)}
+    for name, grad in grads.items():
+        found = laid_out(grad, out.stride())
+        assert (found is grad) == (name == of_output)
+        assert found.stride() == out.stride() and found.data_ptr() % 16 == 0
+        torch.testing.assert_close(found, grad, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_that_lie_otherwise_than_earlier_ones(masked):
+    q, k, v = (torch.randn(2, 4, 88, 64, device="cuda", dtype=BF16).requires_grad_() for _ in range(3))
+    mask = torch.rand(88, 88, device="cuda") < 0.9 if masked else None
+    grad = torch.randn_like(q)
+    found = []
+    for other in (grad, grad.transpose(1, 2).contiguous().transpose(1, 2)):
+        found.append(torch.autograd.grad(frt.attention(q, k, v, mask=mask), (q, k, v), other))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

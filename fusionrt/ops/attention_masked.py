@@ -41,6 +41,16 @@ def regular(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def laid_out(grad: Tensor, strides: Sequence[int]) -> Tensor:
+    """A gradient that lies as its output does. torch keeps cuDNN's plans by the layouts of q, k and v alone
+    (ATen/native/cudnn/MHA.cpp, with cuDNN 9.5.1 and later), and would read one that lies otherwise than that
+    of an earlier call as if it lay like that: wrong gradients, silently."""
+    is_same = all(size == 1 or n == m for size, n, m in zip(grad.shape, grad.stride(), strides, strict=True))
+    if is_same and (is_watched() or grad.data_ptr() % 16 == 0):
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
 # -- the mask --------------------------------------------------------------------------------------
 
 @per_call
@@ -123,7 +133,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, added: Tensor, first: Tensor, way: str
 def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor, out: Tensor,
                   logarithms: Tensor, seed: Tensor, offset: Tensor, way: str, causal: bool, dropout_p: float,
                   scale: float) -> tuple[Tensor, ...]:
-    saved = regular(grad), q, k, v
+    saved = laid_out(grad, out.stride()) if way == "cudnn" else regular(grad), q, k, v
     found: tuple[Tensor, ...]
     if way == "cudnn":
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(

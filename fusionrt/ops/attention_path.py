@@ -21,7 +21,7 @@ from fusionrt.autograd import is_watched, transforms_active
 from fusionrt.dispatch import guard
 from fusionrt.ops.attention_chunks import HALVES, Options, attention_in_chunks
 from fusionrt.ops.attention_hopper import hopper_attention
-from fusionrt.ops.attention_masked import masked_attention, regular
+from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.attention import CAPABILITY, DIMS
 
@@ -266,7 +266,10 @@ def _cudnn(options: Options, kind: Kind) -> Run:
     p, causal, scale, recorded = options.dropout_p, kind.causal, options.scale, kind.recorded
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, slopes: Any = None) -> Any:
-        return op(q, k, v, None, recorded, p, causal, False, scale=scale)[0]
+        out = op(q, k, v, None, recorded, p, causal, False, scale=scale)[0]
+        if out.requires_grad and not is_watched():
+            out.register_hook(functools.partial(laid_out, strides=out.stride()))
+        return out
 
     return run
 
