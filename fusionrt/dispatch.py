@@ -93,6 +93,15 @@ def settle(run: Run) -> Run | None:
     return settled(run)
 
 
+def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
+    """`plan`, given the random numbers of each call."""
+    def drawn(*args: Any) -> Any:
+        return plan(*args, draw())
+
+    made = getattr(plan, "settled_drawing", None)
+    return drawn if made is None else settles(drawn, lambda: made(drawn, counters))
+
+
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
     made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which

@@ -144,16 +144,14 @@ class Operator:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
             check = dispatch.guard(*tensors)
-        self.local.sites[key] = check, run
         settled = dispatch.settle(run)
+        site = self.local.sites[key] = check, settled or run
         if settled is None:
             return run(*args)
-        run = settled
-        site = self.local.sites[key] = check, run
         if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
             self.local.site = site
         else:  # with numbers in the places of tensors, or tensors in those of numbers
-            self.local.mixed = dispatch.guard_all(check, args), run
+            self.local.mixed = dispatch.guard_all(check, args), settled
         return run(*args)
 
     def _run(self, args: Args) -> Callable[..., Any]:
@@ -163,7 +161,7 @@ class Operator:
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors):
             plan = self.plan(args)
-            return self._drawn(plan, draw) if draw else plan
+            return dispatch.drawing(plan, draw, self.counters) if draw else plan
         from fusionrt.mask import masking
         operator = masking(self, args) or self
         recording = operator.recording(args)
@@ -181,13 +179,6 @@ class Operator:
             return recorded
 
         return dispatch.settles(recorded, settled)
-
-    def _drawn(self, plan: Callable[..., Any], draw: Callable[[], random.Rng]) -> Callable[..., Any]:
-        def drawn(*args: Any) -> Any:
-            return plan(*args, draw())
-
-        made = getattr(plan, "settled_drawing", None)
-        return drawn if made is None else dispatch.settles(drawn, lambda: made(drawn, self.counters))
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""

@@ -87,7 +87,7 @@ def settled(plan: Plan) -> Callable[..., Any]:
     try:
         inputs, numbers, places, known = _parameters(plan)
         return _builtin(plan, inputs, numbers, places, known)
-    except Exception as error:
+    except Exception as error:  # of LLVM, of a Python that lacks a function: none may fail a call
         _log.debug("a plan stays in Python: %s", error)
         return plan.general
 
