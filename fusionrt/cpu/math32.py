@@ -68,9 +68,8 @@ LOG = _table(0.11958466470241547, -0.12830117344856262, 0.1076955497264862, -0.1
 LOG2 = _table(0.1731417328119278, -0.19387021660804749, 0.1552203744649887, -0.1738440990447998,
               0.20636048913002014, -0.2408093810081482, 0.2885335385799408, -0.3606657087802887,
               0.480898380279541, -0.7213475704193115)
-# (tanh(x)/x - 1) / x^2 as a polynomial of x^2 on |x| <= 5/8
-TANH = _table(-0.0056922961957752705, 0.02062816731631756, -0.05373651534318924,
-              0.13331405818462372, -0.3333328068256378)
+# (r / tanh(r) - 1) / r^2 as a polynomial of r^2 on |r| <= 0.95
+COTH = _table(-0.00017093449423555285, 0.0020871476735919714, -0.022213755175471306, 0.3333325684070587)
 # erf(x)/x - 1 as a polynomial of x^2 on |x| <= 1
 ERF = _table(7.806903158780187e-05, -0.0007997853099368513, 0.005187162198126316,
              -0.026853347197175026, 0.11283578723669052, -0.3761262595653534, 0.12837916612625122)
@@ -248,15 +247,22 @@ def log1p(x):
 
 @inline
 def tanh(x):
-    """Hyperbolic tangent: x + x^3 P(x^2) for |x| < 5/8, else 1 - 2 / (e^(2|x|) + 1).
+    """Hyperbolic tangent. With c = r / tanh(r), e^2r = (c + r) / (c - r). Of e^2|x| = 16^n e^2r it is
+    r - r (c - 1) / c for n = 0, up to |x| = 0.95, and else 1 - 2 / (e^2|x| + 1): one division for both.
 
-    1.35 ulp (torch 0.52).
+    1.34 ulp (torch 0.52).
     """
-    a = abs_(x)
-    square = a * a
-    near = fma(a * square, horner(square, TANH), a)
-    far = ONE - TWO / (_exp_bounded(TWO * where(a > acc_t(10.0), acc_t(10.0), a)) + ONE)
-    return copysign(where(a < acc_t(0.625), near, far), x)
+    a, top, magic, half = abs_(x), in_register(acc_t(10.0)), in_register(MAGIC), in_register(HALF)
+    a = where(a > top, top, a)
+    is_near = a < in_register(acc_t(0.95))
+    shifted = where(is_near, magic, fma(a, in_register(HALF * LOG2E), magic))
+    r = fma(shifted - magic, in_register(-TWO * LN2), a)
+    square = r * r
+    excess = square * horner(square, COTH)
+    c = excess + in_register(ONE)
+    bits = np.int32(np.int32(float_to_bits(shifted) << np.int32(25)) + np.int32(0x3F000000))
+    below = fma(bits_to_float(bits) - half, c + r, c)
+    return copysign(where(is_near, r, ONE) - where(is_near, r * excess, c - r) / below, x)
 
 
 @inline
