@@ -72,17 +72,18 @@ def gradient(op, x, g, create_graph=False):
     return y, x, torch.autograd.grad(y, x, g, create_graph=create_graph)[0]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lies, comes", [
+    ("contiguous", "transposed"), ("contiguous", "turned"), ("transposed", "contiguous"),
+    ("transposed", "expanded"), ("turned", "transposed")])
 @pytest.mark.parametrize("name", OPS)
-def test_gradients_lie_otherwise_than_outputs(device, name):
+def test_gradients_lie_otherwise_than_outputs(device, name, lies, comes):
     op, shape = OPS[name], (3, 16, WIDTH)
-    base = torch.randn(shape, device=device)
-    for lies, comes in (("contiguous", "transposed"), ("contiguous", "turned"), ("transposed", "contiguous"),
-                        ("transposed", "expanded"), ("turned", "transposed")):
-        x = lying(base, lies)
-        g = lying(torch.randn(shape, device=device), comes)
-        y, _, found = gradient(op, x, g)
-        _, _, expected = gradient(op, x, torch.empty_like(y).copy_(g))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    x = lying(torch.randn(shape, device=device), lies)
+    g = lying(torch.randn(shape, device=device), comes)
+    y, _, found = gradient(op, x, g)
+    _, _, expected = gradient(op, x, torch.empty_like(y).copy_(g))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,6 +10,7 @@ from pointwise_ops import DIFFERENTIABLE, example
 import fusionrt as frt
 from fusionrt import data
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
+from fusionrt.ops.convolution import IMAGES
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -197,7 +198,7 @@ def test_gradients_share_no_memory(name, device):
     leaves = []
 
     def made(*shape, dtype=F32, high=None):
-        shape = [{ROWS: 8, COLUMNS: 16}.get(n, n) for n in shape]
+        shape = [{ROWS: 8, COLUMNS: 16, IMAGES[-1]: 7}.get(n, n) for n in shape]
         if not dtype.is_floating_point:
             return torch.randint(0, min(high or 2, 2), shape, device=device).to(dtype)
         leaves.append(torch.randn(shape, device=device, dtype=dtype).requires_grad_())
