@@ -294,9 +294,10 @@ def _startup(rows: list[Row]) -> str:
 
 
 def _warmup(rows: list[Row]) -> str:
-    return markdown(["architecture", "cache", "seconds", "kernels", "MB", "threads"],
-                    [[r["arch"], r["cache"], cell(r["seconds"]), str(r["compiled"] + r["present"]),
-                      cell(r["MB"]), str(r["jobs"])] for r in rows if "error" not in r])
+    return markdown(["architecture", "ops", "cache", "seconds", "kernels", "MB", "threads"],
+                    [[r["arch"], r.get("ops", "all"), r["cache"], cell(r["seconds"]),
+                      str(r["compiled"] + r["present"]), cell(r["MB"]), str(r["jobs"])]
+                     for r in rows if "error" not in r])
 
 
 @measured("pointwise_cpu")

@@ -1,4 +1,5 @@
-"""All of the catalogue's kernels, forward and backward, four dtypes, one architecture.
+"""The catalogue's kernels, forward and backward, four dtypes, one architecture: those of its pointwise ops,
+and of all ops and optimizers.
 
 Each row is a fresh process, with an empty cache (cold) or the one that it left (warm). `seconds` is
 the warm-up itself, `process_s` the process with its imports. The architecture is the GPU's own, and
@@ -17,6 +18,7 @@ import time
 from benchmarks import script
 from benchmarks.script import ROOT
 from fusionrt.bench.results import Row, kind
+from fusionrt.op_names import OPS
 from fusionrt.runtime.compiler import MAX_JOBS
 
 CODE = """
@@ -26,7 +28,8 @@ arch, ops, dtypes = sys.argv[1:]
 done = fusionrt.warmup(arch, ops=ops or None, dtypes=dtypes)
 print(json.dumps(dataclasses.asdict(done)))
 """
-COLUMNS = ("arch", "cache", "seconds", "process_s", "compiled", "present", "failed", "MB", "jobs",
+POINTWISE = ("activations", "pointwise", "dropout", "quantize")  # families
+COLUMNS = ("arch", "ops", "cache", "seconds", "process_s", "compiled", "present", "failed", "MB", "jobs",
            "error")
 
 
@@ -37,10 +40,14 @@ def main() -> None:
     name = kind()
     arch = options.arch or ("native" if name == "gpu" else "sm_90")
     run = script.results(f"warmup_time-{name}", __doc__, options, bool(options.arch))
-    ops, dtypes = ("add_relu,bias_gelu", "float32") if options.quick else ("", "all")
-    with tempfile.TemporaryDirectory() as folder:
-        for cache in ("cold", "warm"):
-            run.add(arch=arch, cache=cache, dtypes=dtypes, **_warm_up(folder, arch, ops, dtypes))
+    pointwise = ",".join(op for family in POINTWISE for op in OPS[family])
+    chosen = {"two": "add_relu,bias_gelu"} if options.quick else {"pointwise": pointwise, "all": ""}
+    dtypes = "float32" if options.quick else "all"
+    for what, ops in chosen.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                run.add(arch=arch, ops=what, cache=cache, dtypes=dtypes,
+                        **_warm_up(folder, arch, ops, dtypes))
     run.finish(COLUMNS)
 
 
