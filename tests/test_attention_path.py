@@ -17,6 +17,10 @@ LONG = {"queries": path.LONG, "keys": path.LONG, "recorded": False}
 @pytest.mark.parametrize("machine, changes, expected", [
     ((HOPPER, NEW), {}, ["cudnn", "flash", "efficient", "chunks"]),
     (((10, 0), NEW), {"causal": True}, ["cudnn", "flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"causal": True, "queries": 128, "keys": 128}, ["efficient", "cudnn", "flash", "chunks"]),
+    ((HOPPER, NEW), {"causal": True, "queries": 128, "keys": 128, "recorded": False},
+     ["cudnn", "flash", "efficient", "chunks"]),
+    ((HOPPER, NEW), {"causal": True, "queries": 256, "keys": 256}, ["cudnn", "flash", "efficient", "chunks"]),
     ((AMPERE, NEW), {}, ["flash", "efficient", "chunks"]),
     (((12, 0), NEW), {}, ["flash", "efficient", "chunks"]),
     ((TURING, NEW), {"dtype": F16}, ["efficient", "chunks"]),

@@ -29,6 +29,8 @@ Tensor = torch.Tensor
 PREFER_CUDNN = (9, 10)     # major architectures: those of torch's own preference
 # Keys from which on our Hopper kernel is faster than cuDNN's: benchmarks/attention.py.
 LONG, LONG_NARROW_CAUSAL = 4096, 8192
+# Keys up to which torch's efficient kernels gain more in the gradient than they lose before it.
+SHORT_NARROW_CAUSAL = 128
 # Up to 9.15.0 cuDNN reads beyond sequences that do not end with a tile.
 CUDNN_OF_ANY_LENGTH, CUDNN_TILE = 91501, 128
 _KEPT = 4096
@@ -62,12 +64,18 @@ def candidates(kind: Kind, capability: tuple[int, int], cudnn: int) -> list[str]
         return ["chunks"]
     preferred = ["cudnn"] if capability[0] in PREFER_CUDNN else []
     ways = ["hopper", *preferred, "flash", "efficient"]
-    return [*(way for way in ways if _can[way](kind, capability, cudnn)), "chunks"]
+    if capability == CAPABILITY and _is_short(kind):
+        ways.insert(0, "efficient")
+    return [*dict.fromkeys(way for way in ways if _can[way](kind, capability, cudnn)), "chunks"]
 
 
 def _is_square(kind: Kind) -> bool:
     """Of others the causal kernels do not agree which corner the diagonal begins in."""
     return not kind.causal or kind.queries == kind.keys
+
+
+def _is_short(kind: Kind) -> bool:
+    return kind.recorded and kind.causal and kind.head_dim == 64 and kind.keys <= SHORT_NARROW_CAUSAL
 
 
 def _is_special(kind: Kind) -> bool:
