@@ -295,7 +295,7 @@ def _startup(rows: list[Row]) -> str:
 
 def _warmup(rows: list[Row]) -> str:
     return markdown(["architecture", "ops", "cache", "seconds", "kernels", "MB", "threads"],
-                    [[r["arch"], r.get("ops", "all"), r["cache"], cell(r["seconds"]),
+                    [[r["arch"], r["ops"], r["cache"], cell(r["seconds"]),
                       str(r["compiled"] + r["present"]), cell(r["MB"]), str(r["jobs"])]
                      for r in rows if "error" not in r])
 

@@ -111,8 +111,8 @@ def test_what_a_partial_run_lacks_is_said(tmp_path):
     ("catalogue_cpu", "catalogue-cpu", row(elements=1 << 16),
      "| `add_relu` forward | 100 (1.90×, **0.95×**) |"),
     ("warmup_gpu", "warmup_time-gpu",
-     {"arch": "sm_90", "cache": "cold", "seconds": 20.0, "compiled": 3, "present": 1, "MB": 1.5,
-      "jobs": 8}, "| sm_90 | cold | 20.0 | 4 | 1.50 | 8 |"),
+     {"arch": "sm_90", "ops": "all", "cache": "cold", "seconds": 20.0, "compiled": 3, "present": 1, "MB": 1.5,
+      "jobs": 8}, "| sm_90 | all | cold | 20.0 | 4 | 1.50 | 8 |"),
     ("pointwise_cpu", "pointwise_cpu", row(elements=16 << 20),
      "| `add_relu` forward | 100 (1.90×, **0.95×**) |"),
 ])
