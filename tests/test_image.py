@@ -226,6 +226,19 @@ def test_more_images_than_a_launch_takes(device):
     check(images, (4, 5), factors, tolerance=2 * TOLERANCE)
 
 
+def test_calls_again_see_what_changed(device):
+    """Of batches of one size what each image goes through is remembered, but not what tensors held."""
+    first, second = pixels(2, 9, 12, 3, device=device), pixels(2, 9, 12, 3, device=device)
+    flip = torch.tensor([True, False])
+    for images in (first, second):
+        assert_same_bits(image_preprocess(images, (4, 5)), image_preprocess(list(images), (4, 5)))
+        assert_same_bits(image_preprocess(images, 4, resize=6, flip=True),
+                         image_preprocess(list(images), 4, resize=6, flip=[True, True]))
+        found = image_preprocess(images, (9, 12), flip=flip)
+        flip.logical_not_()
+        assert_same_bits(image_preprocess(images, (9, 12), flip=flip), found.flip(-1))
+
+
 def test_no_images(device):
     assert image_preprocess(pixels(0, 9, 10, 3, device=device), 4).shape == (0, 3, 4, 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,9 +52,29 @@ class Geometry(NamedTuple):
 
 def table(images: Images, geometry: Geometry, factors: dict[str, Any], order: Any) -> Any:
     """`factors`: values of the ADJUSTMENTS or None. Raises ValueError for what does not fit."""
-    rows = np.zeros(len(images.addresses), ROW)
-    rows["data"], rows["height"], rows["width"] = images.addresses, images.heights, images.widths
-    boxes = _boxes(images, geometry)
+    count, asked = len(images.addresses), (geometry, tuple(factors.values()), order)
+    if len(images.tensors) == 1 and count and _is_key(asked):  # of one size, and asked of all alike
+        rows = _kept_rows(count, int(images.heights[0]), int(images.widths[0]), *asked).copy()
+    else:
+        rows = _rows(count, images.heights, images.widths, *asked)
+    rows["data"] = images.addresses
+    return rows
+
+
+def _is_key(value: Any) -> bool:
+    """Of numbers and words alone: a tensor can be a key as well, but its elements may change."""
+    return all(map(_is_key, value)) if isinstance(value, tuple) else type(value) in _KEYS
+
+
+_KEYS = {bool, int, float, str, type(None)}
+
+
+def _rows(count: int, heights: Any, widths: Any, geometry: Geometry, factors: tuple[Any, ...], order: Any
+          ) -> Any:
+    """All but the addresses."""
+    rows = np.zeros(count, ROW)
+    rows["height"], rows["width"] = heights, widths
+    boxes = _boxes(np.stack([rows["height"], rows["width"]], 1).astype(np.int64), geometry)
     for name, column in zip(("top", "left", "box_height", "box_width"), boxes.T, strict=True):
         rows[name] = column
     resized = _resized(boxes, geometry)
@@ -62,12 +83,15 @@ def table(images: Images, geometry: Geometry, factors: dict[str, Any], order: An
         rows[name], rows[offset] = resized[:, axis], np.rint(free / 2)  # half to even, as torchvision
     rows["flip"] = _of_each("flip", geometry.flip, len(rows), bool)
     given = 0
-    for k, name in enumerate(ADJUSTMENTS):
-        if factors[name] is not None:
+    for k, (name, factor) in enumerate(zip(ADJUSTMENTS, factors, strict=True)):
+        if factor is not None:
             given |= 1 << k
-            rows[name] = _factor(name, factors[name], len(rows))
+            rows[name] = _factor(name, factor, len(rows))
     rows["order"] = (_order(order, len(rows)) << np.arange(0, 8, 2)).sum(1) | given << 8
     return rows
+
+
+_kept_rows = functools.lru_cache(64)(_rows)
 
 
 def array(op: str, name: str, value: Any) -> Any:
@@ -115,8 +139,7 @@ def _order(order: Any, count: int) -> Any:
     return orders
 
 
-def _boxes(images: Images, geometry: Geometry) -> Any:
-    sizes = np.stack([images.heights, images.widths], 1).astype(np.int64)
+def _boxes(sizes: Any, geometry: Geometry) -> Any:
     if geometry.boxes is None:
         return np.concatenate([np.zeros_like(sizes), sizes], 1)
     if isinstance(geometry.boxes, str):  # "center"
