@@ -84,6 +84,12 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
                   key=lambda d: (strides[d], -d))
 
 
+def leads(shape: Sequence[int], strides: Sequence[int], domain: Sequence[int]) -> bool:
+    """Has the full shape and a memory order of its own (an expanded tensor has none)."""
+    return tuple(shape) == tuple(domain) and all(
+        stride != 0 or size == 1 for size, stride in zip(shape, strides, strict=True))
+
+
 def lie_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether no two elements share memory: each dimension steps over all that those of no larger steps
     reach. Without sorting, which Dynamo does not do for sizes that vary."""

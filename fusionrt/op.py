@@ -344,7 +344,7 @@ class Operator:
         stays), or that of a given order; a reduced one, or one that no argument has the shape of, is
         contiguous."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        model = next((t for t in tensors if _leads(t, shape)), None)
+        model = next((t for t in tensors if layout.leads(t.shape, t.stride(), shape)), None)
         outputs = []
         each = zip(self.output_dtypes(args), self.output_shapes(args, shape), strict=True)
         for k, (dtype, size) in enumerate(each):
@@ -363,7 +363,8 @@ class Operator:
     def taken(self, k: int, args: Args, dtype: torch.dtype, shape: Sequence[int]) -> int | None:
         """The argument whose memory output k takes, if it takes one."""
         at = self.into.get(k)
-        return at if at is not None and args[at].dtype == dtype and _leads(args[at], shape) else None
+        return at if at is not None and args[at].dtype == dtype and layout.leads(
+            args[at].shape, args[at].stride(), shape) else None
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -566,17 +567,12 @@ def call_key(args: Args) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _leads(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Has the full shape and a memory order of its own (an expanded tensor has none)."""
-    return tensor.shape == tuple(shape) and all(
-        stride != 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def memory_order(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]) -> list[int]:
     """Dimensions in the order of memory, innermost first: of the outputs of full shape, or else of what they
     would be."""
     full = next((o for o in outputs if tuple(o.shape) == shape), None)
-    model = next((a for a in args if isinstance(a, torch.Tensor) and _leads(a, shape)), None)
+    model = next((a for a in args if isinstance(a, torch.Tensor) and layout.leads(
+        a.shape, a.stride(), shape)), None)
     if full is not None:
         strides = tuple(full.stride())
     elif model is not None:
