@@ -61,6 +61,15 @@ template <typename T, int W> __device__ __forceinline__ void copy(Pack<T, W>* to
     else *to = load_pack<W>(from);
 }
 
+// A pack that may reach past x: what else lies there is not asked for.
+__device__ __forceinline__ void copy_before(Pack<scalar_t, VECTOR>* to, const scalar_t* from, const scalar_t* stop) {
+    if (from + VECTOR <= stop) return copy(to, from);
+#pragma unroll
+    for (int k = 0; k < VECTOR - 1; ++k) {
+        if (from + k < stop) to->data[k] = from[k];
+    }
+}
+
 template <int W>
 __device__ __forceinline__ void load_rows(const Params& p, const Tile& tile, int index, int first, int begin, int end) {
     constexpr int UNITS = LANES / W, ROWS = BLOCK / UNITS;
@@ -79,14 +88,14 @@ __device__ __forceinline__ void load_rows(const Params& p, const Tile& tile, int
 // lies at the index that is returned, the lowest possible from `to` on, a multiple of VECTOR.
 __device__ __forceinline__ int load(const Params& p, const Tile& tile, int to, int first, int begin, int end) {
     if constexpr (LANES == 1) {
-        const scalar_t* from = row_of(p, tile) + first;
+        const scalar_t *from = row_of(p, tile) + first, *stop = p.x + (p.outer - 1) * p.outer_step + p.n;
         const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(from) % 16 / sizeof(scalar_t));
         const int last = (shift + min(end, p.n - first) + VECTOR - 1) / VECTOR;
         int k = max(begin ? shift + begin + VECTOR - 1 : 0, first < 0 ? shift - first : 0) / VECTOR + thread();
         from += VECTOR * k - shift;
         Pack<scalar_t, VECTOR>* into = reinterpret_cast<Pack<scalar_t, VECTOR>*>(memory() + to) + k;
 #pragma unroll 1
-        for (; k < last; k += BLOCK, from += BLOCK * VECTOR, into += BLOCK) copy(into, from);
+        for (; k < last; k += BLOCK, from += BLOCK * VECTOR, into += BLOCK) copy_before(into, from, stop);
         return to + shift;
     } else {
         constexpr int W = LANES % VECTOR == 0 ? VECTOR : 1;
