@@ -57,11 +57,12 @@ __device__ __forceinline__ Taps taps(int position, int resized, int box) {
     if (rest >= denominator) ++whole, rest -= denominator;
     const float fraction = static_cast<float>(rest) * inverse;
     const float stretch = ANTIALIAS ? ::fmaxf(2.0f * static_cast<float>(box) * inverse, 1.0f) : 1.0f;
-    const float reach = SUPPORT * stretch, step = refined_rcp(stretch);
+    // Where nothing is resized, all weights but one are 0.
+    const float reach = resized == box ? 0.5f : SUPPORT * stretch, step = refined_rcp(stretch);
     int low = whole + static_cast<int>(::floorf(fraction + 0.5f - reach));
     int high = whole + static_cast<int>(::floorf(fraction + 0.5f + reach));
     if constexpr (ANTIALIAS) low = max(low, 0), high = min(high, box);
-    else high = low + 2 * static_cast<int>(SUPPORT);
+    else high = low + static_cast<int>(2.0f * reach);
     return {low, high - low, (static_cast<float>(low - whole) + 0.5f - fraction) * step, step};
 }
 
@@ -76,27 +77,38 @@ __device__ __forceinline__ float byte_of(unsigned word, int k) {
     return __uint_as_float(__byte_perm(word, 0, 0x4440 + k));
 }
 
+__device__ __forceinline__ float element(unsigned char byte) { return __uint_as_float(byte); }
+template <typename T> __device__ __forceinline__ float element(T x) { return to_acc(x); }
+
 // Element k of the four that a lane has of the QUARTER number j of a chunk: bytes lie in a word.
 __device__ __forceinline__ int place(int j, int k, int lane) {
     return j * QUARTER + (BYTES ? 4 * lane + k : k * LANES + lane);
 }
 
+// How a row is read. Bytes are read by words, which either begin where rows do or are shifted into place; the end
+// of an image may lie within a word, of which the rest is not ours to read.
+constexpr int WORDS = 0, SHIFTED = 1, SINGLY = 2;
+
 // A lane's elements of one source row, from J quarters, of which the last one is not full: there it reads
 // some other element, which nobody asks for, rather than branch. Loads of several rows shall be under way
 // together. `first` is the lane's first one, `count` that of the row's elements.
-template <int J> struct Row {
+template <int J, int READ> struct Row {
     float elements[4 * J];
 
-    __device__ __forceinline__ Row(const pixel_t* first, int count, int lane, bool aligned) {
-        if constexpr (BYTES) {
+    __device__ __forceinline__ Row(const pixel_t* first, int count, int lane) {
+        if constexpr (READ == SINGLY) {
+            const int last = count - 1 - place(0, 0, lane);
+#pragma unroll
+            for (int v = 0; v < 4 * J; ++v) elements[v] = element(first[up_to(last, place(v / 4, v % 4, 0), v / 4)]);
+        } else {
             const unsigned long long address = reinterpret_cast<unsigned long long>(first);
-            const int early = aligned ? 0 : static_cast<int>(address & 3);
+            const int early = READ == WORDS ? 0 : static_cast<int>(address & 3);
             const char* from = reinterpret_cast<const char*>(address - early);
             const int last = ((early + count - 1) & ~3) - place(0, 0, lane);
             unsigned words[J];
 #pragma unroll
             for (int j = 0; j < J; ++j) words[j] = word(from, up_to(last, j * QUARTER, j));
-            if (!aligned) {
+            if constexpr (READ == SHIFTED) {
 #pragma unroll
                 for (int j = 0; j < J; ++j) {
                     const unsigned next = word(from, min(j * QUARTER + 4, last));
@@ -105,10 +117,6 @@ template <int J> struct Row {
             }
 #pragma unroll
             for (int v = 0; v < 4 * J; ++v) elements[v] = byte_of(words[v / 4], v % 4);
-        } else {
-            const int last = count - 1 - lane;
-#pragma unroll
-            for (int v = 0; v < 4 * J; ++v) elements[v] = to_acc(first[up_to(last, v * LANES, v / 4)]);
         }
     }
 
@@ -122,17 +130,17 @@ template <int J> struct Row {
 };
 
 // The vertical filter: `count` elements from the column at `top`, which is of the box's first row.
-template <int J>
+template <int J, int READ>
 __device__ __forceinline__ void sum_rows(float (&sums)[4 * J], const pixel_t* top, int stride, int box,
-                                         const Taps& rows, int count, int lane, bool aligned) {
-    constexpr int TOGETHER = !BYTES ? 1 : (J > 2 ? 2 : 4);
+                                         const Taps& rows, int count, int lane) {
+    constexpr int TOGETHER = READ == SINGLY ? 1 : (J > 2 ? 2 : 4);
     const pixel_t* origin = top + place(0, 0, lane);
     const pixel_t* first = origin + static_cast<long long>(rows.first) * stride;
     float total = 0.0f;
 #pragma unroll TOGETHER
     for (int t = 0; t < rows.count; ++t) {
         if constexpr (!ANTIALIAS) first = origin + inside(rows.first + t, box) * static_cast<long long>(stride);
-        const Row<J> row(first, count, lane, aligned);
+        const Row<J, READ> row(first, count, lane);
         if constexpr (ANTIALIAS) first += stride;
         const float weight = rows.weight(t), scaled = BYTES ? weight * BYTE_WEIGHT : weight;
 #pragma unroll
@@ -144,16 +152,21 @@ __device__ __forceinline__ void sum_rows(float (&sums)[4 * J], const pixel_t* to
     for (int v = 0; v < 4 * J; ++v) sums[v] *= scale;
 }
 
-// The same into shared memory. Rows of bytes either all begin with a word, or are shifted into place.
+// The same into shared memory. `singly`: as the image ends there, within a word.
 template <int J>
 __device__ __forceinline__ void fill_chunk(float* chunk, const pixel_t* top, int stride, int box,
-                                           const Taps& rows, int count, int lane) {
+                                           const Taps& rows, int count, int lane, bool singly) {
     if constexpr (J > 1) {
-        if (count <= (J - 1) * QUARTER) return fill_chunk<J - 1>(chunk, top, stride, box, rows, count, lane);
+        if (count <= (J - 1) * QUARTER) {
+            return fill_chunk<J - 1>(chunk, top, stride, box, rows, count, lane, singly);
+        }
     }
     float sums[4 * J] = {};
-    if (!BYTES || stride % 4 == 0) sum_rows<J>(sums, top, stride, box, rows, count, lane, true);
-    else sum_rows<J>(sums, top, stride, box, rows, count, lane, false);
+    if (!BYTES || singly) sum_rows<J, SINGLY>(sums, top, stride, box, rows, count, lane);
+    else if constexpr (BYTES) {
+        if (stride % 4 == 0) sum_rows<J, WORDS>(sums, top, stride, box, rows, count, lane);
+        else sum_rows<J, SHIFTED>(sums, top, stride, box, rows, count, lane);
+    }
 #pragma unroll
     for (int j = 0; j < J; ++j) {
         if constexpr (BYTES) {
@@ -197,6 +210,8 @@ __device__ __forceinline__ void resample(float (&pixel)[CHANNELS], float* chunk,
     if constexpr (!ANTIALIAS) begin = inside(begin, s.box_width), end = inside(end - 1, s.box_width) + 1;
     const pixel_t* image = reinterpret_cast<const pixel_t*>(s.data);
     const int stride = s.width * INTERLEAVED;
+    const bool at_end = s.top + min(rows.first + rows.count, static_cast<int>(s.box_height)) == s.height
+                        && (static_cast<unsigned>(s.data) + PLANES * s.height * static_cast<unsigned>(stride)) % 4;
 #pragma unroll 1
     for (int plane = 0; plane < PLANES; ++plane) {
         const pixel_t* corner = image + static_cast<long long>(plane * s.height + s.top) * stride
@@ -207,7 +222,7 @@ __device__ __forceinline__ void resample(float (&pixel)[CHANNELS], float* chunk,
             const pixel_t* top = corner + at * INTERLEAVED;
             const int skew = BYTES ? static_cast<int>(reinterpret_cast<unsigned long long>(top) & 3) : 0;
             const int count = (stop - at) * INTERLEAVED + skew;
-            fill_chunk<4>(chunk, top - skew, stride, s.box_height, rows, count, lane);
+            fill_chunk<4>(chunk, top - skew, stride, s.box_height, rows, count, lane, at_end);
             __syncwarp();
             sum_columns(sums, total, chunk + skew, columns, at, stop, s.box_width, lane);
             __syncwarp();
