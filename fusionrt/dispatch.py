@@ -150,9 +150,10 @@ def planned_once(operator: Operator) -> Run:
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
     """The function that users call, written for its signature.
 
-    `operator.local.site` is the thread's last (check of the tensors, what to run). Parameters with a
-    default or annotated as numbers are taken for numbers, the others for tensors; a call that is
-    otherwise is served by `general`. Its own names must be none of a user's parameters.
+    `operator.local.site` is the thread's last (whether of all arguments, check, what to run). Parameters with
+    a default or annotated as numbers are taken for numbers, the others for tensors, and a check sees the
+    tensors alone: one of all arguments, of a call that is otherwise, costs a frame. The entry's own names
+    must be none of a user's parameters.
     """
     params = list(signature.parameters.values())
     numbers = [p.name for p in params if p.default is not p.empty or p.annotation in (
@@ -167,8 +168,11 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
         return _frt_general({arguments})
     try:
-        _frt_check, _frt_run = _frt_local.site
-        _frt_known = not ({nested}) and _frt_check({', '.join(tensors)}){kinds}
+        _frt_all, _frt_check, _frt_run = _frt_local.site
+        if _frt_all:
+            _frt_known = _frt_check({arguments})
+        else:
+            _frt_known = not ({nested}) and _frt_check({', '.join(tensors)}){kinds}
     except _frt_errors:
         _frt_known = False
     return _frt_run({arguments}) if _frt_known else _frt_general({arguments})

@@ -116,14 +116,12 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Any arguments: torch tensors, other arrays, numbers."""
         watched = is_watched()
-        if not watched and (mixed := self.local.__dict__.get("mixed")) is not None and mixed[0](*args):
-            return mixed[1](*args)
         self._refuse_nested(args)
         if not watched:  # a traced call has symbolic sizes, which a key would make constants
             key = call_key(args)
-            site = self.local.__dict__.setdefault("sites", {}).get(key)
-            if site is not None:
-                return self._resume(key, site, args)
+            known = self.local.__dict__.setdefault("sites", {}).get(key)
+            if known is not None:
+                return self._resume(key, known, args)
         if any(map(is_foreign, args)):
             return self._call_foreign(args)
         tensors = self._check_types(args)
@@ -138,20 +136,18 @@ class Operator:
             self.local.sites[key] = dispatch.guard(*tensors), run
         return run(*args)
 
-    def _resume(self, key: tuple[Any, ...], site: tuple[Any, Any], args: Args) -> Any:
+    def _resume(self, key: tuple[Any, ...], known: tuple[Any, Any], args: Args) -> Any:
         """A kind of call that was made before, but not last: the entry function's next guess."""
-        check, run = site
+        check, run = known
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
             check = dispatch.guard(*tensors)
         settled = dispatch.settle(run)
-        site = self.local.sites[key] = check, settled or run
-        if settled is None:
-            return run(*args)
-        if [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors:
-            self.local.site = site
-        else:  # with numbers in the places of tensors, or tensors in those of numbers
-            self.local.mixed = dispatch.guard_all(check, args), settled
+        self.local.sites[key] = check, settled or run
+        if settled is not None:
+            usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
+            self.local.site = (False, check, settled) if usual else (
+                True, dispatch.guard_all(check, args), settled)
         return run(*args)
 
     def _run(self, args: Args) -> Callable[..., Any]:

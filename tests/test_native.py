@@ -235,7 +235,7 @@ def test_calls_that_are_made_again() -> None:
     for _ in range(dispatch.SETTLED_AFTER + 3):
         torch.testing.assert_close(frt.add_relu(x, y), expected, rtol=0, atol=0)
     site = operator_of("add_relu").local.site
-    assert isinstance(site[1], BuiltinFunctionType)
+    assert isinstance(site[-1], BuiltinFunctionType)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -259,6 +259,11 @@ def test_calls_that_are_made_again() -> None:
 @pytest.mark.gpu
 def test_numbers_and_several_outputs(soon: None) -> None:
     x, w = torch.randn(32, 256, device="cuda"), torch.randn(256, device="cuda")
+    for _ in range(4):  # numbers in the places of tensors
+        torch.testing.assert_close(frt.quantize_int8(x, 0.05, 3.0), frt.quantize_int8.reference(x, 0.05, 3.0),
+                                   rtol=0, atol=0)
+    is_of_all, _, run = operator_of("quantize_int8_by_inverse").local.site
+    assert is_of_all and isinstance(run, BuiltinFunctionType)
     for slope in (0.1, 0.2, 1, 0.4):
         torch.testing.assert_close(frt.leaky_relu(x, slope), F.leaky_relu(x, slope))
     for eps in (1e-5, 1e-3, 1e-2, 1):
@@ -289,7 +294,7 @@ def test_masks_are_those_of_other_calls(soon: None) -> None:
     for first, second in zip(*masks, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert all(not torch.equal(masks[0][0], other) for other in masks[0][1:])
-    assert isinstance(operator_of("gelu_dropout").local.site[1], BuiltinFunctionType)
+    assert isinstance(operator_of("gelu_dropout").local.site[-1], BuiltinFunctionType)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = frt.gelu_dropout(x, 0.5)
