@@ -123,9 +123,10 @@ class RowOperator(Operator):
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
             return runs[0][0]
         later = stages.sums_later({k: dims for part in parts for k, dims in part.later.items()}, outputs)
+        n_outputs = len(outputs)  # which are memory, and not to be kept with the plan
 
         def run(*args: Any) -> Any:
-            found: list[Any] = [None] * len(outputs)
+            found: list[Any] = [None] * n_outputs
             for run, part in runs:
                 for k, value in zip(part.positions, unpack(run(*args)), strict=True):
                     found[k] = value

@@ -276,11 +276,13 @@ class Plan:
         spread = [k for k, is_spread in enumerate(self.spread) if is_spread]
         later = sums_later(self.later, self.outputs)
         results: list[Any] = [None] * len(self.outputs)
+        # Not this plan itself: it has the tensors of the call that it is made of.
+        expanded, of_values, whole = self.expanded, self.of_values, self.shape
 
         def run(*args: Any) -> Any:
             rng, given, found = args[n:], list(args[:n]), list(results)
-            for k in self.expanded:
-                given[k] = given[k].expand(self.of_values).contiguous()
+            for k in expanded:
+                given[k] = given[k].expand(of_values).contiguous()
             for stage in stages:
                 computed = unpack(stage.run(*given, *(rng if stage.draws else ())))
                 for k, value in zip(stage.outputs, computed, strict=False):
@@ -288,7 +290,7 @@ class Plan:
                 given += [computed[k] for k in stage.found]
             later(found)
             for k in spread:
-                found[k] = found[k].expand(self.shape)
+                found[k] = found[k].expand(whole)
             return pack(found)
 
         return where_aligned(run, self.op, self.args[:n], self.alignment)

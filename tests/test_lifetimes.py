@@ -1,0 +1,60 @@
+"""What a first call of its kind builds and keeps holds none of its tensors."""
+
+import gc
+
+import pytest
+import torch
+
+from fusionrt.catalogue import COLUMNS, OPS, ROWS
+from fusionrt.op import PLAIN
+
+SIZES = {ROWS: 23, COLUMNS: 40, 32: 2, 56: 9}  # of no other test: plans are new
+ON_A_CPU = ("batch_norm", "conv2d_bn_act", "cross_entropy", "depthwise_separable", "group_norm", "layer_norm",
+            "linear_gelu", "multihead_attention", "rms_norm", "softmax", "std", "swish_multiply")
+HOLDING = {"argmax", "argmin"}  # indices, for the next gradient
+
+
+def making(device):
+    def make(*shape, dtype=torch.float32, high=100):
+        shape = tuple(SIZES.get(n, n) for n in shape)
+        if dtype.is_floating_point:
+            return (torch.rand(shape, device=device) + 0.1).to(dtype).requires_grad_()
+        if dtype == torch.bool:
+            return torch.rand(shape, device=device) < 0.5
+        return torch.randint(0, min(high or 40, 40), shape, device=device).to(dtype)
+
+    return make
+
+
+def run(op, make):
+    args = op.example(make)
+    outs = op(*args)
+    graded = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if getattr(o, "requires_grad", False)]
+    if graded:
+        torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
+
+
+def with_memory():
+    """All tensors, but for those of one element, by which an argument is described that is not kept."""
+    gc.collect()
+    return {id(o): o for o in gc.get_objects() if type(o) in PLAIN and o.untyped_storage().nbytes() > 8}
+
+
+@pytest.mark.parametrize(("name", "device"), [
+    *((name, "cpu") for name in ON_A_CPU),
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in sorted({*OPS} - HOLDING))])
+def test_tensors_die(name, device):
+    before = with_memory()
+    run(OPS[name], making(device))
+    assert [tuple(t.shape) for t in with_memory().values() if id(t) not in before] == []
+
+
+def test_images_whose_channels_are_not_theirs_alone(device):
+    """The kernels of a norm's stages, and those of its gradient."""
+    from fusionrt.ops import group_norm
+
+    before = with_memory()
+    x = torch.randn(2, 6, 5, 3, device=device).contiguous(memory_format=torch.channels_last).requires_grad_()
+    group_norm(x, 3).sum().backward()
+    del x
+    assert [tuple(t.shape) for t in with_memory().values() if id(t) not in before] == []
