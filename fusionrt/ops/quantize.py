@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,6 @@ from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.expr import Expr, cast, clamp, node
 from fusionrt.fusion import Fused, fuse
 from fusionrt.rehearsal import device_type
-
-INFINITY = float("inf")
 
 
 def _to_int8(x: Expr) -> Expr:
@@ -60,7 +59,7 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
 
 
 def _check_number(op: str, name: str, value: Any, above: float) -> None:
-    if isinstance(value, (float, int)) and not above < value < INFINITY:
+    if isinstance(value, (float, int)) and not above < value < inf:
         raise ValueError(f"{op}: {name} must be a finite{' positive' if above == 0 else ''} number, "
                          f"got {value!r}")
 
@@ -78,7 +77,7 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
         quantize_int8(torch.randn(8, 512), 0.05, 3)
     """
     _check_number("quantize_int8", "scale", scale, 0.0)
-    _check_number("quantize_int8", "zero_point", zero_point, -INFINITY)
+    _check_number("quantize_int8", "zero_point", zero_point, -inf)
     if dim is not None:
         scale = _per_channel("quantize_int8", "scale", scale, x, dim)
         zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
@@ -110,7 +109,7 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
     if not str(getattr(q, "dtype", "")).endswith("int8") or str(q.dtype).endswith("uint8"):
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
     _check_number("dequantize_int8", "scale", scale, 0.0)
-    _check_number("dequantize_int8", "zero_point", zero_point, -INFINITY)
+    _check_number("dequantize_int8", "zero_point", zero_point, -inf)
     known = isinstance(dtype, (str, torch.dtype))
     name = str(dtype).removeprefix("torch.") if known else np.dtype(dtype).name
     if name not in _DEQUANTIZE:
