@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol, TypeVar, cast
 
+from fusionrt.dispatch import Usual, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
 from fusionrt.op_names import MODULE
 
@@ -67,13 +68,13 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
     return _register(fuse_named(function, function.__name__), example)
 
 
-def public(*, example: Example) -> Callable[[F], F]:
+def public(*, example: Example, usual: Usual | None = None) -> Callable[[F], F]:
     """Declare an op that chooses between fused functions, or checks its arguments first."""
 
     def declare(function: F) -> F:
         names = list(inspect.signature(function).parameters)
-        made = cast(Any, function)
-        made.cuda, made.cpu = (on_device(function, function.__name__, names, d) for d in ("CUDA", "CPU"))
+        made = cast(Any, shortcut(function, usual) if usual else function)
+        made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
         return cast(F, _register(made, example))
 
     return declare

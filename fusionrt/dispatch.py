@@ -9,13 +9,15 @@ and what to run then. Everything else goes to `Operator.__call__`. The guard doe
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -152,41 +154,69 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
 
     `operator.local.site` is the thread's last (whether of all arguments, check, what to run). Parameters with
     a default or annotated as numbers are taken for numbers, the others for tensors, and a check sees the
-    tensors alone: one of all arguments, of a call that is otherwise, costs a frame. The entry's own names
-    must be none of a user's parameters.
+    tensors alone: one of all arguments, of a call that is otherwise, costs a frame.
     """
     params = list(signature.parameters.values())
-    numbers = [p.name for p in params if p.default is not p.empty or p.annotation in (
-        float, int, "float", "int")]
-    tensors = [p.name for p in params if p.name not in numbers]
-    operator.entry_tensors = [p.name in tensors for p in params]
-    arguments = ", ".join(p.name for p in params)
-    kinds = "".join(f" and _frt_type({n}) in _frt_numbers" for n in numbers)
+    operator.entry_tensors = [p.default is p.empty and p.annotation not in (float, int, "float", "int")
+                              for p in params]
+    names = ", ".join(p.name for p in params)
+    return _written(operator, operator.name, params, names.split(", "), general, names,
+                    of_all=f"_frt_check({names})")
+
+
+class Usual(NamedTuple):
+    """The operator of most calls of a public function, the values that it is given and the condition under
+    which it is, written in the function's parameters."""
+
+    operator: Operator
+    given: tuple[str, ...]
+    condition: str
+
+
+def shortcut(public: Run, usual: Usual) -> Run:
+    """A function that checks its arguments and chooses an operator, with a short way to the usual one for
+    numbers that are Python's: a quarter of a microsecond less."""
+    params = list(inspect.signature(public).parameters.values())
+    passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in params)
+    made = _written(usual.operator, public.__name__, params, usual.given, public, passed,
+                    condition=usual.condition)
+    return functools.update_wrapper(made, public)
+
+
+def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter], given: Sequence[str],
+             general: Run, passed: str, *, of_all: str = "False", condition: str = "") -> Run:
+    """`given`: what the operator is, in terms of the parameters; `passed`: what `general` is. Our own names
+    must be none of a user's parameters."""
+    assert operator.entry_tensors is not None
+    each = list(zip(given, operator.entry_tensors, strict=True))
+    tensors = [text for text, is_tensor in each if is_tensor]
+    named = {p.name for p in params}
+    numbers = dict.fromkeys(n.id for text, is_tensor in each if not is_tensor
+                            for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and n.id in named)
     # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.
-    nested = " or ".join(f"{name}.is_nested" for name in tensors) or "False"
+    dense = [f"not {text}.is_nested" for text in tensors]
+    known = [*(f"_frt_type({n}) in _frt_numbers" for n in numbers), *filter(None, [condition]), *dense,
+             f"_frt_check({', '.join(tensors)})"]
     text = f"""def entry{_parameters(params)}:
     if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
-        return _frt_general({arguments})
+        return _frt_general({passed})
     try:
         _frt_all, _frt_check, _frt_run = _frt_local.site
-        if _frt_all:
-            _frt_known = _frt_check({arguments})
-        else:
-            _frt_known = not ({nested}) and _frt_check({', '.join(tensors)}){kinds}
+        _frt_known = {of_all} if _frt_all else {' and '.join(known)}
     except _frt_errors:
         _frt_known = False
-    return _frt_run({arguments}) if _frt_known else _frt_general({arguments})
+    return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
 """
     scope: dict[str, Any] = {
         "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
         "_frt_type": type, "_frt_errors": (AttributeError, TypeError), "_frt_general": general,
-        "_frt_local": operator.local, "_frt_numbers": _NUMBERS,
+        "_frt_local": operator.local, "_frt_numbers": _NUMBERS, "inf": math.inf, "torch": torch,
         **{f"_frt_default_{p.name}": p.default for p in params}}
     exec(_compiled(text), scope)
     made = scope["entry"]
-    made.__name__ = made.__qualname__ = operator.name
+    made.__name__ = made.__qualname__ = name
     made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
-        co_name=operator.name, co_filename=f"<fusionrt entry of {operator.name}>")
+        co_name=name, co_filename=f"<fusionrt entry of {name}>")
     return cast(Run, made)
 
 
@@ -196,7 +226,7 @@ def _compiled(text: str) -> CodeType:
     return compile(text, "<fusionrt entry>", "exec")
 
 
-def _parameters(params: list[inspect.Parameter]) -> str:
+def _parameters(params: Sequence[inspect.Parameter]) -> str:
     parts, starred = [], False
     for p in params:
         if p.kind is p.KEYWORD_ONLY and not starred:

@@ -167,6 +167,26 @@ def test_checkpoint_repeats_the_mask(device):
         )
 
 
+@pytest.mark.parametrize("name", RANDOM)
+def test_each_of_many_calls_is_checked(name, device):
+    """The short way of calls like the one before is for a probability that drops some, in training."""
+    args, whole = dropout_case(name, 1023, device)
+    for p in (0.5, 0.5, 0.9, 0.5):
+        torch.manual_seed(7)
+        out = OPS[name](*args, p)
+        assert_same_bits(out[out != 0], (whole * torch.tensor(1 / (1 - p), device=device))[out != 0])
+        torch.manual_seed(7)
+        assert_same_bits(out, OPS[name](*args, torch.tensor(p, dtype=F64).item(), True))
+    assert_same_bits(OPS[name](*args, 0.5, False), whole)
+    assert_same_bits(OPS[name](*args, 0), whole)
+    assert not OPS[name](*args, 1).any()
+    for p in (-0.5, 1.5, math.nan):
+        with pytest.raises(ValueError, match=f"{name}: p must be a probability"):
+            OPS[name](*args, p)
+    with pytest.raises(TypeError, match=f"{name}: p must be a number, got Tensor"):
+        OPS[name](*args, torch.tensor(0.5))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RANDOM)
 def test_masks_of_a_cpu_and_a_gpu_are_the_same(name):

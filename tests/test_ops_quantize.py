@@ -99,3 +99,24 @@ def test_quantize_then_dequantize(device):
     x = make((33, 17), F32, device).clamp(-6, 6)
     back = frt.dequantize_int8(frt.quantize_int8(x, 0.05, 3), 0.05, 3)
     assert (back - x).abs().max() <= 0.025 * (1 + 1e-5)
+
+
+def test_each_of_many_calls_is_checked(device):
+    """The short way of calls like the one before is for numbers in range."""
+    x = torch.randn(8, 24, device=device)
+    for _ in range(3):
+        q = frt.quantize_int8(x, 0.05, 3)
+        assert torch.equal(q, OPS["quantize_int8"].reference(x, 0.05, 3))
+        assert torch.equal(frt.dequantize_int8(q, 0.05, 3.0), OPS["dequantize_int8"].reference(q, 0.05, 3.0))
+    scale, zero_point = torch.rand(8, device=device) + 0.1, torch.arange(8.0, device=device)
+    for args, kwargs in (((scale,), {"dim": 0}), ((0.05, zero_point), {"dim": 0}), ((np.float32(0.05),), {}),
+                         ((0.05, np.float64(3)), {}), ((True, False), {})):
+        assert torch.equal(frt.quantize_int8(x, *args, **kwargs),
+                           OPS["quantize_int8"].reference(x, *args, **kwargs))
+    assert frt.dequantize_int8(q, 0.05, dtype=BF16).dtype == BF16
+    for op, a in ((frt.quantize_int8, x), (frt.dequantize_int8, q)):
+        for value in (0.0, -0.05, math.inf, math.nan):
+            with pytest.raises(ValueError, match="scale must be a finite positive number"):
+                op(a, value)
+        with pytest.raises(ValueError, match="zero_point must be a finite number, got nan"):
+            op(a, 0.05, math.nan)

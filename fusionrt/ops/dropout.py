@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr
-from fusionrt.fusion import dropped, fuse
+from fusionrt.fusion import Fused, dropped, fuse
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.pointwise import is_tanh
 
@@ -65,7 +66,12 @@ def scale_of_kept(op: str, p: float, training: bool, argument: str = "p") -> flo
     return 0.0 if p == 1 else 1 / (1 - p)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),))
+def _usual(fused: Fused, *tensors: str, condition: str = "training is True") -> Usual:
+    return Usual(fused.operator, (*tensors, "p", "1 / (1 - p)"), f"0 < p < 1 and {condition}")
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),),
+        usual=_usual(_gelu_dropout, "x", condition="training is True and approximate == 'none'"))
 def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: str = "none") -> Any:
     """dropout(gelu(x), p).
 
@@ -81,7 +87,7 @@ def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: 
     return (_gelu_tanh_dropout if tanh else _gelu_dropout)(x, p, scale)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),))
+@public(example=lambda make: (make(ROWS, COLUMNS),), usual=_usual(_relu_dropout, "x"))
 def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(relu(x), p).
 
@@ -93,7 +99,8 @@ def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
     return relu(x) if scale is None else _relu_dropout(x, p, scale)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)))
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)),
+        usual=_usual(_dropout_add, "x", "residual"))
 def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x, p) + residual.
 
@@ -105,7 +112,8 @@ def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) ->
     return _add(x, residual) if scale is None else _dropout_add(x, residual, p, scale)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(ROWS, COLUMNS)))
+@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(ROWS, COLUMNS)),
+        usual=_usual(_bias_dropout_add, "x", "bias", "residual"))
 def bias_dropout_add(x: Any, bias: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x + bias, p) + residual; x and residual of shape (..., D), bias (D,).
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, cast, clamp, node
 from fusionrt.fusion import Fused, fuse
 from fusionrt.rehearsal import device_type
@@ -25,14 +26,14 @@ def _quantize(x: Expr, scale: Expr, zero_point: Expr) -> Expr:
 
 
 @fuse(name="quantize_int8_by_inverse")
-def _quantize_by_inverse(x: Expr, inverse: float, zero_point: Expr) -> Expr:
+def _quantize_by_inverse(x: Expr, inverse: float, zero_point: float) -> Expr:
     # torch's CUDA kernel divides by a number as a multiplication with its reciprocal, and rounds
     # before it adds: an FMA would differ in one of 10^6 elements.
     return _to_int8(node("mul_rn", x, inverse) + zero_point)
 
 
 def _dequantize_to(dtype: str) -> Fused:
-    def dequantize_int8(q: Expr, scale: Expr, zero_point: Expr) -> Expr:
+    def dequantize_int8(q: Expr, scale: float, zero_point: float) -> Expr:
         return cast((q - zero_point) * scale, dtype)
 
     return fuse(name=f"dequantize_int8_{dtype}")(dequantize_int8)
@@ -64,7 +65,11 @@ def _check_number(op: str, name: str, value: Any, above: float) -> None:
                          f"got {value!r}")
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), 0.05, 3.0))
+_IN_RANGE = "0 < scale < inf and -inf < zero_point < inf and dim is None"
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS), 0.05, 3.0), usual=Usual(
+    _quantize_by_inverse.operator, ("x", "1 / scale", "zero_point"), _IN_RANGE))
 def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None) -> Any:
     """clamp(round_half_even(x / scale + zero_point), -128, 127) as int8; NaN becomes 0.
 
@@ -95,7 +100,8 @@ def _on_cuda(x: Any) -> bool:
     return hasattr(x, "__cuda_array_interface__")
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0))
+@public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0), usual=Usual(
+    _DEQUANTIZE["float32"].operator, ("q", "scale", "zero_point"), f"{_IN_RANGE} and dtype is torch.float32"))
 def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None,
                     dtype: Any = torch.float32) -> Any:
     """(q - zero_point) * scale, for an int8 tensor q; the result has `dtype` (float32).
