@@ -7,9 +7,9 @@
 // all channels. So nothing depends on how strongly an image shrinks, and there are no tables.
 //
 // The runtime puts before this file: pixel_t, output_t, CHANNELS, PLANAR and OUT_PLANAR (channels first),
-// CUBIC, ANTIALIAS, ADJUSTS, STAGE, Sample, Params. Contrast needs the mean of the whole image as it is by
-// then: FIRST leaves images in `between`, adjusted up to there, and sums of their grey values in `sums`;
-// SECOND does the rest from those. WHOLE is both, without contrast.
+// RESIZES (any image), CUBIC, ANTIALIAS, ADJUSTS, STAGE, Sample, Params. Contrast needs the mean of the whole
+// image as it is by then: FIRST leaves images in `between`, adjusted up to there, and sums of their grey values
+// in `sums`; SECOND does the rest from those. WHOLE is both, without contrast.
 
 constexpr int WHOLE = 0, FIRST = 1, SECOND = 2;
 constexpr int LANES = 32, WARPS = BLOCK / LANES, QUARTER = 4 * LANES, CHUNK = 4 * QUARTER;
@@ -57,7 +57,7 @@ __device__ __forceinline__ Taps taps(int position, int resized, int box) {
     if (rest >= denominator) ++whole, rest -= denominator;
     const float fraction = static_cast<float>(rest) * inverse;
     const float stretch = ANTIALIAS ? ::fmaxf(2.0f * static_cast<float>(box) * inverse, 1.0f) : 1.0f;
-    // Where nothing is resized, all weights but one are 0.
+    // Where this image is not resized, all weights but one are 0.
     const float reach = resized == box ? 0.5f : SUPPORT * stretch, step = refined_rcp(stretch);
     int low = whole + static_cast<int>(::floorf(fraction + 0.5f - reach));
     int high = whole + static_cast<int>(::floorf(fraction + 0.5f + reach));
@@ -237,6 +237,18 @@ __device__ __forceinline__ void resample(float (&pixel)[CHANNELS], float* chunk,
     }
 }
 
+__device__ __forceinline__ float in_unit(unsigned char byte) { return static_cast<float>(byte) * (1.0f / 255.0f); }
+template <typename T> __device__ __forceinline__ float in_unit(T x) { return to_acc(x); }
+
+// The same where no image is resized: one source pixel, which each lane reads for itself.
+__device__ __forceinline__ void fetch(float (&pixel)[CHANNELS], const Sample& s, int y, int x) {
+    const pixel_t* image = reinterpret_cast<const pixel_t*>(s.data);
+    const long long area = static_cast<long long>(s.height) * s.width;
+    const long long at = static_cast<long long>(s.top + y) * s.width + s.left + x;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) pixel[c] = in_unit(image[PLANAR ? c * area + at : at * CHANNELS + c]);
+}
+
 // ---------------------------------------------------------------------------------------------
 // Colour: the formulas of torchvision, for images in [0, 1]
 
@@ -324,16 +336,20 @@ __device__ __forceinline__ void leave(const Params& p, const float (&pixel)[CHAN
 }
 
 __device__ __forceinline__ void from_source(const Params& p) {
-    __shared__ alignas(16) float chunks[WARPS][CHUNK];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int tile = blockIdx.x % p.tiles, row = blockIdx.x / p.tiles * WARPS + warp;
     if (row >= p.height) return;  // the whole warp
     const Sample& s = p.samples[blockIdx.y];
-    const int x = tile * LANES + lane;
-    const Taps rows = taps(s.offset_y + row, s.resized_height, s.box_height);
-    const Taps columns = taps(s.offset_x + min(x, p.width - 1), s.resized_width, s.box_width);
+    const int x = tile * LANES + lane, y_resized = s.offset_y + row, x_resized = s.offset_x + min(x, p.width - 1);
     float pixel[CHANNELS];
-    resample(pixel, chunks[warp], s, rows, columns, lane);
+    if constexpr (RESIZES) {
+        __shared__ alignas(16) float chunks[WARPS][CHUNK];
+        const Taps rows = taps(y_resized, s.resized_height, s.box_height);
+        const Taps columns = taps(x_resized, s.resized_width, s.box_width);
+        resample(pixel, chunks[warp], s, rows, columns, lane);
+    } else {
+        fetch(pixel, s, y_resized, x_resized);
+    }
     adjust(pixel, s, 0.0f);
     const int flipped = s.flip ? p.width - 1 - x : x;
     if constexpr (STAGE == FIRST) leave(p, pixel, tile, row, flipped, x < p.width, lane);

@@ -125,6 +125,23 @@ def test_an_image_of_the_right_size_is_only_converted(device):
     assert torch.equal((image_preprocess(images, (31, 45)) * 255).round(), images.permute(0, 3, 1, 2).float())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+def test_boxes_that_are_not_resized(dtype, device):
+    """One kernel of its own: cut out, flipped, adjusted, normalised."""
+    images = pixels(3, 37, 51, 3, device=device)
+    images = images if dtype == torch.uint8 else (images / 255).to(dtype)
+    boxes = torch.tensor([[0, 0, 20, 35], [17, 16, 20, 35], [3, 11, 20, 35]])
+    bits = {"mean": MEAN, "std": STD, "interpolation": "bicubic", "antialias": False}
+    for options in ({}, {"flip": FLIPS}, {"flip": FLIPS, **JITTER}):
+        ours = check(images, (20, 35), {"boxes": boxes, **options}, tolerance=4 * TOLERANCE)
+        planar = images.permute(0, 3, 1, 2).contiguous()
+        assert_same_bits(image_preprocess(planar, (20, 35), layout="NCHW", boxes=boxes, **options), ours)
+        # Beside a box that is resized, others go through the filters, whose weights are 1.
+        mixed = torch.cat([boxes[:2], torch.tensor([[0, 0, 37, 51]])])
+        one, other = (image_preprocess(images, (20, 35), boxes=b, **options, **bits) for b in (boxes, mixed))
+        assert_same_bits(one[:2], other[:2])
+
+
 def test_the_centre_of_what_was_resized(device):
     images = pixels(2, 61, 80, 3, device=device)
     for resize, resized in ((30, (30, 39)), ((35, 31), (35, 31))):
@@ -386,9 +403,10 @@ def test_against_torchvision(is_bytes, device):
 
 def recipes():
     every = {"source": "uint8", "result": "float32", "channels": 3, "planar": False, "result_planar": True,
-             "cubic": False, "antialias": True, "adjusts": False, "contrast": False}
+             "resizes": True, "cubic": False, "antialias": True, "adjusts": False, "contrast": False}
     both = {"adjusts": True, "contrast": True}
-    for more in ({}, both, {"planar": True, "cubic": True, **both},
+    for more in ({}, both, {"resizes": False}, {"resizes": False, "planar": True, **both},
+                 {"planar": True, "cubic": True, **both},
                  {"source": "float16", "channels": 4, "antialias": False, "result": "bfloat16"},
                  {"source": "float32", "cubic": True, "result_planar": False, "adjusts": True}):
         yield Recipe(**{**every, **more})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from fusionrt import rehearsal
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import no_transforms
 from fusionrt.data import image_cpu, image_gpu
-from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, table
+from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, is_key, table
 from fusionrt.errors import is_int
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
@@ -27,6 +28,7 @@ class Recipe(NamedTuple):
     channels: int
     planar: bool
     result_planar: bool
+    resizes: bool   # any image, by what follows
     cubic: bool
     antialias: bool
     adjusts: bool   # some of the ADJUSTMENTS
@@ -83,9 +85,10 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
         raise ValueError(f"image_preprocess: {adjusted[0]} needs images of 1 or 3 channels, got "
                          f"{sources.channels}")
     _check_boxes(boxes, resize)
-    rows = table(sources, geometry, given, order)
+    rows, resizes = table(sources, geometry, given, order)
     recipe = Recipe(_name(sources.dtype), _name(dtype), sources.channels, sources.planar, result_planar,
-                    interpolation == "bicubic", bool(antialias), bool(adjusted), contrast is not None)
+                    resizes, resizes and interpolation == "bicubic", bool(antialias) or not resizes,
+                    bool(adjusted), contrast is not None)
     out = _result(sources, geometry.size, dtype, result_planar)
     run = image_cpu.run if rehearsal.device_type(out) == "cpu" else image_gpu.run
     if out.numel():
@@ -174,18 +177,20 @@ def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:
     seen = [batch.movedim(1, 3) if planar else batch for batch in batches]  # as (N, H, W, C)
     planar = not all(s.is_contiguous() for s in seen) and all(s.movedim(3, 1).is_contiguous() for s in seen)
     held = [s if planar or s.is_contiguous() else s.contiguous() for s in seen]
-    sizes = np.concatenate([np.tile(s.shape[1:3], (len(s), 1)) for s in held])
-    if sizes.size and (sizes.min() < 1 or sizes.max() > LARGEST):
-        raise ValueError(f"image_preprocess: images must have sides of 1 to {LARGEST} pixels, got "
-                         f"{tuple(map(int, sizes[sizes.max(1).argmax()]))}")
-    addresses = np.concatenate([_addresses(s) for s in held])
-    return Images(held, addresses, sizes[:, 0], sizes[:, 1], channels, planar)
+    for s in held:
+        if len(s) and not 1 <= min(s.shape[1:3]) <= max(s.shape[1:3]) <= LARGEST:
+            raise ValueError(f"image_preprocess: images must have sides of 1 to {LARGEST} pixels, got "
+                             f"{tuple(s.shape[1:3])}")
+    addresses, heights, widths = map(np.concatenate, zip(*map(_of_batch, held), strict=True))
+    return Images(held, addresses, heights, widths, channels, planar)
 
 
-def _addresses(batch: torch.Tensor) -> Any:
-    start = 0 if batch.is_meta else batch.data_ptr()
-    step = batch[0].numel() * batch.element_size() if len(batch) else 0
-    return start + np.arange(len(batch), dtype=np.uint64) * np.uint64(step)
+def _of_batch(batch: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Of each image its address, its height and its width."""
+    count, height, width, _ = batch.shape
+    start, step = 0 if batch.is_meta else batch.data_ptr(), batch.stride(0) * batch.element_size()
+    return start + np.arange(count, dtype=np.uint64) * np.uint64(step), np.full(count, height), np.full(
+        count, width)
 
 
 def _result(sources: Images, size: tuple[int, int], dtype: torch.dtype, planar: bool) -> torch.Tensor:
@@ -195,10 +200,18 @@ def _result(sources: Images, size: tuple[int, int], dtype: torch.dtype, planar: 
 
 def _affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[float]]:
     """(x - mean) / std as x scale + shift."""
+    asked = tuple(tuple(value) if isinstance(value, list) else value for value in (mean, std))
+    return (_kept_affine if is_key(asked) else _new_affine)(channels, *asked)
+
+
+def _new_affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[float]]:
     means, stds = _of_channels("mean", mean, 0.0, channels), _of_channels("std", std, 1.0, channels)
     if not all(s > 0 for s in stds):
         raise ValueError(f"image_preprocess: std must be positive, got {std!r}")
     return [1 / s for s in stds], [-m / s for m, s in zip(means, stds, strict=True)]
+
+
+_kept_affine = functools.lru_cache(64)(_new_affine)
 
 
 def _of_channels(argument: str, value: Any, default: float, channels: int) -> list[float]:

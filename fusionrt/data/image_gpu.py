@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
 
 LAUNCH = 64          # images: their rows of the table are launch parameters, of which there are 4 KB
-WORDS = ROW.itemsize // 8
 TILE, WARPS = 32, 8  # pixels of a row, which are one warp's; rows of a block
 PER_THREAD = 4       # pixels, in the second stage
 WHOLE, FIRST, SECOND = range(3)
@@ -24,11 +23,11 @@ WHOLE, FIRST, SECOND = range(3)
 @functools.cache
 def _kernel(recipe: Recipe, stage: int) -> Kernel:
     flags = {"CHANNELS": recipe.channels, "STAGE": stage, "PER_THREAD": PER_THREAD}
-    bools = {"PLANAR": recipe.planar, "OUT_PLANAR": recipe.result_planar, "CUBIC": recipe.cubic,
-             "ANTIALIAS": recipe.antialias, "ADJUSTS": recipe.adjusts}
+    bools = {"PLANAR": recipe.planar, "OUT_PLANAR": recipe.result_planar, "RESIZES": recipe.resizes,
+             "CUBIC": recipe.cubic, "ANTIALIAS": recipe.antialias, "ADJUSTS": recipe.adjusts}
     return Kernel(
         f"image_preprocess_{('whole', 'first', 'second')[stage]}", "image",
-        [Field(f"Sample samples[{LAUNCH}]", "Q" * (WORDS * LAUNCH)),
+        [Field(f"Sample samples[{LAUNCH}]", f"{ROW.itemsize * LAUNCH}s"),
          pointer(f"{recipe.result}_t", "out", const=False), pointer("float", "between", const=False),
          pointer("float", "sums", const=False),
          Field("float scale[4]", "ffff"), Field("float shift[4]", "ffff"),
@@ -51,10 +50,8 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     numbers = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
     for at in range(0, len(rows), LAUNCH):
         part = rows[at:at + LAUNCH]
-        words = part.view("u8").tolist()
         results = 0 if out.is_meta else out[at].data_ptr()
-        values = (*words, *[0] * (LAUNCH * WORDS - len(words)), results, *addresses, *numbers, height, width,
-                  tiles)
+        values = (part.tobytes(), results, *addresses, *numbers, height, width, tiles)
         blocks = tiles * -(-height // WARPS)
         if recipe.contrast:
             _kernel(recipe, FIRST)(out.device, (blocks, len(part)), *values)

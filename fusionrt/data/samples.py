@@ -50,27 +50,29 @@ class Geometry(NamedTuple):
     flip: Any
 
 
-def table(images: Images, geometry: Geometry, factors: dict[str, Any], order: Any) -> Any:
-    """`factors`: values of the ADJUSTMENTS or None. Raises ValueError for what does not fit."""
+def table(images: Images, geometry: Geometry, factors: dict[str, Any], order: Any) -> tuple[Any, bool]:
+    """The rows, and whether any image is resized. `factors`: values of the ADJUSTMENTS or None. Raises
+    ValueError for what does not fit."""
     count, asked = len(images.addresses), (geometry, tuple(factors.values()), order)
-    if len(images.tensors) == 1 and count and _is_key(asked):  # of one size, and asked of all alike
-        rows = _kept_rows(count, int(images.heights[0]), int(images.widths[0]), *asked).copy()
+    if len(images.tensors) == 1 and count and is_key(asked):  # of one size, and asked of all alike
+        kept, resizes = _kept_rows(count, int(images.heights[0]), int(images.widths[0]), *asked)
+        rows = kept.copy()
     else:
-        rows = _rows(count, images.heights, images.widths, *asked)
+        rows, resizes = _rows(count, images.heights, images.widths, *asked)
     rows["data"] = images.addresses
-    return rows
+    return rows, resizes
 
 
-def _is_key(value: Any) -> bool:
+def is_key(value: Any) -> bool:
     """Of numbers and words alone: a tensor can be a key as well, but its elements may change."""
-    return all(map(_is_key, value)) if isinstance(value, tuple) else type(value) in _KEYS
+    return all(map(is_key, value)) if isinstance(value, tuple) else type(value) in _KEYS
 
 
 _KEYS = {bool, int, float, str, type(None)}
 
 
 def _rows(count: int, heights: Any, widths: Any, geometry: Geometry, factors: tuple[Any, ...], order: Any
-          ) -> Any:
+          ) -> tuple[Any, bool]:
     """All but the addresses."""
     rows = np.zeros(count, ROW)
     rows["height"], rows["width"] = heights, widths
@@ -88,7 +90,7 @@ def _rows(count: int, heights: Any, widths: Any, geometry: Geometry, factors: tu
             given |= 1 << k
             rows[name] = _factor(name, factor, len(rows))
     rows["order"] = (_order(order, len(rows)) << np.arange(0, 8, 2)).sum(1) | given << 8
-    return rows
+    return rows, bool((boxes[:, 2:] != resized).any())
 
 
 _kept_rows = functools.lru_cache(64)(_rows)
