@@ -135,6 +135,21 @@ def test_threads_meet_at_a_cold_op(folder):
         assert_close(one, expected(3, args))
 
 
+def test_a_kernel_is_compiled_under_numbas_lock(monkeypatch):
+    """A warm-up compiles several at a time; Numba's contexts do not bear two threads."""
+    from numba.core import compiler as of_numba
+    from numba.core.compiler_lock import global_compiler_lock
+    compile_extra, held = of_numba.compile_extra, []
+
+    def noting(*args, **kwargs):
+        held.append(global_compiler_lock.is_locked())
+        return compile_extra(*args, **kwargs)
+
+    monkeypatch.setattr(of_numba, "compile_extra", noting)
+    compiler.build("def kernel(pointers, integers, scalars, start, stop): pass", "float32", "nothing")
+    assert held == [True]
+
+
 def test_the_pool_grows_and_serves_nested_callers(two_threads):
     x = torch.randn(LARGE)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusionrt import collector, forks
-from fusionrt.runtime import cache
+from fusionrt.runtime import cache, llvm
 
 # Numba's calling convention: status = f(result*, exception**, arguments...)
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int64)
@@ -116,13 +116,19 @@ def build(text: str, accuracy: str, name: str) -> cache.Entry:
 
 
 def _compiled(dispatcher: Any, signature: Any) -> Any:
-    """As `dispatcher.compile` does, by our own generator of code and the passes that our texts need."""
-    from numba.core import compiler
+    """As `dispatcher.compile` does, by our own generator of code and the passes that our texts need.
+
+    Trap: `compile_extra` takes Numba's lock for each pass, and not while it makes the context, of which two
+    threads are in each other's way: "generator already executing".
+    """
+    from numba.core import compiler, compiler_lock
     from numba.core.registry import cpu_target
     flags = compiler.Flags()
     cpu_target.options.parse_as_flags(flags, dispatcher.targetoptions)
-    return compiler.compile_extra(cpu_target.typing_context, _context(), dispatcher.py_func, signature.args,
-                                  signature.return_type, flags, {}, pipeline_class=_pipeline())
+    with compiler_lock.global_compiler_lock:
+        return compiler.compile_extra(cpu_target.typing_context, _context(), dispatcher.py_func,
+                                      signature.args, signature.return_type, flags, {},
+                                      pipeline_class=_pipeline())
 
 
 @functools.cache
@@ -162,17 +168,9 @@ def _context() -> Any:
     return cpu_target.target_context.subtarget(_internal_codegen=Codegen("fusionrt"))
 
 
-@functools.cache
-def machine() -> Any:
-    from llvmlite import binding
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding.Target.from_default_triple().create_target_machine(jit=True)
-
-
 def _load(entry: cache.Entry) -> Function:
     from llvmlite import binding
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), llvm.machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(entry.payload))
     engine.finalize_object()
     _engines.append(engine)

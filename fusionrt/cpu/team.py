@@ -104,7 +104,7 @@ def _member() -> int:
     """
     from llvmlite import binding, ir
 
-    from fusionrt.cpu.compiler import machine
+    from fusionrt.runtime.llvm import machine
     i32, i64, void = ir.IntType(32), ir.IntType(64), ir.VoidType()
     asks, kernel_type = ir.FunctionType(i32, []), ir.FunctionType(i32, [i64] * 7)
     module = ir.Module("fusionrt_team")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.random import Taking
-from fusionrt.runtime import source
+from fusionrt.runtime import llvm, source
 
 OUTPUTS = 8
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
@@ -161,10 +161,8 @@ def _driver() -> tuple[int | None, int | None]:
 def _method() -> tuple[Any, Any]:
     """What Python needs to know of the machine code, and what owns that."""
     from llvmlite import binding
-
-    from fusionrt.cpu import compiler
-    machine, text = compiler.machine(), source.template("call.ll")
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
+    text = source.template("call.ll")
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), llvm.machine())
     missing = [name for name in _OF_PYTHON.findall(text) if binding.address_of_symbol(name) is None]
     if missing:  # to go on would end the process
         raise RuntimeError(f"this Python does not export {', '.join(missing)}")
