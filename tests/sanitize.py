@@ -1,0 +1,172 @@
+"""The GPU tests under one of NVIDIA's sanitizers, in several processes at a time.
+
+    python tests/sanitize.py racecheck tests/test_norm.py --jobs 14 --minutes 9 --verdicts racecheck.json
+
+Each process imports torch and collects the tests once, then is given one after another. The first ones are
+those in which a value of a parameter is met first: a run that is cut off has seen a little of everything. The
+next one with the same file of verdicts goes on with the tests that have none. Verdicts: `clean`; `reported`,
+where the sanitizer wrote something, which lies beside the verdicts; `failed`, for any other reason; `died`,
+with the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+# A tensor's memory is its own, so that what lies behind it is nobody's.
+ENVIRONMENT = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
+OPTIONS = {"racecheck": ["--racecheck-num-workers", "1"]}  # its threads would take the other processes' cores
+ASKED = ("-m", "gpu", "-q", "--no-header", "-p", "no:xdist")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tool", choices=["memcheck", "racecheck", "initcheck", "synccheck"])
+    parser.add_argument("--jobs", type=int, default=4, help="processes, of some 8 GB of memory each")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--verdicts", type=Path, default=Path("sanitized.json"))
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("tests", nargs="*", default=["tests"])
+    run = Run(parser.parse_intermixed_args())
+    run.go()
+    return run.summary()
+
+
+class Run:
+    """The queue, and what is known of each test."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked, self.end = asked, time.monotonic() + 60 * asked.minutes
+        known = json.loads(asked.verdicts.read_text()) if asked.verdicts.exists() else {}
+        self.verdicts: dict[str, str] = known
+        listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
+                                capture_output=True, text=True).stdout.splitlines()
+        self.queue = collections.deque(in_turns([t for t in listed if "::" in t and t not in known]))
+        self.lock = threading.Lock()
+
+    def go(self) -> None:
+        threads = [threading.Thread(target=self._serve, args=(k,)) for k in range(self.asked.jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _serve(self, number: int) -> None:
+        while self.queue and time.monotonic() < self.end:
+            with self._process(number) as process:
+                timer = threading.Timer(self.end - time.monotonic(), process.kill)
+                timer.start()
+                with contextlib.suppress(IndexError):  # of an empty queue
+                    while process.poll() is None:
+                        test = self.queue.popleft()
+                        verdict = ask(process, test)
+                        if verdict == "died" and time.monotonic() >= self.end:
+                            self.queue.append(test)  # we have ended it
+                        else:
+                            self._note(test, verdict)
+                timer.cancel()
+
+    def _process(self, number: int) -> subprocess.Popen[str]:
+        log = self.asked.verdicts.with_suffix(f".{number}.log")
+        command = [self.asked.sanitizer, "--tool", self.asked.tool, "--show-backtrace", "no",
+                   "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), "--log-file", str(log),
+                   sys.executable, __file__, SERVE, str(log), *self.asked.tests]
+        return subprocess.Popen(command, env=os.environ | ENVIRONMENT.get(self.asked.tool, {}), text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def _note(self, test: str, verdict: str) -> None:
+        with self.lock:
+            self.verdicts[test] = verdict
+            self.asked.verdicts.write_text(json.dumps(self.verdicts, indent=0))
+        if verdict != "clean":
+            print(f"{verdict:9}{test}", flush=True)
+
+    def summary(self) -> int:
+        counts = collections.Counter(self.verdicts.values())
+        print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), f"({len(self.queue)} left)")
+        return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
+
+
+def in_turns(tests: list[str]) -> list[str]:
+    """First the tests in which a value of a parameter is met first."""
+    seen: set[tuple[str, int, str]] = set()
+    first, later = [], []
+    for test in tests:
+        function, _, values = test.partition("[")
+        met = {(function, k, value) for k, value in enumerate(values.rstrip("]").split("-"))}
+        (later if met <= seen else first).append(test)
+        seen |= met
+    return first + later
+
+
+def ask(process: subprocess.Popen[str], test: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(test + "\n")
+        process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith(MARK):
+            return line.removeprefix(MARK).strip()
+    return "died"
+
+
+# -- the process under the sanitizer -----------------------------------------------------------------
+
+MARK, SERVE = "sanitize: ", "--serve"
+
+
+class Serving:
+    """A plugin of pytest's that runs the tests that it is told of, and says how each went."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.failed = log, False
+        self.told, self.says = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # which pytest captures
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or report.failed
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        import torch
+        items = {item.nodeid: item for item in session.items}
+        if torch.cuda.is_available():
+            torch.cuda.init()  # after which the log has its first line
+        for line in self.told:
+            item, before, self.failed = items[line.strip()], self._written(), False
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            broken = self._is_broken()
+            reported = self._written() > before
+            verdict = "failed" if self.failed or broken else "reported" if reported else "clean"
+            print(f"\n{MARK}{verdict}", file=self.says, flush=True)  # on a line beside pytest's dots
+            if broken:  # nothing more can be computed in this process
+                os._exit(1)
+        os._exit(0)
+
+    def _is_broken(self) -> bool:
+        import torch
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+    def _written(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [SERVE]:
+        sys.exit(pytest.main([*ASKED, *sys.argv[3:]], plugins=[Serving(Path(sys.argv[2]))]))
+    sys.exit(main())

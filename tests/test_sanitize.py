@@ -1,0 +1,45 @@
+"""`sanitize.py` with a sanitizer that only runs its program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from sanitize import in_turns
+
+SANITIZER = f"""#!{sys.executable}
+import os, sys
+at = sys.argv.index("--log-file")
+open(sys.argv[at + 1], "a").write("begins")
+os.execv(sys.argv[at + 2], sys.argv[at + 2:])
+"""
+TESTS = """
+import os, pathlib, pytest
+pytestmark = pytest.mark.gpu
+def test_clean(): os.write(1, b"sanitize: failed")
+def test_failed(): assert False
+def test_reported(): pathlib.Path("verdicts.0.log").open("a").write("error")
+def test_died(): os._exit(1)
+def test_clean_again(): pass
+"""
+
+
+def test_verdicts_are_kept(tmp_path):
+    (tmp_path / "sanitizer").write_text(SANITIZER)
+    (tmp_path / "sanitizer").chmod(0o755)
+    (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    command = [sys.executable, Path(__file__).with_name("sanitize.py"), "racecheck", "test_them.py",
+               "--jobs", "1", "--verdicts", "verdicts.json", "--sanitizer", tmp_path / "sanitizer"]
+    for _ in range(2):  # the second time there is nothing left to run
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (ran.returncode, ran.stderr) == (1, "")
+        assert ran.stdout.endswith("2 clean, 1 failed, 1 reported, 1 died (0 left)\n")
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text())
+    assert {name.partition("::test_")[2]: verdict for name, verdict in verdicts.items()} == {
+        "clean": "clean", "failed": "failed", "reported": "reported", "died": "died", "clean_again": "clean"}
+
+
+def test_new_values_of_parameters_come_first():
+    assert in_turns(["f[a-1]", "f[a-2]", "f[b-1]", "f[b-2]", "g", "h[1]"]) == [
+        "f[a-1]", "f[a-2]", "f[b-1]", "g", "h[1]", "f[b-2]"]
