@@ -230,6 +230,7 @@ def views():
             "one row": x[0, 0], "mirrored in memory": x.permute(2, 1, 0)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("view", views())
 @pytest.mark.parametrize("name", ["layer_norm", "cross_entropy"])
 def test_layouts(name, view):
