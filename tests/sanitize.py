@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -65,18 +67,29 @@ class Run:
 
     def _serve(self, number: int) -> None:
         while self.queue and time.monotonic() < self.end:
-            with self._process(number) as process:
-                timer = threading.Timer(self.end - time.monotonic(), process.kill)
-                timer.start()
-                with contextlib.suppress(IndexError):  # of an empty queue
-                    while process.poll() is None:
-                        test = self.queue.popleft()
-                        verdict = ask(process, test)
-                        if verdict == "died" and time.monotonic() >= self.end:
-                            self.queue.append(test)  # we have ended it
-                        else:
-                            self._note(test, verdict)
+            if not self._served(number) and self.queue and time.monotonic() < self.end:
+                print("a process ended before its first test", file=sys.stderr)
+                return
+
+    def _served(self, number: int) -> int:
+        """How many tests one process has run."""
+        served = 0
+        # Of an empty queue; of what is left to write to a process that has ended.
+        with contextlib.suppress(IndexError, BrokenPipeError), self._process(number) as process:
+            timer = threading.Timer(self.end - time.monotonic(), os.killpg, (process.pid, signal.SIGKILL))
+            timer.start()
+            try:
+                while process.poll() is None:
+                    test = self.queue.popleft()
+                    verdict = ask(process, test)
+                    if verdict is None or (verdict == "died" and time.monotonic() >= self.end):
+                        self.queue.append(test)
+                        break
+                    self._note(test, verdict)
+                    served += 1
+            finally:
                 timer.cancel()
+        return served
 
     def _process(self, number: int) -> subprocess.Popen[str]:
         log = self.asked.verdicts.with_suffix(f".{number}.log")
@@ -84,7 +97,7 @@ class Run:
                    "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), "--log-file", str(log),
                    sys.executable, __file__, SERVE, str(log), *self.asked.tests]
         return subprocess.Popen(command, env=os.environ | ENVIRONMENT.get(self.asked.tool, {}), text=True,
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def _note(self, test: str, verdict: str) -> None:
         with self.lock:
@@ -111,15 +124,15 @@ def in_turns(tests: list[str]) -> list[str]:
     return first + later
 
 
-def ask(process: subprocess.Popen[str], test: str) -> str:
+def ask(process: subprocess.Popen[str], test: str) -> str | None:
+    """The verdict; None if the process had ended before."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(test + "\n")
         process.stdin.flush()
-    for line in process.stdout:
-        if line.startswith(MARK):
-            return line.removeprefix(MARK).strip()
-    return "died"
+    said = [line.removeprefix(MARK).strip() for line in itertools.islice(
+        (line for line in process.stdout if line.startswith(MARK)), 2)]
+    return said[1] if len(said) == 2 else "died" if said else None
 
 
 # -- the process under the sanitizer -----------------------------------------------------------------
@@ -144,14 +157,18 @@ class Serving:
             torch.cuda.init()  # after which the log has its first line
         for line in self.told:
             item, before, self.failed = items[line.strip()], self._written(), False
+            self._say("begins")
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             broken = self._is_broken()
             reported = self._written() > before
             verdict = "failed" if self.failed or broken else "reported" if reported else "clean"
-            print(f"\n{MARK}{verdict}", file=self.says, flush=True)  # on a line beside pytest's dots
+            self._say(verdict)
             if broken:  # nothing more can be computed in this process
                 os._exit(1)
         os._exit(0)
+
+    def _say(self, word: str) -> None:
+        print(f"\n{MARK}{word}", file=self.says, flush=True)  # on a line of its own: pytest writes dots
 
     def _is_broken(self) -> bool:
         import torch

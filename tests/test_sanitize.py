@@ -20,6 +20,10 @@ def test_clean(): os.write(1, b"sanitize: failed")
 def test_failed(): assert False
 def test_reported(): pathlib.Path("verdicts.0.log").open("a").write("error")
 def test_died(): os._exit(1)
+def test_broken():
+    import torch
+    def synchronize(): raise RuntimeError("as after each failed launch")
+    torch.cuda.is_available, torch.cuda.synchronize = lambda: True, synchronize
 def test_clean_again(): pass
 """
 
@@ -34,10 +38,19 @@ def test_verdicts_are_kept(tmp_path):
     for _ in range(2):  # the second time there is nothing left to run
         ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert (ran.returncode, ran.stderr) == (1, "")
-        assert ran.stdout.endswith("2 clean, 1 failed, 1 reported, 1 died (0 left)\n")
+        assert ran.stdout.endswith("2 clean, 2 failed, 1 reported, 1 died (0 left)\n")
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     assert {name.partition("::test_")[2]: verdict for name, verdict in verdicts.items()} == {
-        "clean": "clean", "failed": "failed", "reported": "reported", "died": "died", "clean_again": "clean"}
+        "clean": "clean", "failed": "failed", "reported": "reported", "died": "died", "broken": "failed",
+        "clean_again": "clean"}
+
+
+def test_a_sanitizer_that_cannot_run(tmp_path):
+    (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    ran = subprocess.run([sys.executable, Path(__file__).with_name("sanitize.py"), "memcheck", "test_them.py",
+                          "--sanitizer", "true"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and "a process ended before its first test" in ran.stderr
 
 
 def test_new_values_of_parameters_come_first():
