@@ -292,7 +292,9 @@ def test_gpu_kernels_serve_calls() -> None:
 
 
 def test_kernels_of_few_rows_serve_calls(device: str) -> None:
-    ops = ["softmax", "layer_norm", "sum", "bias_gelu", "cross_entropy", "embedding_position"]
+    ops = ["softmax", "bias_gelu"]
+    if device == "cuda":  # whose kernels differ by it
+        ops += ["layer_norm", "sum", "cross_entropy", "embedding_position"]
     summary = warmup("cpu" if device == "cpu" else "native", ops, "float32,bfloat16", columns=256,
                      rows="1, 64")
 
