@@ -259,11 +259,13 @@ def test_calls_that_are_made_again() -> None:
 @pytest.mark.gpu
 def test_numbers_and_several_outputs(soon: None) -> None:
     x, w = torch.randn(32, 256, device="cuda"), torch.randn(256, device="cuda")
-    for _ in range(4):  # numbers in the places of tensors
+    for _ in range(4):
         torch.testing.assert_close(frt.quantize_int8(x, 0.05, 3.0), frt.quantize_int8.reference(x, 0.05, 3.0),
                                    rtol=0, atol=0)
-    is_of_all, _, run = operator_of("quantize_int8_by_inverse").local.site
-    assert is_of_all and isinstance(run, BuiltinFunctionType)
+        torch.testing.assert_close(frt.mish_scale(x, 0.5), frt.mish_scale.reference(x, 0.5))
+    for name, in_the_place_of_a_tensor in (("quantize_int8_by_inverse", False), ("mish_scale", True)):
+        is_of_all, _, run = operator_of(name).local.site
+        assert is_of_all == in_the_place_of_a_tensor and isinstance(run, BuiltinFunctionType)
     for slope in (0.1, 0.2, 1, 0.4):
         torch.testing.assert_close(frt.leaky_relu(x, slope), F.leaky_relu(x, slope))
     for eps in (1e-5, 1e-3, 1e-2, 1):
