@@ -9,7 +9,6 @@ and what to run then. Everything else goes to `Operator.__call__`. The guard doe
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
@@ -190,9 +189,8 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     assert operator.entry_tensors is not None
     each = list(zip(given, operator.entry_tensors, strict=True))
     tensors = [text for text, is_tensor in each if is_tensor]
-    named = {p.name for p in params}
-    numbers = dict.fromkeys(n.id for text, is_tensor in each if not is_tensor
-                            for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and n.id in named)
+    numbers = dict.fromkeys(name for text, is_tensor in each if not is_tensor
+                            for name in compile(text, "<given>", "eval").co_names)
     # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.
     dense = [f"not {text}.is_nested" for text in tensors]
     known = [*(f"_frt_type({n}) in _frt_numbers" for n in numbers), *filter(None, [condition]), *dense,

@@ -65,6 +65,7 @@ def _check_number(op: str, name: str, value: Any, above: float) -> None:
                          f"got {value!r}")
 
 
+# Of what `_check_number` lets pass, as the entry asks for it.
 _IN_RANGE = "0 < scale < inf and -inf < zero_point < inf and dim is None"
 
 
