@@ -3,14 +3,16 @@
 ; launches. Whatever is not as planned, and every error, is left to the plan's general callable, which begins
 ; anew: nothing has been written by then.
 ;
-; Only functions of Python's stable interface are called, found by name in the process. The structs are those
-; of fusionrt/runtime/native.py.
+; Only functions of Python's stable interface are called, found by name in the process, and torch's data_ptr
+; for what Inductor compiles, which takes an object: Python's method costs ten times as much. It must be given
+; tensors with memory alone; whoever calls has made sure of that. The structs are those of
+; fusionrt/runtime/native.py.
 
 %Input = type { i32, i32 }               ; which argument; where its address stands in the parameters
 %Number = type { i32, i32, i64 }         ; which argument; where it stands; whether in double precision
 %Output = type { ptr, ptr, ptr, i64 }    ; shape, strides, dtype; where its address stands
 %Plan = type {
-    ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr, empty_strided, current stream, device
+    ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr of C, empty_strided, current stream, device
     ptr, ptr, ptr,                       ;  5 cuLaunchKernel, cuStreamIsCapturing, kernel
     i32, i32, i32, i32,                  ;  8 grid, layers, block, bytes of shared memory
     i64, i64, i64, i64,                  ; 12 how many arguments, inputs, numbers, outputs
@@ -49,7 +51,7 @@ none:
     ret i64 0                                    ; and an error is set
 }
 
-; The address that `callable` gives for one argument; -1, which is aligned to nothing, where it raises.
+; The address that `callable` gives for one argument; -1 where it raises.
 define internal i64 @address(ptr %callable, ptr %argument) {
     %object = call ptr @PyObject_Vectorcall(ptr %callable, ptr %argument, i64 1, ptr null)
     %raised = icmp eq ptr %object, null
@@ -99,8 +101,9 @@ input:
     %input.which = load i32, ptr %input.which.at
     %input.place.at = getelementptr %Input, ptr %inputs, i64 %input.k, i32 1
     %input.place = load i32, ptr %input.place.at
-    %input.object = getelementptr ptr, ptr %arguments, i32 %input.which
-    %input.value = call i64 @address(ptr %data_ptr, ptr %input.object)
+    %input.object.at = getelementptr ptr, ptr %arguments, i32 %input.which
+    %input.object = load ptr, ptr %input.object.at
+    %input.value = call i64 %data_ptr(ptr %input.object)
     %input.to = getelementptr i8, ptr %parameters, i32 %input.place
     store i64 %input.value, ptr %input.to
     %bits.next = or i64 %bits, %input.value
@@ -233,7 +236,7 @@ output:
 output.some:
     %output.place.at = getelementptr %Output, ptr %outputs.first, i64 %output.k, i32 3
     %output.place = load i64, ptr %output.place.at
-    %output.value = call i64 @address(ptr %data_ptr, ptr %output.slot)
+    %output.value = call i64 %data_ptr(ptr %output.object)
     %output.to = getelementptr i8, ptr %parameters, i64 %output.place
     store i64 %output.value, ptr %output.to
     %output.k.next = add i64 %output.k, 1

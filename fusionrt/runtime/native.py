@@ -38,7 +38,7 @@ _Input = _struct("Input", argument=_u32, place=_u32)
 _Number = _struct("Number", argument=_u32, place=_u32, is_double=_u64)
 _Output = _struct("Output", shape=_object, strides=_object, dtype=_object, place=_u64)
 _Plan = _struct(
-    "Plan", general=_object, data_ptr=_object, empty=_object, stream=_object, device=_object,
+    "Plan", general=_object, data_ptr=_address, empty=_object, stream=_object, device=_object,
     launch=_address, is_capturing=_address, kernel=_address, grid=_u32, layers=_u32, block=_u32, shared=_u32,
     n_arguments=_u64, n_inputs=_u64, n_numbers=_u64, n_outputs=_u64, inputs=_address, numbers=_address,
     outputs=_address, parameters=_address, n_bytes=_u64,
@@ -133,11 +133,11 @@ def _builtin(plan: Plan, inputs: Sequence[Any], numbers: Sequence[Any], places: 
     outputs = [_Output(tuple(o.shape), tuple(o.strides), o.dtype, places[o.name]) for o in plan.outputs]
     tables = [(type(rows[0]) * len(rows))(*rows) if rows else None for rows in (inputs, numbers, outputs)]
     parameters = ctypes.create_string_buffer(known, len(known))
-    made = _Plan(plan.general, torch._C.TensorBase.data_ptr, plan.functions["empty"],
-                 plan.functions["stream"], plan.device, *_driver(), launched.kernel, launched.grid,
-                 launched.layers, launched.block, launched.shared, len(plan.arguments), len(inputs),
-                 len(numbers), len(outputs), *(table and ctypes.addressof(table) for table in tables),
-                 ctypes.addressof(parameters), len(known))
+    made = _Plan(plan.general, _data_ptr(), plan.functions["empty"], plan.functions["stream"], plan.device,
+                 *_driver(), launched.kernel, launched.grid, launched.layers, launched.block, launched.shared,
+                 len(plan.arguments), len(inputs), len(numbers), len(outputs),
+                 *(table and ctypes.addressof(table) for table in tables), ctypes.addressof(parameters),
+                 len(known))
     if plan.random is not None:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
@@ -148,6 +148,13 @@ def _builtin(plan: Plan, inputs: Sequence[Any], numbers: Sequence[Any], places: 
     create.restype, create.argtypes = _object, (_address, _object, _address)
     function: Callable[..., Any] = create(ctypes.addressof(method), owned, None)
     return function
+
+
+def _data_ptr() -> int:
+    """`void *data_ptr(PyObject *)`, which Inductor's own machine code calls."""
+    from torch._C._dynamo import guards
+    address: int = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    return address
 
 
 def _driver() -> tuple[int | None, int | None]:
