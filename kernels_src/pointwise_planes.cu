@@ -112,6 +112,7 @@ pointwise_planes(const __grid_constant__ Params p) {
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
             make_barrier(&exchange.arrived, 1);
+            barriers_are_made();
             expect(&exchange.arrived, TOGETHER * VALUES * CLUSTER * sizeof(acc_t));
         }
         arrive_in_cluster();

@@ -132,7 +132,8 @@ template <bool FULL, int COUNT> struct Neighbours {
             const unsigned* from = reinterpret_cast<const unsigned*>(shared) + static_cast<unsigned>(index) / 2;
             unsigned words[WORDS + 1];
 #pragma unroll
-            for (int k = 0; k <= WORDS; ++k) words[k] = from[k];
+            for (int k = 0; k < WORDS; ++k) words[k] = from[k];
+            words[WORDS] = from[((index & 1) + COUNT - 1) / 2];  // what follows may still be on its way
 #pragma unroll
             for (int k = 0; k < WORDS; ++k)
                 reinterpret_cast<unsigned*>(pack.data)[k] = __funnelshift_r(words[k], words[k + 1], (index & 1) * 16);
@@ -405,7 +406,7 @@ __device__ __forceinline__ void long_windows(const Params& p, const Tile& tile, 
         const int at = end - rest + k;
         head = join(head, Sum::one(present<FULL>(p.n, at) ? x : pivot, pivot, at));
     }
-    const Neighbours<FULL, ITEMS> y(place + rest * LANES, end, p.n);
+    const Neighbours<FULL, ITEMS - 1> y(place + rest * LANES, end, p.n);
     results.set<FULL>(p, 0, position, join(tail[0], head));
 #pragma unroll
     for (int k = 1; k < ITEMS; ++k) {

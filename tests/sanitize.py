@@ -28,7 +28,9 @@ import pytest
 
 # A tensor's memory is its own, so that what lies behind it is nobody's.
 ENVIRONMENT = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
-OPTIONS = {"racecheck": ["--racecheck-num-workers", "1"]}  # its threads would take the other processes' cores
+# Its threads would take the other processes' cores. Torch's own kernels have shared memory of their own.
+OPTIONS = {"racecheck": ["--racecheck-num-workers", "1", "--kernel-name-exclude", "kns=at6native",
+                         "--kernel-name-exclude", "kns=at_cuda_detail"]}
 ASKED = ("-m", "gpu", "-q", "--no-header", "-p", "no:xdist")
 
 
@@ -56,6 +58,7 @@ class Run:
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
         self.queue = collections.deque(in_turns([t for t in listed if "::" in t and t not in known]))
+        self.gpus = gpus()
         self.lock = threading.Lock()
 
     def go(self) -> None:
@@ -96,8 +99,11 @@ class Run:
         command = [self.asked.sanitizer, "--tool", self.asked.tool, "--show-backtrace", "no",
                    "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), "--log-file", str(log),
                    sys.executable, __file__, SERVE, str(log), *self.asked.tests]
-        return subprocess.Popen(command, env=os.environ | ENVIRONMENT.get(self.asked.tool, {}), text=True,
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        environment = os.environ | ENVIRONMENT.get(self.asked.tool, {})
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
+        return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, start_new_session=True)
 
     def _note(self, test: str, verdict: str) -> None:
         with self.lock:
@@ -110,6 +116,16 @@ class Run:
         counts = collections.Counter(self.verdicts.values())
         print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), f"({len(self.queue)} left)")
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
+
+
+def gpus() -> list[str]:
+    """Numbers of those that may be used, among which the processes are shared out."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible.split(",")
+    counted = subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+                             capture_output=True, text=True).stdout
+    return [str(k) for k in range(int(counted))]
 
 
 def in_turns(tests: list[str]) -> list[str]:
