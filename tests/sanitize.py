@@ -2,11 +2,12 @@
 
     python tests/sanitize.py racecheck tests/test_norm.py --jobs 14 --minutes 9 --verdicts racecheck.json
 
-Each process imports torch and collects the tests once, then is given one after another. The first ones are
-those in which a value of a parameter is met first: a run that is cut off has seen a little of everything. The
-next one with the same file of verdicts goes on with the tests that have none. Verdicts: `clean`; `reported`,
-where the sanitizer wrote something, which lies beside the verdicts; `failed`, for any other reason; `died`,
-with the process.
+Each process imports torch and collects the tests once, then is given one after another, of one file while
+there are any: a library's kernels are prepared once a process. The first ones are those in which a value of a
+parameter is met first: a run that is cut off has seen a little of everything. The next one with the same
+verdicts goes on with the tests that have none. Verdicts, each with the seconds it took: `clean`; `reported`
+and of which kernels, where the sanitizer wrote something, which lies beside the verdicts; `failed`, for any
+other reason; `died`, with the process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,16 +50,46 @@ def main() -> int:
     return run.summary()
 
 
+class Queue:
+    """The tests, by file."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.files: dict[str, collections.deque[str]] = {}
+        for test in in_turns(tests):
+            self.files.setdefault(file_of(test), collections.deque()).append(test)
+        self.begun: collections.Counter[str] = collections.Counter()
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.files.values()))
+
+    def take(self, last: str) -> str:
+        """The next one for a process that has run `last`; an IndexError where there is none."""
+        file = file_of(last)
+        with self.lock:
+            if not self.files.get(file):
+                file = max(self.files, key=lambda f: len(self.files[f]) / (1 + self.begun[f]))
+                self.begun[file] += 1
+            return self.files[file].popleft()
+
+    def give_back(self, test: str) -> None:
+        self.files[file_of(test)].append(test)
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
 class Run:
     """The queue, and what is known of each test."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.end = asked, time.monotonic() + 60 * asked.minutes
         known = json.loads(asked.verdicts.read_text()) if asked.verdicts.exists() else {}
-        self.verdicts: dict[str, str] = known
+        self.verdicts: dict[str, tuple[str, float]] = known
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
-        self.queue = collections.deque(in_turns([t for t in listed if "::" in t and t not in known]))
+        self.queue = Queue([t for t in listed if "::" in t and t not in known])
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -76,19 +108,19 @@ class Run:
 
     def _served(self, number: int) -> int:
         """How many tests one process has run."""
-        served = 0
+        served, test = 0, ""
         # Of an empty queue; of what is left to write to a process that has ended.
         with contextlib.suppress(IndexError, BrokenPipeError), self._process(number) as process:
             timer = threading.Timer(self.end - time.monotonic(), os.killpg, (process.pid, signal.SIGKILL))
             timer.start()
             try:
                 while process.poll() is None:
-                    test = self.queue.popleft()
+                    test, began = self.queue.take(test), time.monotonic()
                     verdict = ask(process, test)
                     if verdict is None or (verdict == "died" and time.monotonic() >= self.end):
-                        self.queue.append(test)
+                        self.queue.give_back(test)
                         break
-                    self._note(test, verdict)
+                    self._note(test, verdict, time.monotonic() - began)
                     served += 1
             finally:
                 timer.cancel()
@@ -105,15 +137,15 @@ class Run:
         return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE, start_new_session=True)
 
-    def _note(self, test: str, verdict: str) -> None:
+    def _note(self, test: str, verdict: str, seconds: float) -> None:
         with self.lock:
-            self.verdicts[test] = verdict
+            self.verdicts[test] = verdict, round(seconds, 1)
             self.asked.verdicts.write_text(json.dumps(self.verdicts, indent=0))
         if verdict != "clean":
-            print(f"{verdict:9}{test}", flush=True)
+            print(f"{test} {verdict}", flush=True)
 
     def summary(self) -> int:
-        counts = collections.Counter(self.verdicts.values())
+        counts = collections.Counter(verdict.split()[0] for verdict, _ in self.verdicts.values())
         print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), f"({len(self.queue)} left)")
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
 
@@ -154,6 +186,7 @@ def ask(process: subprocess.Popen[str], test: str) -> str | None:
 # -- the process under the sanitizer -----------------------------------------------------------------
 
 MARK, SERVE = "sanitize: ", "--serve"
+KERNEL = re.compile(r"^=+ .*\bat (?:void )?([\w:]+)")
 
 
 class Serving:
@@ -172,12 +205,11 @@ class Serving:
         if torch.cuda.is_available():
             torch.cuda.init()  # after which the log has its first line
         for line in self.told:
-            item, before, self.failed = items[line.strip()], self._written(), False
+            item, before, self.failed = items[line.strip()], self._size(), False
             self._say("begins")
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            broken = self._is_broken()
-            reported = self._written() > before
-            verdict = "failed" if self.failed or broken else "reported" if reported else "clean"
+            broken, reported = self._is_broken(), self._size() > before
+            verdict = "failed" if self.failed or broken else self._reported(before) if reported else "clean"
             self._say(verdict)
             if broken:  # nothing more can be computed in this process
                 os._exit(1)
@@ -195,8 +227,14 @@ class Serving:
             return True
         return False
 
-    def _written(self) -> int:
+    def _size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
+
+    def _reported(self, before: int) -> str:
+        with self.log.open(errors="replace") as log:
+            log.seek(before)
+            kernels = {name for line in log for name in KERNEL.findall(line)}
+        return " ".join(["reported", *sorted(kernels)])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import os, pathlib, pytest
 pytestmark = pytest.mark.gpu
 def test_clean(): os.write(1, b"sanitize: failed")
 def test_failed(): assert False
-def test_reported(): pathlib.Path("verdicts.0.log").open("a").write("error")
+def test_reported():
+    with open("verdicts.0.log", "a") as log: log.write("=== Error\\n===  at void f::g<(int)1>+0x10\\n")
 def test_died(): os._exit(1)
 def test_broken():
     import torch
@@ -40,8 +41,8 @@ def test_verdicts_are_kept(tmp_path):
         assert (ran.returncode, ran.stderr) == (1, "")
         assert ran.stdout.endswith("2 clean, 2 failed, 1 reported, 1 died (0 left)\n")
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    assert {name.partition("::test_")[2]: verdict for name, verdict in verdicts.items()} == {
-        "clean": "clean", "failed": "failed", "reported": "reported", "died": "died", "broken": "failed",
+    assert {name.partition("::test_")[2]: verdict for name, (verdict, _) in verdicts.items()} == {
+        "clean": "clean", "failed": "failed", "reported": "reported f::g", "died": "died", "broken": "failed",
         "clean_again": "clean"}
 
 
