@@ -16,8 +16,9 @@ from fusionrt import (
     dispatch,
     library,  # noqa: F401  operators need it: see autograd.Dispatched
 )
+from fusionrt.definition import Target
 from fusionrt.expr import Expr, TraceError, argument, node, random_bits, where
-from fusionrt.op import Operator, Target
+from fusionrt.op import Operator
 
 TraceError.__module__ = "fusionrt"
 

@@ -23,7 +23,8 @@ from fusionrt.autograd import (
     save,
     transforms_active,
 )
-from fusionrt.op import OPERATORS, SCALAR, Operator
+from fusionrt.definition import SCALAR
+from fusionrt.op import OPERATORS, Operator
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
 _overloads: dict[str, Any] = {}

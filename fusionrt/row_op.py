@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fusionrt import layout, stages
+from fusionrt.definition import SCALAR
 from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
-from fusionrt.op import SCALAR, Args, Operator, pack, unpack
+from fusionrt.op import Args, Operator, pack, unpack
 from fusionrt.problem import Output, Problem, pose
 from fusionrt.rehearsal import device_type
 

@@ -12,9 +12,9 @@ from checking import BF16, DTYPES, F32, F64, assert_same_bits, check, derivative
 
 import fusionrt as frt
 from fusionrt import reference
+from fusionrt.definition import SCALAR
 from fusionrt.expr import cast, exp
 from fusionrt.fusion import fuse_named
-from fusionrt.op import SCALAR
 
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "bce_with_logits", "kl_div")
 REDUCTIONS = ("none", "mean", "sum")

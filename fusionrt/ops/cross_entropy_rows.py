@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fusionrt.definition import SCALAR
 from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, toposort, where
 from fusionrt.fusion import fuse_named
-from fusionrt.op import SCALAR, Operator
+from fusionrt.op import Operator
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
 from fusionrt.rowwise import softmax_terms, taken

@@ -21,10 +21,10 @@ import torch
 
 from fusionrt import layout
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.definition import SCALAR
 from fusionrt.errors import as_float
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
-from fusionrt.op import SCALAR
 
 
 class Kernels(NamedTuple):
