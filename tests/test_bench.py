@@ -91,7 +91,7 @@ def test_a_short_call_is_repeated_within_a_sample():
 
     m = bench.benchmark_kernel(nothing, repeat=5, warmup=3, device="cpu")
     assert m.calls > 1
-    assert calls == 3 + 1 + 5 * m.calls
+    assert calls == 3 + 1 + (1 + 5) * m.calls  # the first sample does not count
     assert m.median < 20
     assert f"perf_counter around {m.calls} calls" in m.method
 
@@ -333,6 +333,8 @@ def test_kernel_profiler(inputs, tmp_path):
     assert found["fast"]["mean_time"] < found["slow"]["mean_time"]
     assert found["slow"]["std_time"] > 0
     assert (found["slow"]["memory"], found["fast"]["memory"]) == (0, 2 * inputs[0].nbytes)
+    one = profiler.compare_implementations({"relu": torch.relu}, args=inputs[0], num_iterations=2)
+    assert one["relu"]["memory"] == inputs[0].nbytes
     with pytest.raises(ValueError, match="metric must be a time in the results, as mean_time, got 'memory'"):
         profiler.plot_comparison(found, metric="memory")
     pytest.importorskip("matplotlib")
@@ -371,6 +373,11 @@ def test_quick_benchmark_and_compare_functions(inputs):
      "profile_model_inference: num_iterations must be at least 1, got 0"),
     (lambda f: bench.quick_benchmark(torch.relu, f, num_iterations=0), ValueError,
      "quick_benchmark: num_iterations must be at least 1, got 0"),
+    (lambda f: bench.compare_functions(torch.relu, f), TypeError,
+     "compare_functions: functions must be a list of functions or a mapping of names to functions, got relu"),
+    (lambda f: bench.compare_functions({"a": 3}, f), TypeError,
+     "compare_implementations: a must be a function, got int"),
+    (lambda f: bench.benchmark_kernel(3, f), TypeError, "benchmark_kernel: fn must be a function, got int"),
     (lambda f: bench.compare_functions([torch.relu], f, num_iterations="many"), TypeError,
      "compare_implementations: num_iterations must be an integer, got 'many'"),
 ])

@@ -367,6 +367,31 @@ def test_least_bytes_are_those_of_the_case() -> None:
         assert case.least_bytes(op, "bfloat16", 1 << 15) == exact
 
 
+def test_inputs_of_one_size_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, "fixed", lambda x, y: x + y, lambda make: (make(30, 50), make(50)))
+    into = quiet()
+    suite.run([suite.Cell("fixed", "float32", n) for n in (1 << 10, 1 << 12)], into, "cpu")
+    assert [row["elements"] for row in into.rows] == [1500]
+    assert into.content["notes"][-1] == "fixed's inputs have one size, 1500 elements"
+    assert case.least_bytes("fixed", "float32", 1 << 20) == 4 * (2 * 1500 + 50)
+    columns_alone = quiet()
+    suite.run([suite.Cell("relu", "float32", n) for n in (4096, 5000)], columns_alone, "cpu")
+    assert [row["elements"] for row in columns_alone.rows] == [4096]
+
+
+def test_what_an_example_detaches_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as running statistics, which torch does not differentiate by."""
+    def scaled(x: torch.Tensor, by: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        assert not by.requires_grad
+        return x * by + bias
+
+    declare(monkeypatch, "scaled", scaled, lambda make: (
+        make(ROWS, COLUMNS), make(COLUMNS).detach().abs(), make(COLUMNS)))
+    made = Case("scaled", "float32", 1 << 13, "cpu")
+    assert [g.shape for g in made.calls(made.op, BOTH)[0]()] == [(2, 4096), (4096,)]
+    assert made.traffic(BACKWARD) == 4 * (2 * made.elements + 2 * 4096)  # by; gradients in, of x, of bias
+
+
 # --- rivals
 
 

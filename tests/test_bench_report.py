@@ -11,6 +11,7 @@ import pytest
 from bench_content import RESULTS, content, load, row, sweep
 
 from fusionrt.bench import charts, findings, plot, report
+from fusionrt.bench.results import within_noise
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -119,11 +120,12 @@ def test_ratio_tables_equal_the_file(name, page):
                 if cell.text != "–":
                     shown[(op, size, *column)] = cell
         expected = {(r["op"], findings.count(r["elements"]) if sized else None, r["direction"], r["dtype"]):
-                    r[f"vs_{rival}"] for r in found["rows"] if f"vs_{rival}" in r}
+                    r for r in found["rows"] if f"vs_{rival}" in r}
         assert shown.keys() == expected.keys()
-        for key, ratio in expected.items():
+        for key, row_ in expected.items():
+            ratio, noise = row_[f"vs_{rival}"], "≈" * within_noise(row_, f"vs_{rival}")
             assert shown[key].text.removeprefix("▼slower: ").removeprefix("▽slower: ") == \
-                findings.ratio_text(ratio)
+                noise + findings.ratio_text(ratio)
             assert bool(shown[key].find("span", "lost")) == (ratio < 1), key
 
 
@@ -138,7 +140,9 @@ def test_summary_is_computed_from_the_rows(name, page):
     for rival in ("eager", "compile"):
         ratios = [r[f"vs_{rival}"] for r in rows if f"vs_{rival}" in r]
         lost, clearly = sum(v < 1 for v in ratios), sum(v < 0.95 for v in ratios)
-        many = f"{lost} of {len(ratios)} rows are slower, {clearly or 'none'} of them by more than 5 %."
+        noisy = sum(r.get(f"vs_{rival}", 1) < 1 and within_noise(r, f"vs_{rival}") for r in rows)
+        many = f"{lost} of {len(ratios)} rows are slower, {clearly or 'none'} of them by more than 5 %" + (
+            f", {noisy} by less than the measurement's noise." if noisy else ".")
         few = f"1 of {len(ratios)} rows is slower" if lost else f"no row of {len(ratios)} is slower."
         said = many if lost > 1 else few
         assert f"Against {findings.rival_name(rival)} {said}" in summary.text
@@ -196,10 +200,18 @@ def test_a_sweep_is_a_panel_an_op_with_joined_marks(page):
     (0.999, "▽slower: 0.999×", "narrowly"), (0.99996, "▽slower: 0.99996×", "narrowly"),
     (1.0, "1.00×", None), (14.3, "14.3×", None)])
 def test_a_losing_row_is_marked_by_more_than_colour(ratio, text, how, page):
-    made = page(content(row(vs_eager=ratio)))
+    made = page(content(row(vs_eager=ratio, spread=0.0)))
     cell = made.table("ratios to eager torch")[2][1]
     assert cell.text == text
     assert [s.attributes["class"] for s in cell.find("span", "lost")] == ([f"lost {how}"] if how else [])
+
+
+@pytest.mark.parametrize(("ratio", "spreads", "text"), [
+    (0.9, (0.0, 0.2), "▼slower: ≈0.90×"), (0.9, (0.2, 0.0), "▼slower: ≈0.90×"), (1.05, (0.1, 0.0), "≈1.05×"),
+    (1.5, (0.1, 0.2), "1.50×")])
+def test_a_difference_that_is_noise_is_marked(ratio, spreads, text, page):
+    made = page(content(row(vs_eager=ratio, spread=spreads[0], eager_spread=spreads[1])))
+    assert made.table("ratios to eager torch")[2][1].text == text
 
 
 def test_rows_that_lose_are_listed_worst_first(page):

@@ -21,8 +21,9 @@ class Case:
     """`sets` input sets of random normal numbers (or random integers), on `device`.
 
     The op's example is written for matrices of ROWS × COLUMNS; here they have `columns` columns (fewer if
-    `elements` is less) and as many rows as make `elements`, which is then what they really have.
-    Raises KeyError for an op or a dtype that does not exist.
+    `elements` is less) and as many rows as make `elements`, which is then what they really have. Of an
+    example otherwise (images, heads) `elements` is what its first argument has, and where that is no matter
+    of rows either, it has one size (`scales`). Raises KeyError for an op or a dtype that does not exist.
 
         case = Case("bias_gelu", "bfloat16", 1 << 20, "cuda")
         call, = case.calls(case.op, BACKWARD)
@@ -33,20 +34,40 @@ class Case:
         self.op, self.name, self.dtype, self.device = OPS[op], op, DTYPES[dtype], device
         self.columns = max(1, min(columns, elements))
         self.rows = max(1, elements // self.columns)
-        self.elements = self.rows * self.columns
+        self._met: set[int] = set()
         self.inputs = [self.op.example(self._make) for _ in range(sets)]
+        self.scales = ROWS in self._met
+        self.elements = (self.rows * self.columns if self.scales and COLUMNS in self._met else
+                         _tensors(self.inputs[0])[0].numel())
         takes_dtype = "dtype" in inspect.signature(self.op).parameters
         self.keywords = {"dtype": self.dtype} if takes_dtype else {}
         self._traffic: dict[str, int] = {}
 
-    def _make(self, *shape: int, dtype: torch.dtype | None = None, high: int | None = None) -> torch.Tensor:
+    def _make(self, *shape: int, dtype: torch.dtype | None = None, high: int | None = None,
+              device: str | None = None) -> torch.Tensor:
         """`high`: integers below it, such as class numbers below the number of columns."""
-        sizes = {ROWS: self.rows, COLUMNS: self.columns}
+        sizes, device = {ROWS: self.rows, COLUMNS: self.columns}, device or self.device
+        self._met.update(shape)
         shape, dtype = tuple(sizes.get(n, n) for n in shape), dtype or self.dtype
         if dtype.is_floating_point:
-            return torch.randn(shape, device=self.device).to(dtype)
+            return torch.randn(shape, device=device).to(dtype)
         low, high = (-128, 128) if high is None else (0, sizes.get(high, high))
-        return torch.randint(low, high, shape, device=self.device).to(dtype)
+        return torch.randint(low, high, shape, device=device).to(dtype)
+
+    @functools.cached_property
+    def _graded(self) -> list[bool]:
+        """The arguments whose gradients are asked for: not integers, nor what the example detaches."""
+        def make(*shape: int, **kind: Any) -> torch.Tensor:
+            made = self._make(*shape, device="meta", **kind)
+            return made.requires_grad_() if made.is_floating_point() else made
+
+        return [isinstance(a, torch.Tensor) and a.requires_grad for a in self.op.example(make)]
+
+    def _recording(self, args: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+        """The arguments of a call that is recorded, and those among them whose gradients are asked for."""
+        leaves = [a.detach().requires_grad_() if graded else a
+                  for a, graded in zip(args, self._graded, strict=True)]
+        return leaves, [a for a, graded in zip(leaves, self._graded, strict=True) if graded]
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -62,8 +83,7 @@ class Case:
         called = functools.partial(function, **self.keywords)
         if direction == FORWARD:
             return functools.partial(called, *args)
-        leaves = _recording(args)
-        wanted = [a for a in leaves if _is_float(a)]
+        leaves, wanted = self._recording(args)
         out = called(*leaves)
         seeds = self._seeds[:len(_differentiable(out))]
         if direction == BACKWARD:
@@ -85,7 +105,7 @@ class Case:
         return bool(_differentiable(self._recorded()))
 
     def _recorded(self) -> Any:
-        return self.op(*_recording(self.inputs[0]), **self.keywords)
+        return self.op(*self._recording(self.inputs[0])[0], **self.keywords)
 
     def traffic(self, direction: str) -> int:
         """Bytes: every input once, every output once. A backward pass reads the gradients of the outputs
@@ -109,10 +129,10 @@ class Case:
             saved[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
             return tensor
 
-        leaves = _recording(self.inputs[0])
+        leaves, wanted = self._recording(self.inputs[0])
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = _differentiable(self.op(*leaves, **self.keywords))
-        grads = torch.autograd.grad(outputs, [a for a in leaves if _is_float(a)], self._seeds)
+        grads = torch.autograd.grad(outputs, wanted, self._seeds)
         own = {g.data_ptr(): g.nbytes for g in grads}
         for seed in self._seeds:
             own.pop(seed.data_ptr(), None)
@@ -122,11 +142,8 @@ class Case:
 def least_bytes(op: str, dtype: str, elements: int, columns: int = COLUMNS) -> int:
     """Of a forward pass; meta tensors compute nothing."""
     small = Case(op, dtype, min(elements, 64 * columns), "meta", columns=columns)
-    return small.traffic(FORWARD) * elements // small.elements
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return small.traffic(FORWARD) * (max(1, elements // small.columns) if small.scales else small.rows
+                                     ) // small.rows
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -137,10 +154,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _differentiable(out: Any) -> list[torch.Tensor]:
     return [o for o in _tensors(out) if o.requires_grad]
-
-
-def _recording(args: Sequence[Any]) -> list[Any]:
-    return [a.detach().requires_grad_() if _is_float(a) else a for a in args]
 
 
 def _copied(args: Sequence[Any]) -> list[Any]:

@@ -16,8 +16,12 @@ def copy(nbytes: int) -> dict[str, float | str | int]:
     1 GB on), and an elementwise kernel, replayed as everything else is. Sizes are rounded to four
     significant bits, so that neighbours share a measurement.
     """
+    return _copy(_rounded(nbytes), torch.cuda.current_device())
+
+
+def _rounded(nbytes: int) -> int:
     drop = max(0, nbytes.bit_length() - 4)
-    return _copy(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
+    return ((nbytes + (1 << drop >> 1)) >> drop) << drop
 
 
 @functools.cache
@@ -37,8 +41,7 @@ def _copy(nbytes: int, device: int) -> dict[str, float | str | int]:
 
 def read(nbytes: int) -> dict[str, float | str | int]:
     """The rate in TB/s of a kernel that reads `nbytes` and writes nothing, kernels_src/read.cu."""
-    drop = max(0, nbytes.bit_length() - 4)
-    return _read(((nbytes + (1 << drop >> 1)) >> drop) << drop, torch.cuda.current_device())
+    return _read(_rounded(nbytes), torch.cuda.current_device())
 
 
 @functools.cache
@@ -59,7 +62,12 @@ def _read(nbytes: int, device: int) -> dict[str, float | str | int]:
 
 
 def cpu_copy(nbytes: int) -> dict[str, float | str | int]:
-    """The same on the CPU: `copy_` with torch's threads, into memory that is there already."""
+    """The same on the CPU, in GB/s: `copy_` with torch's threads, into memory that is there already."""
+    return _cpu_copy(max(4096, _rounded(nbytes)))
+
+
+@functools.cache
+def _cpu_copy(nbytes: int) -> dict[str, float | str | int]:
     src = torch.randn(nbytes // 8, dtype=torch.float32, device="cpu")
     dst = torch.empty_like(src)
     us = timing.cpu({"": lambda: dst.copy_(src)})[""].us

@@ -17,7 +17,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusionrt.bench import accuracy, memory, profile, traffic
-from fusionrt.bench.kernel import Inputs, Measurement, benchmark_kernel, copied, split_inputs
+from fusionrt.bench.kernel import (
+    Inputs,
+    Measurement,
+    benchmark_kernel,
+    check_functions,
+    copied,
+    split_inputs,
+)
+from fusionrt.bench.results import NOISE
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
 from fusionrt.errors import as_count
@@ -168,7 +176,7 @@ def _cell(row: Row, column: _Column) -> str:
     value = row.get(column.key)
     if value is None:
         return "–"
-    return ("≈" if column.key == "speedup" and row.get("within_noise") else "") + column.text(value)
+    return (NOISE if column.key == "speedup" and row.get("within_noise") else "") + column.text(value)
 
 
 def compare_implementations(
@@ -193,8 +201,9 @@ def compare_implementations(
     details:          memory and kernels as well, which take a profile of each.
     warmup, repeat, cold, graph, device: as in `benchmark_kernel`.
 
-    An implementation that raises gets a row that says so; what the reference raises is raised. Raises
-    ValueError and TypeError for arguments that do not fit.
+    An implementation that raises gets a row that says so; what the reference raises is raised. One that
+    writes into its arguments does so at every call, and the others are measured on what it leaves: have it
+    write into tensors of its own. Raises ValueError and TypeError for arguments that do not fit.
 
         found = compare_implementations({"eager": f, "fused": g}, (x, bias), reference=f)
         print(found)
@@ -226,10 +235,7 @@ def _checked(implementations: Mapping[str, Function], args: Any, reference: Func
     if not (reference is None or isinstance(reference, str)) and not callable(reference):
         raise TypeError("compare_implementations: reference must be a function or the name of an "
                         f"implementation, got {type(reference).__name__}")
-    for key, function in implementations.items():
-        if not callable(function):
-            raise TypeError(f"compare_implementations: {key} must be a function, got "
-                            f"{type(function).__name__}")
+    check_functions("compare_implementations", implementations)
     for what, name in (("reference", reference), ("baseline", baseline)):
         named = isinstance(name, str) or (what == "baseline" and name is not None)
         if named and name not in implementations:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.bench import memory, profile, traffic
-from fusionrt.bench.kernel import Measurement, benchmark_kernel, name_of
+from fusionrt.bench.kernel import Measurement, benchmark_kernel, check_functions, name_of, split_inputs
 from fusionrt.errors import as_count
 
 Function = Callable[..., Any]
@@ -34,8 +34,13 @@ class KernelProfiler:
                                 kwargs: Mapping[str, Any] | None = None, num_iterations: int = 50
                                 ) -> dict[str, Statistics]:
         """Name -> mean_time, median_time, std_time, min_time, max_time (ms), memory (bytes, the most that
-        a call takes beyond its arguments), of num_iterations samples."""
+        a call takes beyond its arguments), of num_iterations samples.
+
+        `args`: a tuple or list of arguments, or a single one. Raises TypeError for what is no function.
+        """
         as_count("compare_implementations", "num_iterations", num_iterations, 1)
+        check_functions("compare_implementations", implementations)
+        args, _ = split_inputs(args)
         calls = {name: functools.partial(f, *args, **(kwargs or {})) for name, f in implementations.items()}
         where = traffic.device_of((args, kwargs), self.device)
         times = benchmark_kernel(calls, repeat=num_iterations, device=where)
@@ -78,12 +83,11 @@ def _plain(measured: Measurement) -> Statistics:
 
 
 def quick_benchmark(function: Function, *args: Any, num_iterations: int = 50, **kwargs: Any) -> Measurement:
-    """One function's times.
+    """One function's times. Raises TypeError for what is no function.
 
         quick_benchmark(torch.relu, x)["mean_time"]    # ms
     """
-    if not callable(function):
-        raise TypeError(f"quick_benchmark: function must be a function, got {type(function).__name__}")
+    check_functions("quick_benchmark", {"function": function})
     as_count("quick_benchmark", "num_iterations", num_iterations, 1)
     name, call = name_of(function), functools.partial(function, **kwargs)
     where = traffic.device_of((args, kwargs))
@@ -94,10 +98,13 @@ def compare_functions(functions: Mapping[str, Function] | Sequence[Function], *a
                       num_iterations: int = 50, **kwargs: Any) -> dict[str, Statistics]:
     """As KernelProfiler.compare_implementations; functions of a list go by their own names.
 
-    Raises ValueError where two of a list have the same name.
+    Raises ValueError where two of a list have the same name, TypeError for what is no function.
 
         compare_functions([torch.relu, torch.sigmoid], x)["relu"]["mean_time"]
     """
+    if not isinstance(functions, (Mapping, Sequence)):
+        raise TypeError("compare_functions: functions must be a list of functions or a mapping of names to "
+                        f"functions, got {name_of(functions)}")
     if not isinstance(functions, Mapping):
         named = {getattr(f, "__name__", repr(f)): f for f in functions}
         if len(named) < len(functions):
@@ -111,7 +118,7 @@ def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int 
     """A report on a model's forward pass without gradients: time, memory, and what takes the time.
 
     `x` is its argument, or a tuple of them. The model is in evaluation mode meanwhile, and keeps its own
-    mode and parameters.
+    mode and parameters. Raises TypeError for what is no module.
 
         print(profile_model_inference(model, x))
     """

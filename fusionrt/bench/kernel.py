@@ -147,6 +147,7 @@ def benchmark_kernel(fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], 
         m = benchmark_kernel({"a": f, "b": g}, (x,), cold=False)
         m["a"].median / m["b"].median
     """
+    check_functions("benchmark_kernel", fn if isinstance(fn, Mapping) else {"fn": fn})
     variants = fn if isinstance(fn, Mapping) else {name_of(fn): fn}
     _check(variants, warmup, repeat)
     args, kwargs = split_inputs(inputs)
@@ -169,12 +170,15 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
+def check_functions(caller: str, functions: Mapping[str, Any]) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{caller}: {name} must be a function, got {type(function).__name__}")
+
+
 def _check(variants: Mapping[str, Any], warmup: int, repeat: int) -> None:
     if not variants:
         raise ValueError("benchmark_kernel: no function to measure, got an empty mapping")
-    for name, function in variants.items():
-        if not callable(function):
-            raise TypeError(f"benchmark_kernel: {name} must be a function, got {type(function).__name__}")
     as_count("benchmark_kernel", "warmup", warmup)
     as_count("benchmark_kernel", "repeat", repeat, 1)
 

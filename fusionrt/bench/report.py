@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 
 from fusionrt.bench import charts, findings
-from fusionrt.bench.results import Row, cell
+from fusionrt.bench.results import NOISE, Row, cell, within_noise
 from fusionrt.runtime.files import whole
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -119,8 +119,10 @@ def _against(good: Sequence[Row], rival: str) -> str:
     if not lost:
         return f"Against {name} no row of {of} is slower."
     clearly = sum(ratio < findings.CLOSE for ratio, _ in lost)
+    noisy = sum(within_noise(row, f"vs_{rival}") for _, row in lost)
     return (f'Against {name} <b class="lost">{len(lost)} of {of} rows {"is" if len(lost) == 1 else "are"} '
-            f"slower</b>, {clearly or 'none'} of them by more than 5 %.")
+            f"slower</b>, {clearly or 'none'} of them by more than 5 %"
+            + (f", {noisy} by less than the measurement's noise." if noisy else "."))
 
 
 def _rows(n: int) -> str:
@@ -167,7 +169,8 @@ def _ratios(good: Sequence[Row]) -> str:
     tables = "".join(_ratio_table(good, rival) for rival in rivals)
     return ("<p>How many times as long the rival takes: above 1 we are faster. "
             f'<b class="sign">{NARROWLY}</b> marks a row that loses by at most 5 %, '
-            f'<b class="sign">{CLEARLY}</b> one that loses by more. A dash: not measured.</p>{tables}')
+            f'<b class="sign">{CLEARLY}</b> one that loses by more, {NOISE} a difference that is smaller '
+            f"than one of the spreads. A dash: not measured.</p>{tables}")
 
 
 def _ratio_table(good: Sequence[Row], rival: str) -> str:
@@ -175,13 +178,13 @@ def _ratio_table(good: Sequence[Row], rival: str) -> str:
     columns: dict[tuple[str, str], None] = {}
     ops: dict[str, dict[str, dict[tuple[str, str], str]]] = {}  # op, size, column
     sized = findings.several_sizes([row for _, row in found])
-    for ratio, row in found:
+    for _, row in found:
         column = str(row.get("direction", "")), str(row.get("dtype", ""))
         columns[column] = None
         lines = ops.setdefault(findings.op_name(row), {})
         cells = lines.setdefault(_elements(row)[1] if sized else "", {})
         # Two rows of one setting, measured for different tables: both are shown.
-        cells[column] = f"{cells.get(column, '')} {_ratio(ratio)}".strip()
+        cells[column] = f"{cells.get(column, '')} {_ratio(row, rival)}".strip()
     directions = list(dict.fromkeys(direction for direction, _ in columns))
     ordered = sorted(columns, key=lambda column: directions.index(column[0]))
     body = "".join(f"<tbody>{_lines_of(op, lines, ordered, sized)}</tbody>" for op, lines in ops.items())
@@ -215,9 +218,10 @@ def _two_headers(head: Sequence[str], columns: Sequence[tuple[str, str]]) -> str
 _DASH = '<span class="none">–</span>'
 
 
-def _ratio(ratio: float) -> str:
+def _ratio(row: Row, rival: str) -> str:
     """Losing is said by a sign and by words as well as by colour."""
-    text = findings.ratio_text(ratio)
+    ratio = row[f"vs_{rival}"]
+    text = (NOISE if within_noise(row, f"vs_{rival}") else "") + findings.ratio_text(ratio)
     if ratio >= 1:
         return f'<span class="{"won" if ratio > 1 / findings.CLOSE else "level"}">{text}</span>'
     how, sign = ("clearly", CLEARLY) if ratio < findings.CLOSE else ("narrowly", NARROWLY)
@@ -231,16 +235,19 @@ def _losing(good: Sequence[Row]) -> str:
                     for ratio, row in findings.losses(good, rival)), key=lambda one: one[0])
     if not found:
         return "<p>No row is slower than a rival.</p>" if findings.rivals(good) else ""
-    columns = ("Op", "Dtype", "Direction", "Elements", "Rival", "Ratio", "Our µs", "Their µs", "Our spread")
-    lines = [(*_settings(row), _text(findings.rival_name(rival)), (ratio, _ratio(ratio)),
-              _figure(row, "us"), _figure(row, f"{rival}_us"), _figure(row, "spread", percent=True))
+    columns = ("Op", "Dtype", "Direction", "Elements", "Rival", "Ratio", "Our µs", "Their µs", "Our spread",
+               "Their spread")
+    lines = [(*_settings(row), _text(findings.rival_name(rival)), (ratio, _ratio(row, rival)),
+              _figure(row, "us"), _figure(row, f"{rival}_us"), _figure(row, "spread", percent=True),
+              _figure(row, f"{rival}_spread", percent=True))
              for ratio, rival, row in found]
     shown = _table("rows that lose", columns, lines[:SHOWN])
     rest = lines[SHOWN:]
     folded = "" if not rest else (
         f"<details><summary>{len(rest)} more, from {findings.ratio_text(found[SHOWN][0])} on</summary>"
         f"{_table('more rows that lose', columns, rest)}</details>")
-    return ("<p>Spread is the interquartile range over the median: a difference that is smaller is noise.</p>"
+    return ("<p>Spread is the interquartile range over the median: a difference that is smaller is noise "
+            f"({NOISE}).</p>"
             f"{shown}{folded}")
 
 

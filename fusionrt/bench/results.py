@@ -22,6 +22,7 @@ from typing import Any
 from fusionrt.runtime.files import write
 
 Row = dict[str, Any]
+NOISE = "≈"  # before a ratio: nothing can be said of it
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba", "llvmlite", "triton", "nvidia-cuda-nvrtc",
             "nvidia-cuda-nvrtc-cu12", "liger-kernel", "apex", "transformer-engine", "torchvision", "timm",
             "transformers")
@@ -73,7 +74,10 @@ class Results:
     def finish(self, columns: Sequence[str]) -> None:
         self.content["complete"] = True
         self._write()
-        self.say(f"\n{table(self.rows, columns)}")
+        text = table(self.rows, columns)
+        self.say(f"\n{text}")
+        if NOISE in text:
+            self.say(f"{NOISE}: the difference is smaller than one of the spreads")
         for name, measured in self.content["ceilings"].items():
             self.say(f"ceiling {name}: {span(measured)}")
         for rival, reason in self.content["absent"].items():
@@ -127,10 +131,20 @@ def _as_number(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
+def within_noise(row: Row, ratio: str) -> bool:
+    """Whether a figure such as `vs_eager` or `wall_vs_compile` differs from 1 by less than one of the spreads
+    of the two times, as far as the row has them."""
+    stem, vs, rival = ratio.partition("vs_")
+    value, spreads = row.get(ratio), [row.get(f"{stem}spread"), row.get(f"{stem}{rival}_spread")]
+    numbers = [s for s in spreads if isinstance(s, (int, float))]
+    return bool(vs) and isinstance(value, (int, float)) and abs(value - 1) < max(numbers, default=0)
+
+
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """As text. A column that no row has is left out."""
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
-    cells = [columns, *([cell(row.get(c)) for c in columns] for row in rows)]
+    cells = [columns, *([(NOISE if within_noise(row, c) else "") + cell(row.get(c)) for c in columns]
+                        for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join("  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in
                                enumerate(zip(line, widths, strict=True))) for line in cells)

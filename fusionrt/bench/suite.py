@@ -11,11 +11,10 @@ with eager also what its chain of kernels moves (`unfused_bytes`, `unfused_launc
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +54,12 @@ def run(cells: Sequence[Cell], into: Results, device: str = "cuda", progress: Pr
     """Measure all cells; what fails becomes a row with an `error`. Compiles our kernels beforehand."""
     _announce([name for cell in cells for name in cell.against], into, device)
     _warm_up(cells, device)
+    measured: set[str] = set()
     with timing.stream() if device == "cuda" else contextlib.nullcontext():
         for done, cell in enumerate(cells):
             if progress is not None:
                 progress(done, len(cells), str(cell))
-            _measure(cell, into, device)
+            _measure(cell, into, device, measured)
             if device == "cuda":
                 timing.release()
     if progress is not None:
@@ -70,7 +70,8 @@ def _announce(names: Sequence[str], into: Results, device: str) -> None:
     """Say once in the file which of the rivals are absent, and whether the CPU had other work."""
     load = into.content["machine"]["load_at_start"] or 0
     if device == "cpu" and load > 0.5:
-        into.note(f"the machine was busy: load {load}; the figures are not to be trusted")
+        into.note(f"the load of the last minute was {load}: if that was not an earlier benchmark but still "
+                  "goes on, the figures are not to be trusted")
     for rival in rivals.choose(names):
         reason = rival.missing(device)
         if reason is not None:
@@ -84,11 +85,18 @@ def _warm_up(cells: Sequence[Cell], device: str) -> None:
                     dtypes=sorted({cell.dtype for cell in cells}), backward=backward)
 
 
-def _measure(cell: Cell, into: Results, device: str) -> None:
+def _measure(cell: Cell, into: Results, device: str, measured: set[str]) -> None:
+    """Unless it is in `measured`, as sizes differ that come to the same inputs."""
     row = {**cell.labels, "op": cell.op, "dtype": cell.dtype, "elements": cell.elements}
     try:
         case = prepared(cell, device)
         row["elements"] = case.elements
+        if not case.scales:
+            into.note(f"{cell.op}'s inputs have one size, {case.elements} elements")
+        same = repr(replace(cell, elements=case.elements))
+        if same in measured:
+            return
+        measured.add(same)
         directions = [d for d in cell.directions if d == FORWARD or case.differentiable]
     except Exception as error:
         into.add(**row, error=why(error))
@@ -97,10 +105,10 @@ def _measure(cell: Cell, into: Results, device: str) -> None:
     host = case.elements <= HOST_UP_TO if cell.host is None else cell.host
     for direction in directions:
         try:
-            measured = figures(case, direction, found, into, host)
+            its = figures(case, direction, found, into, host)
         except Exception as error:  # one row less; it says why
-            measured = {"error": why(error)}
-        into.add(**row, direction=direction, **measured)
+            its = {"error": why(error)}
+        into.add(**row, direction=direction, **its)
 
 
 def prepared(cell: Cell, device: str) -> Case:
@@ -159,7 +167,7 @@ def figures(case: Case, direction: str, present: Present, into: Results, host: b
     else:
         times = timing.cpu({name: calls[0] for name, calls in variants.items()},
                            rounds=21 if case.elements <= HOST_UP_TO else 7)
-        ceiling = into.ceiling("copy", _cpu_ceiling(max(4096, 1 << nbytes.bit_length() - 1)))
+        ceiling = into.ceiling("copy", ceilings.cpu_copy(nbytes))
     unit, scale = ("TB/s", 1e6) if on_gpu else ("GB/s", 1e3)
     rate = nbytes / times[OURS].us / scale
     row = {"bytes": nbytes, "MB": round(nbytes / (1 << 20), 2), **ratios(times), unit: round(rate, 4),
@@ -209,8 +217,3 @@ def _of_the_host(variants: Mapping[str, Sequence[timing.Call]], direction: str) 
     bursts = timing.bursts({name: calls[0] for name, calls in variants.items()}, burst, rounds)
     return {**ratios({name: one.host for name, one in bursts.items()}, "host_"),
             **ratios({name: one.wall for name, one in bursts.items()}, "wall_")}
-
-
-@functools.cache
-def _cpu_ceiling(nbytes: int) -> Row:
-    return ceilings.cpu_copy(nbytes)

@@ -189,11 +189,16 @@ def _factor(momentum: Any, num_batches_tracked: torch.Tensor | None) -> float | 
 # -- ops -------------------------------------------------------------------------------------------
 
 def _typical(make: Make) -> tuple[Any, ...]:
-    channels = IMAGES[1]
-    return make(*IMAGES), make(channels), make(channels), make(channels), make(channels)
+    x, mean, var, weight, bias = make(*IMAGES), *(make(IMAGES[1]) for _ in range(4))
+    return x, mean.detach(), var.detach().abs(), weight, bias
 
 
-@public(example=lambda make: tuple(t.detach() if 0 < k < 3 else t for k, t in enumerate(_typical(make))))
+def _typical_at_inference(make: Make) -> tuple[Any, ...]:
+    x, mean, var, weight, bias = _typical(make)
+    return x, weight, bias, mean, var
+
+
+@public(example=_typical)
 def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                bias: Any = None, training: bool = False, momentum: float | None = 0.1, eps: float = 1e-5, *,
                num_batches_tracked: Any = None, residual: Any = None, epilogue: Epilogue = None,
@@ -233,7 +238,7 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
                     running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
 
 
-@public(example=_typical)
+@public(example=_typical_at_inference)
 def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float = 1e-5) -> Any:
     """relu((x - mean) / sqrt(var + eps) * weight + bias): batch norm at inference; all but x are (C,).
 
