@@ -156,7 +156,8 @@ def test_a_run_is_written_and_compared(tmp_path: Path) -> None:
         assert "liger_us" not in row
         assert row["liger_absent"] == content["absent"]["liger"]
     assert content["rows"][0]["bytes"] == 3 * 4096 * 4
-    assert (content["rows"][0]["unfused_bytes"], content["rows"][0]["unfused_launches"]) == (5 * 4096 * 4, 2)
+    assert [content["rows"][0][key] for key in ("unfused_bytes", "unfused_launches", "bound")] == [
+        5 * 4096 * 4, 2, 1.67]
     assert f"liger is absent: {content['absent']['liger']}" in result.stdout
 
     def compared(factor: float, *more: str) -> Result:

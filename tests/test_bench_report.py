@@ -214,6 +214,11 @@ def test_a_difference_that_is_noise_is_marked(ratio, spreads, text, page):
     assert made.table("ratios to eager torch")[2][1].text == text
 
 
+def test_a_row_that_loses_has_its_bound(page):
+    made = page(content(row(vs_eager=0.9, bytes=400, unfused_bytes=1000), row(vs_eager=0.8)))
+    assert [line[-1].text for line in made.table("rows that lose")] == ["Bound", "–", "2.50×"]
+
+
 def test_rows_that_lose_are_listed_worst_first(page):
     rows = [row(vs_eager=0.9, vs_compile=0.5, eager_us=90.0, compile_us=50.0), row(op="mish", vs_eager=1.2),
             row(op="geglu", vs_eager=0.7, eager_us=70.0)]

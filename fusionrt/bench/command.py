@@ -190,7 +190,7 @@ def _measure(run: Results, cells: Sequence[Cell], device: str) -> None:
     there = [name for name in cells[0].against if name not in run.content["absent"]]
     rivals = [f"{stem}{name}{end}" for name in there for stem, end in
               (("vs_", ""), ("host_vs_", ""), ("", "_absent"), ("", "_error"))]
-    run.finish((*suite.SETTINGS, *suite.FIGURES, "host_us", *rivals, "error"))
+    run.finish((*suite.SETTINGS, *suite.FIGURES, "host_us", *rivals, "bound", "error"))
 
 
 def _silence(text: str) -> None:

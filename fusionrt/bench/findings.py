@@ -155,6 +155,12 @@ def compared(rows: Iterable[Row], rival: str) -> list[tuple[float, Row]]:
     return [(ratio, row) for row in rows if (ratio := number(row, f"vs_{rival}")) is not None]
 
 
+def bound(row: Row) -> float | None:
+    """What fewer bytes than the unfused chain's can gain at most."""
+    chain, least = positive(row, "unfused_bytes"), positive(row, "bytes")
+    return chain / least if chain and least else None
+
+
 def losses(rows: Iterable[Row], rival: str) -> list[tuple[float, Row]]:
     """The rows in which the rival is faster, the worst first."""
     return sorted(((v, r) for v, r in compared(rows, rival) if v < 1), key=lambda found: found[0])

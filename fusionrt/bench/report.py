@@ -236,10 +236,10 @@ def _losing(good: Sequence[Row]) -> str:
     if not found:
         return "<p>No row is slower than a rival.</p>" if findings.rivals(good) else ""
     columns = ("Op", "Dtype", "Direction", "Elements", "Rival", "Ratio", "Our µs", "Their µs", "Our spread",
-               "Their spread")
+               "Their spread", "Bound")
     lines = [(*_settings(row), _text(findings.rival_name(rival)), (ratio, _ratio(row, rival)),
               _figure(row, "us"), _figure(row, f"{rival}_us"), _figure(row, "spread", percent=True),
-              _figure(row, f"{rival}_spread", percent=True))
+              _figure(row, f"{rival}_spread", percent=True), _bound(row))
              for ratio, rival, row in found]
     shown = _table("rows that lose", columns, lines[:SHOWN])
     rest = lines[SHOWN:]
@@ -247,7 +247,8 @@ def _losing(good: Sequence[Row]) -> str:
         f"<details><summary>{len(rest)} more, from {findings.ratio_text(found[SHOWN][0])} on</summary>"
         f"{_table('more rows that lose', columns, rest)}</details>")
     return ("<p>Spread is the interquartile range over the median: a difference that is smaller is noise "
-            f"({NOISE}).</p>"
+            f"({NOISE}). The bound is what the unfused chain moves over what the op has to: fusion can gain "
+            "no more where memory decides.</p>"
             f"{shown}{folded}")
 
 
@@ -298,6 +299,11 @@ def _exact(row: Row, key: str) -> Cell:
 def _figure(row: Row, key: str, percent: bool = False) -> Cell:
     number = findings.number(row, key)
     return number, _DASH if number is None else f"{100 * number:.1f} %" if percent else cell(number)
+
+
+def _bound(row: Row) -> Cell:
+    bound = findings.bound(row)
+    return bound, _DASH if bound is None else f"{cell(bound)}×"
 
 
 def _elements(row: Row) -> Cell:

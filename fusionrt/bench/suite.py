@@ -5,7 +5,8 @@ a call costs the host (`host_us`) and a user who waits at the end of a burst (`w
 time of a call. A row's keys: op, dtype, elements, direction, bytes, us and its spread, the rate (TB/s or
 GB/s), its fraction of a copy of as many bytes (`of_copy`), and for each rival RIVAL_us and vs_RIVAL, how many
 times as long it takes (above 1: we are faster), or RIVAL_absent or RIVAL_error, which say why there is none;
-with eager also what its chain of kernels moves (`unfused_bytes`, `unfused_launches`).
+with eager also what its chain of kernels moves (`unfused_bytes`, `unfused_launches`) and `bound`, the most
+that fusion can gain where memory decides.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def figures(case: Case, direction: str, present: Present, into: Results, host: b
            "of_copy": round(rate / ceiling, 4), **found}
     if "eager" in variants:
         chain = traffic.unfused(variants["eager"][0])
-        row |= {"unfused_bytes": chain.bytes, "unfused_launches": chain.launches}
+        row |= {"unfused_bytes": chain.bytes, "unfused_launches": chain.launches,
+                "bound": round(chain.bytes / nbytes, 2)}
     if host and on_gpu:
         row |= _of_the_host({**variants, **apart}, direction)
     return row
