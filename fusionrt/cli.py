@@ -26,11 +26,11 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 class _Commands(click.Group):
-    """`bench` and `convert` have files of their own, which build on this one: they are imported when someone
-    looks at them."""
+    """`bench`, `convert` and `new-op` have files of their own: they are imported when someone looks at
+    them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "bench", "convert"])
+        return sorted([*super().list_commands(ctx), "bench", "convert", "new-op"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "bench":
@@ -39,13 +39,16 @@ class _Commands(click.Group):
         if cmd_name == "convert":
             from fusionrt.convert.command import convert
             return convert
+        if cmd_name == "new-op":
+            from fusionrt.new_op import new_op
+            return new_op
         return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fusionrt.__version__, prog_name="fusionrt")
 def main() -> None:
-    """Fused GPU kernels: tend the kernel cache, convert models, examine the installation, measure."""
+    """Fused GPU kernels: begin an op, tend the cache, convert models, examine the installation, measure."""
 
 
 def console() -> Console:
