@@ -371,6 +371,10 @@ def test_quick_benchmark_and_compare_functions(inputs):
      "profile_model_inference: top must be an integer, got 2.5"),
     (lambda f: bench.profile_model_inference(torch.nn.ReLU(), f, 0), ValueError,
      "profile_model_inference: num_iterations must be at least 1, got 0"),
+    (lambda f: bench.profile_with_pytorch_profiler([(3, "three", f)]), TypeError,
+     "profile_with_pytorch_profiler: three must be a function, got int"),
+    (lambda f: bench.profile_with_pytorch_profiler([(torch.relu, "f", f), (abs, "f", f)]), ValueError,
+     "profile_with_pytorch_profiler: the functions need different names, got f, f"),
     (lambda f: bench.quick_benchmark(torch.relu, f, num_iterations=0), ValueError,
      "quick_benchmark: num_iterations must be at least 1, got 0"),
     (lambda f: bench.compare_functions(torch.relu, f), TypeError,
@@ -384,6 +388,15 @@ def test_quick_benchmark_and_compare_functions(inputs):
 def test_older_names_refuse(call, error, text):
     with pytest.raises(error, match=text):
         call(torch.ones(3))
+
+
+def test_profile_with_pytorch_profiler():
+    x = torch.randn(100, 100)
+    calls = [(torch.relu, "relu", x), (torch.softmax, "softmax", (x, -1))]
+    found = bench.profile_with_pytorch_profiler(calls, 3)
+    assert list(found) == ["relu", "softmax"]
+    assert [k.launches for k in found["softmax"] if k.name == "aten::_softmax"] == [1]
+    assert all(k.us > 0 for ks in found.values() for k in ks)
 
 
 def test_profile_model_inference():

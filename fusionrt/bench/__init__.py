@@ -23,7 +23,8 @@ _MODULE = {
     "Accuracy": "accuracy", "Comparison": "comparison", "CPUKernelBenchmark": "entries",
     "KernelProfiler": "entries", "Measurement": "kernel", "VariantError": "sampling",
     "benchmark_kernel": "kernel", "compare_functions": "entries", "compare_implementations": "comparison",
-    "profile_model_inference": "entries", "quick_benchmark": "entries",
+    "profile_model_inference": "entries", "profile_with_pytorch_profiler": "entries",
+    "quick_benchmark": "entries",
 }
 _SUBMODULES = ("accuracy", "comparison", "entries", "kernel", "memory", "plot", "profile", "report",
                "results", "sampling", "suite", "timing", "traffic")
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fusionrt.bench.entries import KernelProfiler as KernelProfiler
     from fusionrt.bench.entries import compare_functions as compare_functions
     from fusionrt.bench.entries import profile_model_inference as profile_model_inference
+    from fusionrt.bench.entries import profile_with_pytorch_profiler as profile_with_pytorch_profiler
     from fusionrt.bench.entries import quick_benchmark as quick_benchmark
     from fusionrt.bench.kernel import Measurement as Measurement
     from fusionrt.bench.kernel import benchmark_kernel as benchmark_kernel

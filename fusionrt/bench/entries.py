@@ -114,6 +114,27 @@ def compare_functions(functions: Mapping[str, Function] | Sequence[Function], *a
     return KernelProfiler().compare_implementations(functions, args, kwargs, num_iterations)
 
 
+def profile_with_pytorch_profiler(functions: Sequence[tuple[Function, str, Sequence[Any]]],
+                                  iterations: int = 10) -> dict[str, list[profile.KernelTime]]:
+    """Of each (function, name, arguments) what it runs on the GPU, or its ops on a CPU: name, us and launches
+    a call, the longest first. Raises TypeError for what is no function, ValueError for a name twice.
+
+        profile_with_pytorch_profiler([(torch.softmax, "softmax", (x, -1))])["softmax"][0].us
+    """
+    as_count("profile_with_pytorch_profiler", "iterations", iterations, 1)
+    named = {name: (function, split_inputs(args)[0]) for function, name, args in functions}
+    if len(named) < len(functions):
+        raise ValueError("profile_with_pytorch_profiler: the functions need different names, got "
+                         + ", ".join(str(name) for _, name, _ in functions))
+    check_functions("profile_with_pytorch_profiler", {name: f for name, (f, _) in named.items()})
+    found = {}
+    for name, (function, args) in named.items():
+        call = functools.partial(function, *args)
+        call()
+        found[name] = profile.kernels(call, traffic.device_of(args), iterations)
+    return found
+
+
 def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int = 50, top: int = 10) -> str:
     """A report on a model's forward pass without gradients: time, memory, and what takes the time.
 
