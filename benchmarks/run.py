@@ -17,7 +17,8 @@ from fusionrt.bench.results import kind
 # Name -> the kinds of machine that it runs on.
 BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhead": "gpu",
               "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu",
-              "catalogue": "gpu, cpu", "rows": "gpu", "rows_cpu": "cpu", "optimizers": "gpu",
+              "catalogue": "gpu, cpu", "rows": "gpu", "rows_cpu": "cpu", "rivals": "gpu",
+              "optimizers": "gpu",
               "embedding": "gpu", "attention": "gpu", "qkv": "gpu",
               "image": "gpu, cpu", "window": "gpu, cpu", "transformer_block": "gpu", "reductions": "gpu",
               "channel_norms": "gpu", "convolution": "gpu", "linear_cross_entropy": "gpu",

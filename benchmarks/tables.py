@@ -24,8 +24,8 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet."
 SWEEP = tuple(1 << k for k in (13, 17, 20, 24, 29))  # the sizes that tables show
 LOST = 0.97  # times a rival takes as long: below that it wins, by more than runs differ
-COMPARED = ("rows-gpu", "pointwise_large-gpu", "pointwise_sweep-gpu", "catalogue-gpu", "launch_overhead-gpu",
-            "pointwise_cpu", "catalogue-cpu")
+COMPARED = ("rows-gpu", "rivals-gpu", "pointwise_large-gpu", "pointwise_sweep-gpu", "catalogue-gpu",
+            "launch_overhead-gpu", "pointwise_cpu", "catalogue-cpu")
 
 
 def render(text: str, folder: Path = FOLDER) -> str:
@@ -313,7 +313,7 @@ def _listed(*columns: str) -> Callable[[list[Row]], str]:
     """Every row as it stands, in these columns; `vs_` those say how many times as long others take."""
     def one(row: Row, name: str) -> str:
         value = row.get(name)
-        if name.startswith("vs_"):
+        if "vs_" in name:
             return _times(value)
         return "–" if value is None else f"`{value}`" if name in ("op", "optimizer") else cell(value)
 
@@ -334,6 +334,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
     "rows_large": measured("rows-gpu")(_rows_large),
+    "rivals": measured("rivals-gpu")(_listed(
+        "op", "dtype", "rows", "columns", "direction", "us", "of_copy", "vs_eager", "vs_compile", "vs_liger",
+        "vs_apex", "vs_transformer-engine", "wall_us", "wall_vs_eager", "wall_vs_compile", "wall_vs_liger")),
     "warmup_gpu": measured("warmup_time-gpu")(_warmup), "warmup_cpu": measured("warmup_time-cpu")(_warmup),
     "optimizers": measured("optimizers-gpu")(_listed(
         "model", "optimizer", "dtype", "options", "device_us", "of_copy", "vs_torch_device", "wall_us",

@@ -110,11 +110,7 @@ pointwise_planes(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0, group = blockIdx.x / CLUSTER;
     if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) {
-            make_barrier(&exchange.arrived, 1);
-            barriers_are_made();
-            expect(&exchange.arrived, TOGETHER * VALUES * CLUSTER * sizeof(acc_t));
-        }
+        if (threadIdx.x == 0) make_barrier(&exchange.arrived, 1);
         arrive_in_cluster();
     }
     wait_for_kernel_before();
@@ -145,7 +141,10 @@ pointwise_planes(const __grid_constant__ Params p) {
     }
     leave(walk.values, place, exchange);
     __syncthreads();
-    if constexpr (CLUSTER > 1) wait_for_cluster();
+    if constexpr (CLUSTER > 1) {
+        wait_for_cluster();
+        if (threadIdx.x == 0) expect(&exchange.arrived, TOGETHER * VALUES * CLUSTER * sizeof(acc_t));
+    }
     const int warp = threadIdx.x / 32;
     acc_t values[VALUES];
     for (int c = warp; c < TOGETHER && warp < WARPS; c += WARPS) {

@@ -196,11 +196,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, FEW ? 1 : 2)
     acc_t *sums = scratch + SCRATCH, *gates = sums + block_channels, *hidden = gates + block_channels;
     acc_t *mine = hidden + rounded, *parts = mine + rounded;
 
-    if (threadIdx.x == 0) {
-        make_barrier(&barrier, 1);
-        barriers_are_made();
-        expect(&barrier, CLUSTER * p.hidden * sizeof(acc_t));
-    }
+    if (threadIdx.x == 0) make_barrier(&barrier, 1), barriers_are_made();
     begin_in_cluster();
     const int rank = cluster_rank(), slice = rank >> p.part_bits;
     const int channel = (rank - (slice << p.part_bits)) * block_channels;
@@ -224,6 +220,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, FEW ? 1 : 2)
     multiply(w1, share, FEW, p.hidden, channels / PACK, sums, scratch,
              [&](int r, acc_t sum) { mine[r] = sum; });
     wait_for_cluster();  // only who runs can be sent anything
+    if (threadIdx.x == 0) expect(&barrier, CLUSTER * p.hidden * sizeof(acc_t));
     send_to_all(mine, parts, p.hidden, rank, &barrier);
     await(&barrier, 0);
 
