@@ -441,7 +441,10 @@ def test_a_rival_that_overwrites_gets_copies() -> None:
     torch.testing.assert_close(made.inputs[0][0], before, rtol=0, atol=0)
 
 
-def test_norms_of_libraries_get_their_arguments_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("rival", ["apex", "transformer-engine", "liger"])
+def test_norms_of_libraries_take_what_ours_take(op: str, rival: str, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
     """With torch's functions and modules in the libraries' place."""
     apex = types.ModuleType("apex.normalization.fused_layer_norm")
     apex.fused_layer_norm_affine = lambda x, weight, bias, shape, eps: F.layer_norm(
@@ -456,15 +459,11 @@ def test_norms_of_libraries_get_their_arguments_in_their_order(monkeypatch: pyte
     for module in (apex, engine, functional):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((5, 32), (32,), (32,)))
-    for name, args, exact in (("layer_norm", (x, weight, bias), F.layer_norm(x, (32,), weight, bias)),
-                              ("rms_norm", (x, weight), F.rms_norm(x, (32,), weight))):
-        for rival in ("apex", "transformer-engine", "liger"):
-            function = rivals.RIVALS[rival].find(types.SimpleNamespace(__name__=name))
-            out = function(*args)
-            torch.testing.assert_close(out, exact)
-            grads = (torch.autograd.grad(o.sum(), args, retain_graph=True) for o in (out, exact))
-            torch.testing.assert_close(*grads)
+    args = Case(op, "float32", 1 << 12, "cpu").inputs[0]
+    tensors = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor)]
+    results = [function(*args) for function in (rivals.RIVALS[rival].find(OPS[op]), OPS[op])]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(r, tensors, torch.ones_like(r)) for r in results))
 
 
 # --- files

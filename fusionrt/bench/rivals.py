@@ -91,10 +91,10 @@ def _from(functions: Callable[[], Mapping[str, Function | None]]) -> Callable[[O
 def _liger() -> Mapping[str, Function | None]:
     functional = importlib.import_module("liger_kernel.transformers.functional")
 
-    def layer_norm(x: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
+    def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
         return functional.liger_layer_norm(x, weight, bias, eps)
 
-    def rms_norm(x: Any, weight: Any, eps: float = 1e-6) -> Any:
+    def rms_norm(x: Any, shape: Any, weight: Any, eps: float = 1e-6) -> Any:
         # In place would mean into the incoming gradient, which other variants read as well.
         return functional.liger_rms_norm(x, weight, eps, in_place=False)
 
@@ -113,11 +113,11 @@ def _liger() -> Mapping[str, Function | None]:
 def _apex() -> Mapping[str, Function | None]:
     normalization = importlib.import_module("apex.normalization.fused_layer_norm")
 
-    def layer_norm(x: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
-        return normalization.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
+    def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
+        return normalization.fused_layer_norm_affine(x, weight, bias, shape, eps)
 
-    def rms_norm(x: Any, weight: Any, eps: float = 1e-6) -> Any:
-        return normalization.fused_rms_norm_affine(x, weight, weight.shape, eps)
+    def rms_norm(x: Any, shape: Any, weight: Any, eps: float = 1e-6) -> Any:
+        return normalization.fused_rms_norm_affine(x, weight, shape, eps)
 
     return {"layer_norm": layer_norm, "rms_norm": rms_norm}
 
@@ -129,10 +129,10 @@ def _transformer_engine() -> Mapping[str, Function | None]:
         """Its norms are modules; ours are functions of the parameters."""
         modules: dict[Any, Any] = {}
 
-        def norm(x: Any, *parameters: Any) -> Any:
-            key = (parameters[0].shape, parameters[0].dtype)
+        def norm(x: Any, shape: Any, *parameters: Any) -> Any:
+            key = (shape, parameters[0].dtype)
             if key not in modules:
-                module = getattr(engine, kind)(parameters[0].shape[0])
+                module = getattr(engine, kind)(shape[0])
                 modules[key] = module.to(x.device, parameters[0].dtype)
             given = dict(zip(names, parameters, strict=True))
             return torch.func.functional_call(modules[key], given, (x,))
