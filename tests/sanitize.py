@@ -4,10 +4,10 @@
 
 Each process imports torch and collects the tests once, then is given one after another, of one file while
 there are any: a library's kernels are prepared once a process. The first ones are those in which a value of a
-parameter is met first: a run that is cut off has seen a little of everything. The next one with the same
-verdicts goes on with the tests that have none. Verdicts, each with the seconds it took: `clean`; `reported`
-and of which kernels, where the sanitizer wrote something, which lies beside the verdicts; `failed`, for any
-other reason; `died`, with the process.
+parameter is met first, and those of files whose tests have taken little time: a run that is cut off has seen
+a little of everything. The next one with the same verdicts goes on with the tests that have none. Verdicts,
+each with the seconds it took: `clean`; `reported` and of which kernels, where the sanitizer wrote something,
+which lies beside the verdicts; `failed`, for any other reason; `died`, with the process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--verdicts", type=Path, default=Path("sanitized.json"))
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
+                        help="kernels with this in their names, for instance a library's")
     parser.add_argument("tests", nargs="*", default=["tests"])
     run = Run(parser.parse_intermixed_args())
     run.go()
@@ -51,14 +54,21 @@ def main() -> int:
 
 
 class Queue:
-    """The tests, by file."""
+    """The tests, by file. `known`: the seconds that others took."""
 
-    def __init__(self, tests: list[str]) -> None:
+    def __init__(self, tests: list[str], known: dict[str, tuple[str, float]]) -> None:
         self.files: dict[str, collections.deque[str]] = {}
         for test in in_turns(tests):
             self.files.setdefault(file_of(test), collections.deque()).append(test)
         self.begun: collections.Counter[str] = collections.Counter()
+        taken: dict[str, list[float]] = {}
+        for test, (_, seconds) in known.items():
+            taken.setdefault(file_of(test), []).append(seconds)
+        self.seconds = {file: statistics.mean(each) for file, each in taken.items()}
         self.lock = threading.Lock()
+
+    def urgency(self, file: str) -> float:
+        return len(self.files[file]) / (1 + self.begun[file]) / max(1.0, self.seconds.get(file, 1.0))
 
     def __len__(self) -> int:
         return sum(map(len, self.files.values()))
@@ -68,7 +78,7 @@ class Queue:
         file = file_of(last)
         with self.lock:
             if not self.files.get(file):
-                file = max(self.files, key=lambda f: len(self.files[f]) / (1 + self.begun[f]))
+                file = max(self.files, key=self.urgency)
                 self.begun[file] += 1
             return self.files[file].popleft()
 
@@ -89,7 +99,7 @@ class Run:
         self.verdicts: dict[str, tuple[str, float]] = known
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
-        self.queue = Queue([t for t in listed if "::" in t and t not in known])
+        self.queue = Queue([t for t in listed if "::" in t and t not in known], known)
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -128,8 +138,9 @@ class Run:
 
     def _process(self, number: int) -> subprocess.Popen[str]:
         log = self.asked.verdicts.with_suffix(f".{number}.log")
+        excluded = [word for text in self.asked.exclude for word in ("--kernel-name-exclude", f"kns={text}")]
         command = [self.asked.sanitizer, "--tool", self.asked.tool, "--show-backtrace", "no",
-                   "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), "--log-file", str(log),
+                   "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), *excluded, "--log-file", str(log),
                    sys.executable, __file__, SERVE, str(log), *self.asked.tests]
         environment = os.environ | ENVIRONMENT.get(self.asked.tool, {})
         if self.gpus:
