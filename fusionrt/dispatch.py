@@ -120,17 +120,16 @@ class Sites(threading.local):
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
             check, run = self.known[key, torch.is_grad_enabled()]
-            given = [t for t in tensors if t is not None]
-            known = forward_ad._current_level < 0 and not any(t.is_nested for t in given) and check(*given)
-        except (KeyError, TypeError, AttributeError):
+            return run if forward_ad._current_level < 0 and check(*tensors) else None
+        except (KeyError, TypeError):
             return None
-        return run if known else None
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
             if len(self.known) >= self.KEPT:
                 self.known.clear()
-            self.known[key, torch.is_grad_enabled()] = guard(*[t for t in tensors if t is not None]), run
+            check = guard(*[t for t in tensors if t is not None])
+            self.known[key, torch.is_grad_enabled()] = guard_all(check, tensors), run
         return run
 
 
