@@ -15,6 +15,13 @@ def in_child(renew: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=renew)
 
 
+def waits_for(lock: Any) -> None:
+    """Whoever forks waits for the thread that holds this lock of a library's, which a child could not renew.
+    Of several locks, in the order in which a thread takes them, the last one is to be named first."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 def without_exec() -> bool:
     """Whether this process is a copy of another, in which no program was started since; Linux tells."""
     try:

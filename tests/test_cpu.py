@@ -239,6 +239,44 @@ def test_a_child_forked_during_a_compilation_computes(folder):
         thread.join()
 
 
+COMPILING_BESIDE_FORKS = """
+import os, signal, threading, time, torch, fusionrt as frt
+x, over = torch.ones(1000), threading.Event()
+frt.relu(x)
+
+def compiles():
+    k = 0
+    while not over.is_set():
+        frt.fuse(lambda a, k=k: a * (k + 0.5), name=f"times{k}")(x)
+        k += 1
+
+def first_calls(k):
+    signal.alarm(60)
+    loaded = frt.relu(x.double() - 2)                          # from the disk, as of the second child
+    compiled = frt.fuse(lambda a: a - k - 0.25, name="less")(x)
+    os._exit(0 if loaded.eq(0).all() and compiled.eq(0.75 - k).all() else 1)
+
+thread = threading.Thread(target=compiles)
+thread.start()
+codes = []
+for k in range(6):
+    time.sleep(0.05)
+    child = os.fork()
+    if not child:
+        first_calls(k)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+thread.join()
+print(*codes)
+"""
+
+
+@posix
+def test_children_forked_while_a_thread_compiles_compute(tmp_path):
+    """It may have been in LLVM or in Numba, each of which has a lock of its own."""
+    assert warm(COMPILING_BESIDE_FORKS, tmp_path) == "0 0 0 0 0 0"
+
+
 FIRST_IMPORTED_IN_THE_CHILD = """
 import os, signal, sys, torch
 torch.set_num_threads(2)

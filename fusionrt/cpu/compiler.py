@@ -50,14 +50,14 @@ _lock = forks.Lock()
 @functools.cache
 def target() -> str:
     """Processor and features: object code runs on no other."""
-    from llvmlite import binding
+    binding = llvm.library()
     features = sorted(f for f, on in binding.get_host_cpu_features().items() if on)
     return f"{binding.get_host_cpu_name()} {','.join(features)} {_vector_library()}"
 
 
 def _vector_library() -> str:
     """Whose functions LLVM calls, found as Numba finds them. Loaded: object code calls them by name."""
-    from llvmlite import binding
+    binding = llvm.library()
     has_svml = getattr(binding.targets, "has_svml", lambda: False)
     if os.environ.get("NUMBA_DISABLE_INTEL_SVML", "0") not in ("", "0") or not has_svml():
         return ""
@@ -121,14 +121,22 @@ def _compiled(dispatcher: Any, signature: Any) -> Any:
     Trap: `compile_extra` takes Numba's lock for each pass, and not while it makes the context, of which two
     threads are in each other's way: "generator already executing".
     """
-    from numba.core import compiler, compiler_lock
+    from numba.core import compiler
     from numba.core.registry import cpu_target
     flags = compiler.Flags()
     cpu_target.options.parse_as_flags(flags, dispatcher.targetoptions)
-    with compiler_lock.global_compiler_lock:
+    with _numbas_lock():
         return compiler.compile_extra(cpu_target.typing_context, _context(), dispatcher.py_func,
                                       signature.args, signature.return_type, flags, {},
                                       pipeline_class=_pipeline())
+
+
+@functools.cache
+def _numbas_lock() -> Any:
+    from numba.core.compiler_lock import global_compiler_lock
+    llvm.library()  # whose lock a thread takes after Numba's
+    forks.waits_for(global_compiler_lock)
+    return global_compiler_lock
 
 
 @functools.cache
@@ -169,7 +177,7 @@ def _context() -> Any:
 
 
 def _load(entry: cache.Entry) -> Function:
-    from llvmlite import binding
+    binding = llvm.library()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), llvm.machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(entry.payload))
     engine.finalize_object()

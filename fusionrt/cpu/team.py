@@ -102,9 +102,10 @@ def _member() -> int:
 
     A team may be smaller than was asked for, hence the loop over chunks.
     """
-    from llvmlite import binding, ir
+    from llvmlite import ir
 
-    from fusionrt.runtime.llvm import machine
+    from fusionrt.runtime.llvm import library, machine
+    binding = library()
     i32, i64, void = ir.IntType(32), ir.IntType(64), ir.VoidType()
     asks, kernel_type = ir.FunctionType(i32, []), ir.FunctionType(i32, [i64] * 7)
     module = ir.Module("fusionrt_team")

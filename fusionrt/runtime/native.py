@@ -167,7 +167,7 @@ def _driver() -> tuple[int | None, int | None]:
 @functools.cache
 def _method() -> tuple[Any, Any]:
     """What Python needs to know of the machine code, and what owns that."""
-    from llvmlite import binding
+    binding = llvm.library()
     text = source.template("call.ll")
     engine = binding.create_mcjit_compiler(binding.parse_assembly(text), llvm.machine())
     missing = [name for name in _OF_PYTHON.findall(text) if binding.address_of_symbol(name) is None]
