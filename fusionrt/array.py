@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 
+from fusionrt.expr import Expr
+
 Restore = Callable[[torch.Tensor], Any]
 
 
 def is_foreign(value: object) -> bool:
     return not isinstance(value, (torch.Tensor, int, float)) and (
         hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"))
+
+
+def shape_of(value: Any) -> Any:
+    """None of a number, which Dynamo may trace and not ask for what it has not, of a traced value of `fuse`,
+    and of what is no array."""
+    return None if isinstance(value, (int, float, Expr)) else getattr(value, "shape", None)
 
 
 def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:

@@ -436,19 +436,25 @@ def test_meta_tensors_compute_nothing():
         assert {g.device.type for g in grads} == {"meta"}
 
 
-def test_numbers_that_vary_are_no_graph_break(device):
-    """Dynamo makes symbols of them."""
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_numbers_that_vary_are_no_graph_break(dynamic, device):
+    """Dynamo makes symbols of them, at once or when they change."""
     x, rotary = torch.randn(2, 5, 16), frt.nn.FusedMultiheadAttention(16, 4, rotary=True)
-    x, rotary = x.to(device), rotary.to(device)
+    x, rotary, steps = x.to(device), rotary.to(device), torch.rand(5, device=device) + 0.1
+    q = torch.ones(2, 5, dtype=torch.int8, device=device)
     calls = {
         "module": lambda v: rotary(x, x, x)[0] * v,
         "rotary": lambda v: frt.rotary_embedding(x.view(2, 5, 2, 8), base=v),
         "quantize": lambda v: frt.quantize_int8(x, v),
-        "dequantize": lambda v: frt.dequantize_int8(torch.ones(4, dtype=torch.int8, device=device), v, v),
+        "dequantize": lambda v: frt.dequantize_int8(q, v, v),
+        "quantize channels": lambda v: frt.quantize_int8(x, steps, v, dim=1),
+        "dequantize channels": lambda v: frt.dequantize_int8(q, steps, v, dim=1),
+        "prelu of a number": lambda v: frt.prelu_bias(x, v, 0.5 * v),
+        "prelu and a number": lambda v: frt.prelu_bias(x, steps, v, bias_first=False),
     }
     for call in calls.values():
         torch._dynamo.reset()
-        run = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        run = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         for value in (0.25, 0.5, 2.0):
             torch.testing.assert_close(run(value), call(value))
 

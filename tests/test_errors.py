@@ -43,6 +43,27 @@ CASES = [
         "add_relu: a and b must broadcast, got (0,) and (2,)",
     ),
     (
+        lambda: frt.prelu_bias(torch.zeros(7, 5), torch.zeros(7, 1), torch.zeros(5)),
+        ValueError,
+        "prelu_bias: alpha must have 1 element or one for each of the 5 channels "
+        "(dimension 1 of x), got (7, 1)",
+    ),
+    (
+        lambda: frt.quantize_int8(torch.zeros(4), np.float32(0)),
+        ValueError,
+        "quantize_int8: scale must be a finite positive number, got np.float32(0.0)",
+    ),
+    (
+        lambda: frt.quantize_int8(torch.zeros(4), 0.5, dim=1),
+        ValueError,
+        "quantize_int8: dim must be in [-1, 1), got 1",
+    ),
+    (
+        lambda: frt.dequantize_int8(torch.zeros(4, dtype=torch.int8), 0.5, dtype=3),
+        ValueError,
+        "dequantize_int8: dtype must be one of float16, bfloat16, float32, got 3",
+    ),
+    (
         lambda: frt.prelu_bias(torch.zeros(2, 3, 4), torch.zeros(4), torch.zeros(4)),
         ValueError,
         "prelu_bias: alpha must have 1 element or one for each of the 3 channels "

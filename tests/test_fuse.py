@@ -572,3 +572,17 @@ def test_long_chains():
 
     x = torch.rand(5) + 0.5
     assert_close(frt.fuse(root)(x), x.sqrt())
+
+
+def test_ops_that_look_at_their_arguments_take_traced_values(device):
+    x = torch.randn(4, 8, device=device)
+    q = frt.quantize_int8(x, 0.05)
+    prelu = frt.fuse(lambda x, alpha: frt.prelu_bias(x, alpha, 0.1))
+    torch.testing.assert_close(prelu(x, 0.25), frt.prelu_bias(x, 0.25, 0.1))
+    dequantize = frt.fuse(lambda q, scale: frt.dequantize_int8(q, scale, 3.0))
+    torch.testing.assert_close(dequantize(q, 0.05), frt.dequantize_int8(q, 0.05, 3.0))
+    found = []
+    for drop in (frt.fuse(lambda x, p: frt.gelu_dropout(x, p)), frt.gelu_dropout):
+        torch.manual_seed(0)
+        found.append(drop(x, 0.5))
+    torch.testing.assert_close(*found)

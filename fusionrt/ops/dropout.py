@@ -55,8 +55,10 @@ def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
     return x + bias + residual
 
 
-def scale_of_kept(op: str, p: float, training: bool, argument: str = "p") -> float | None:
-    """1 / (1 - p), or None when nothing is dropped."""
+def scale_of_kept(op: str, p: Any, training: bool, argument: str = "p") -> Any:
+    """1 / (1 - p), or None when nothing is dropped. Of a traced value in a fused function too."""
+    if isinstance(p, Expr):
+        return 1 / (1 - p) if training else None
     if not isinstance(p, (int, float)):
         raise TypeError(f"{op}: {argument} must be a number, got {type(p).__name__}")
     if not 0 <= p <= 1:

@@ -8,9 +8,11 @@ differ, TypeError for what is no array, and names the argument.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fusionrt import expr
+from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ROWS, Make, pointwise, public
 from fusionrt.expr import Expr, exp, where
 from fusionrt.fusion import fuse
@@ -197,19 +199,17 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
 
         prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
     """
-    shape: tuple[int, ...] = getattr(alpha, "shape", ())
-    # Of the sum, which bias may give dimensions that x has not.
-    whole: tuple[int, ...] = getattr(x, "shape", ())
-    more: tuple[int, ...] = getattr(bias, "shape", ())
-    whole = more if bias_first and len(more) > len(whole) else whole
+    shape, whole, more = shape_of(alpha) or (), shape_of(x), shape_of(bias)
     # What is no array is refused by name below, before alpha is measured by it.
-    arrays = all(isinstance(a, (int, float)) or hasattr(a, "shape") for a in (x, bias))
-    if arrays and len(shape) == 1 and len(whole) != 2:
+    if shape and whole is not None and (more is not None or isinstance(bias, (int, float))):
+        # Of the sum, which bias may give dimensions that x has not.
+        whole = more if bias_first and more is not None and len(more) > len(whole) else whole
         channels = whole[1] if len(whole) > 1 else 1
-        if not is_among(shape[0], 1, channels):
+        if not is_among(math.prod(shape), 1, channels):
             raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "
                              f"channels (dimension 1 of x), got {tuple(shape)}")
-        alpha = alpha.reshape((-1,) + (1,) * max(0, len(whole) - 2))
+        if len(shape) == 1 and len(whole) != 2:
+            alpha = alpha.reshape((-1,) + (1,) * max(0, len(whole) - 2))
     return (_prelu_bias if bias_first else _prelu_then_bias)(x, alpha, bias)
 
 

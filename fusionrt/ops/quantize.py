@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, cast, clamp, node
@@ -44,23 +45,26 @@ _DEQUANTIZE = {dtype: _dequantize_to(dtype) for dtype in ("float16", "bfloat16",
 
 def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any:
     """A vector of one value a channel, shaped to broadcast along `dim`."""
-    if dim is None or not hasattr(value, "shape") or len(value.shape) != 1 or not hasattr(x, "shape"):
+    sizes, own = shape_of(x), shape_of(value)
+    if dim is None or sizes is None:
         return value  # what x must be is said where it is read
     try:
         dim = operator.index(dim)
     except TypeError:
         raise TypeError(f"{op}: dim must be an integer, got {type(dim).__name__}") from None
-    rank = len(x.shape)
+    rank = len(sizes)
     if not -rank <= dim < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
-    if value.shape[0] != x.shape[dim]:
-        raise ValueError(f"{op}: {name} must have one value for each of the {x.shape[dim]} channels along "
-                         f"dim {dim}, got {tuple(value.shape)}")
+    if own is None or len(own) != 1:
+        return value
+    if own[0] != sizes[dim]:
+        raise ValueError(f"{op}: {name} must have one value for each of the {sizes[dim]} channels along "
+                         f"dim {dim}, got {tuple(own)}")
     return value.reshape((-1,) + (1,) * (rank - 1 - dim % rank))
 
 
 def _check_number(op: str, name: str, value: Any, above: float) -> None:
-    if isinstance(value, (float, int)) and not above < value < inf:
+    if isinstance(value, (float, int, np.number)) and not above < value < inf:
         raise ValueError(f"{op}: {name} must be a finite{' positive' if above == 0 else ''} number, "
                          f"got {value!r}")
 
@@ -78,7 +82,8 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
     channel along it. float32 results equal torch's on the same device bit for bit: on CUDA a number
     divides as a multiplication with its float32 reciprocal. 16-bit inputs are computed in float32.
     No gradient: the result is an integer.
-    Raises ValueError for a scale that is a number and not finite and positive.
+    Raises ValueError for a scale that is a number and not finite and positive, for a `dim` that x has not,
+    for vectors of another length than it.
 
         quantize_int8(torch.randn(8, 512), 0.05, 3)
     """
@@ -101,6 +106,15 @@ def _on_cuda(x: Any) -> bool:
     return hasattr(x, "__cuda_array_interface__")
 
 
+def _name_of(dtype: Any) -> str:
+    if dtype is None or isinstance(dtype, (str, torch.dtype)):
+        return str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype).name
+    except TypeError:  # it is none
+        return repr(dtype)
+
+
 @public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0), usual=Usual(
     _DEQUANTIZE["float32"].operator, ("q", "scale", "zero_point"), f"{_IN_RANGE} and dtype is torch.float32"))
 def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None,
@@ -113,12 +127,11 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
 
         dequantize_int8(quantize_int8(x, 0.05), 0.05)
     """
-    if not str(getattr(q, "dtype", "")).endswith("int8") or str(q.dtype).endswith("uint8"):
+    if not isinstance(q, Expr) and str(getattr(q, "dtype", "")).removeprefix("torch.") != "int8":
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
     _check_number("dequantize_int8", "scale", scale, 0.0)
     _check_number("dequantize_int8", "zero_point", zero_point, -inf)
-    known = isinstance(dtype, (str, torch.dtype))
-    name = str(dtype).removeprefix("torch.") if known else np.dtype(dtype).name
+    name = _name_of(dtype)
     if name not in _DEQUANTIZE:
         raise ValueError(f"dequantize_int8: dtype must be one of {', '.join(_DEQUANTIZE)}, got {name}")
     scale = _per_channel("dequantize_int8", "scale", scale, q, dim)
