@@ -57,6 +57,12 @@ class Catalogue(MutableMapping[str, Op]):
 
 OPS = Catalogue()
 F = TypeVar("F", bound=Callable[..., Any])
+# In the docstrings of ops that take each element by itself.
+ELEMENTWISE = """\
+Shapes: tensors, arrays and numbers that broadcast, as in torch. Dtypes: float16 and bfloat16 (computed in
+float32), float32, float64; the result has torch's promoted one. Raises ValueError where shapes do not
+broadcast or devices differ, TypeError for what is neither tensor, array nor number, or where no tensor is
+of floating point; they name the argument."""
 # Of the examples: any size that is not small gives the same kernels. They differ, to be told apart.
 ROWS, COLUMNS = 8192, 4096
 
@@ -65,19 +71,30 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
     """Declare an op by its formula. `example` is needed when some argument is not of full shape."""
     if function is None:
         return lambda f: pointwise(f, example=example)
+    _say(ELEMENTWISE, function)
     return _register(fuse_named(function, function.__name__), example)
 
 
-def public(*, example: Example, usual: Usual | None = None) -> Callable[[F], F]:
-    """Declare an op that chooses between fused functions, or checks its arguments first."""
+def public(*, example: Example, usual: Usual | None = None, more: str = "") -> Callable[[F], F]:
+    """Declare an op that chooses between fused functions, or checks its arguments first. `more` stands in
+    its docstring as well."""
 
     def declare(function: F) -> F:
         names = list(inspect.signature(function).parameters)
+        _say(more, function)
         made = cast(Any, shortcut(function, usual) if usual else function)
         made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
         return cast(F, _register(made, example))
 
     return declare
+
+
+def _say(more: str, function: Callable[..., Any]) -> None:
+    """In front of the example, which ends a docstring; Python leaves these out if told to (-OO)."""
+    said = inspect.getdoc(function)
+    if more and said:
+        text, gap, example = said.rpartition("\n\n    ")
+        function.__doc__ = f"{text}\n\n{more}{gap}{example}"
 
 
 def _register(function: Any, example: Example | None) -> Any:

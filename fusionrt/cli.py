@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+    from rich.text import Text
 
     from fusionrt.precompile import Progress, Summary
 
@@ -212,11 +213,17 @@ def list_() -> None:
     for column in ("size", "registers", "age"):
         table.add_column(column, justify="right")
     for info in infos:
-        known = {name: str(info.metadata.get(name, "")) for name in ("kernel", "arch", "registers")}
-        table.add_row(known["kernel"], known["arch"], _size(info.size), known["registers"],
-                      _age(time.time() - info.last_used))
+        kernel, arch, registers = (_plain(info.metadata.get(name, "")) for name in (
+            "kernel", "arch", "registers"))
+        table.add_row(kernel, arch, _size(info.size), registers, _age(time.time() - info.last_used))
     console().print(table)
     click.echo(f"{len(infos)} kernels, {_size(sum(info.size for info in infos))} in {_where()}")
+
+
+def _plain(value: object) -> Text:
+    """What a file says, for a terminal: no markup, and nothing that a terminal obeys."""
+    from rich.text import Text
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
 @cache.command()

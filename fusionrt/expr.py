@@ -134,6 +134,11 @@ class Expr:
                    and (k not in _TORCH_DEFAULTS or v != _TORCH_DEFAULTS[k])}
         return FUNCTIONS[name](*args, **options)
 
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        known = func.__name__ in FUNCTIONS
+        raise TraceError(f"numpy.{func.__name__} cannot be traced: write "
+                         + (f"fusionrt.{func.__name__}" if known else "functions of fusionrt"))
+
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
         """Numpy's scalars ask here for their operators: `np.float32(2) * x`."""
         name = ufunc.__name__

@@ -16,6 +16,7 @@ from fusionrt import (
     dispatch,
     library,  # noqa: F401  operators need it: see autograd.Dispatched
 )
+from fusionrt.array import is_foreign
 from fusionrt.definition import Target
 from fusionrt.expr import Expr, TraceError, argument, node, random_bits, where
 from fusionrt.op import Operator
@@ -80,8 +81,10 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
     whose value can change without a recompilation. Results have torch's promoted dtype, bool for
     comparisons, or that of an outermost `cast`; 16-bit types are computed in float32, so are integers beside
     float32 (ids above 2^24 lose bits there); int32 and int64 alone, and what gives integers of 16 bits or
-    more, in float64, which has all of 53 bits. Of several results of 16 bits, one that others follow from is
-    rounded before they do.
+    more, in float64, which has all of 53 bits. Without a floating-point tensor only a `cast` or a comparison
+    gives a result; where torch would give integers, or floats of them, a call is a TypeError. Several results
+    have one shape, that of all arguments together, and, unless cast, one dtype; of 16 bits, one that others
+    follow from is rounded before they do.
 
     Raises TraceError where the function cannot become one kernel, and says what to write instead;
     TypeError and ValueError name the argument of a call that cannot be served.
@@ -90,6 +93,8 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
         def gate(x, y):
             return fusionrt.sigmoid(x) * y + 0.5 * x
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"fuse: name must be text, got {name!r}")
     if function is None:
         return lambda f: fuse(f, name=name)
     return fuse_named(function, name or _name_of(function))
@@ -108,6 +113,8 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
     except (TypeError, ValueError):
         raise TypeError(f"fuse: needs a Python function of scalars, got {function!r}; of what has no "
                         "signature write lambda x: ...") from None
+    if not signature.parameters:
+        raise TraceError(f"{name}: must have an argument, as its results have the shape of one")
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
@@ -142,7 +149,9 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
         raise TraceError(f"{name}: must return a traced value, got none")
     for out in outputs:
         if not isinstance(out, (Expr, numbers.Real)):
-            raise TraceError(f"{name}: must return traced values, got {type(out).__name__}")
+            captured = isinstance(out, torch.Tensor) or is_foreign(out)
+            raise TraceError(f"{name}: must return traced values, got {type(out).__name__}"
+                             + (": make it an argument of the fused function" if captured else ""))
     return tuple(out if isinstance(out, Expr) else node("const", repr(float(out))) for out in outputs)
 
 

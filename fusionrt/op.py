@@ -79,7 +79,7 @@ class Operator(Definition):
     def __call__(self, *args: Any) -> Any:
         """Any arguments: torch tensors, other arrays, numbers."""
         watched = is_watched()
-        self._refuse_nested(args)
+        self._refuse_sparse(args)
         if not watched:  # a traced call has symbolic sizes, which a key would make constants
             key = call_key(args)
             known = self.local.__dict__.setdefault("sites", {}).get(key)
@@ -211,10 +211,12 @@ class Operator(Definition):
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _refuse_nested(self, args: Args) -> None:
+    def _refuse_sparse(self, args: Args) -> None:
+        """Nested ones too: neither have the strides by which calls are known."""
         for name, a in zip(self.params, args, strict=True):
-            if isinstance(a, torch.Tensor) and a.is_nested:
-                raise TypeError(f"{self.name}: {name} must be a dense tensor, got a nested one")
+            if isinstance(a, torch.Tensor) and (a.is_nested or a.layout is not torch.strided):
+                kind = "a nested one" if a.is_nested else a.layout
+                raise TypeError(f"{self.name}: {name} must be a dense tensor, got {kind}")
 
     def _check_types(self, args: Args) -> list[torch.Tensor]:
         tensors = []

@@ -305,6 +305,8 @@ def _example(function: Any, dtype: torch.dtype, rows: int, columns: int, require
 def _split(names: Names) -> list[Any]:
     if isinstance(names, str):
         return [name.strip() for name in names.split(",") if name.strip()]
+    if names is not None and not isinstance(names, Iterable):
+        raise TypeError(f"warmup: names must be text or a list, got {names!r}")
     return list(names or ())
 
 

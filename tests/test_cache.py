@@ -202,6 +202,8 @@ def test_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(xdg))
     monkeypatch.setenv("HOME", str(user))
     assert cache.directory() == explicit
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", "~/kernels")
+    assert cache.directory() == user / "kernels"
     monkeypatch.setenv("FUSIONRT_CACHE_DIR", "")
     assert cache.directory() == xdg / "fusionrt"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

@@ -237,6 +237,12 @@ def test_cache_list(home: Path) -> None:
     assert lines[-1] == f"2 kernels, {2 * paths[0].stat().st_size / 1024:.1f} K in {home}"
 
 
+def test_cache_list_of_names_that_a_terminal_obeys(home: Path) -> None:
+    fill("x[/nope]\x1b[31m")
+    result = call("cache", "list")
+    assert (result.exit_code, "x[/nope]\N{REPLACEMENT CHARACTER}[31m" in result.output) == (0, True)
+
+
 def test_cache_verify(home: Path) -> None:
     paths = fill("a", "b", "c")
     sound = call("cache", "verify")

@@ -49,6 +49,21 @@ CASES = [
         "(dimension 1 of x), got (7, 1)",
     ),
     (
+        lambda: frt.add_relu(torch.ones(3, 3), torch.eye(3).to_sparse_csr()),
+        TypeError,
+        "add_relu: b must be a dense tensor, got torch.sparse_csr",
+    ),
+    (
+        lambda: frt.fuse(name=3),
+        TypeError,
+        "fuse: name must be text, got 3",
+    ),
+    (
+        lambda: frt.warmup(arch=3),
+        TypeError,
+        "warmup: names must be text or a list, got 3",
+    ),
+    (
         lambda: frt.quantize_int8(torch.zeros(4), np.float32(0)),
         ValueError,
         "quantize_int8: scale must be a finite positive number, got np.float32(0.0)",

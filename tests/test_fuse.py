@@ -431,7 +431,8 @@ NO_ATTRIBUTE = (
             "fused function, not captured by closure",
         ),
         (lambda x: round(x, 2), "round(x, n) is not supported: write round(x * 10**n) / 10**n"),
-        (lambda x: CAPTURED, "must return traced values, got Tensor"),
+        (lambda x: CAPTURED,
+         "must return traced values, got Tensor: make it an argument of the fused function"),
         (lambda x: None, "must return traced values, got NoneType"),
         (lambda x: (x, "a"), "must return traced values, got str"),
         (
@@ -462,6 +463,7 @@ def test_untraceable_function_of_torch():
         (lambda x, **kw: x, "mine: *kw cannot be fused: name each argument"),
         (lambda x, mode="a": x, "mine: the default of mode must be a number, got 'a'"),
         (lambda x, y=None: x, "mine: the default of y must be a number, got None"),
+        (lambda: 1.0, "mine: must have an argument, as its results have the shape of one"),
     ],
 )
 def test_unsuitable_signatures(function, text):
@@ -498,6 +500,8 @@ def test_a_trace_error_is_a_type_error_with_a_public_name():
         (lambda x: len(x), "a traced value is one scalar and has no length: pass the size as an argument of "
                            "its own"),
         (lambda x: np.exp(x), "numpy.exp cannot be traced: write the function of fusionrt"),
+        (lambda x: np.where(x > 0, x, 0), "numpy.where cannot be traced: write fusionrt.where"),
+        (lambda x: np.clip(x, 0, 1), "numpy.clip cannot be traced: write functions of fusionrt"),
         (lambda x: np.ones(3) * x,
          "multiply: operand ndarray is neither a traced value nor a number: a tensor must be an argument of "
          "the fused function, not captured by closure"),

@@ -5,14 +5,16 @@ recomputed in the backward pass from torch's generator's state and never stored;
 `torch.manual_seed` gives the same mask on a GPU and on a CPU. p is taken to the nearest 2^-16, the scale
 of p as it is given, as torch's: the mean of what is kept is off by 2^-17 / (1 - p) at most, which is little
 until p is within a thousandth of 1.
-With `training=False` or p = 0 nothing is dropped; p = 1 gives zeros.
+With `training=False` or p = 0 nothing is dropped; p = 1 gives zeros. What is dropped is 0 whatever it was:
+torch multiplies with 0, which leaves NaN of NaN and of infinities. Under torch.compile the numbers are drawn
+by an op of torch's own: the same seed gives other masks there, the same ones in each run.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fusionrt.catalogue import COLUMNS, ROWS, public
+from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr
 from fusionrt.fusion import Fused, dropped, fuse
@@ -73,7 +75,8 @@ def _usual(fused: Fused, *tensors: str, condition: str = "training is True") -> 
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS),),
-        usual=_usual(_gelu_dropout, "x", condition="training is True and approximate == 'none'"))
+        usual=_usual(_gelu_dropout, "x", condition="training is True and approximate == 'none'"),
+        more=ELEMENTWISE)
 def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: str = "none") -> Any:
     """dropout(gelu(x), p).
 
@@ -89,7 +92,7 @@ def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: 
     return (_gelu_tanh_dropout if tanh else _gelu_dropout)(x, p, scale)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),), usual=_usual(_relu_dropout, "x"))
+@public(example=lambda make: (make(ROWS, COLUMNS),), usual=_usual(_relu_dropout, "x"), more=ELEMENTWISE)
 def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(relu(x), p).
 
@@ -102,7 +105,7 @@ def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)),
-        usual=_usual(_dropout_add, "x", "residual"))
+        usual=_usual(_dropout_add, "x", "residual"), more=ELEMENTWISE)
 def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x, p) + residual.
 
@@ -115,7 +118,7 @@ def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) ->
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(ROWS, COLUMNS)),
-        usual=_usual(_bias_dropout_add, "x", "bias", "residual"))
+        usual=_usual(_bias_dropout_add, "x", "bias", "residual"), more=ELEMENTWISE)
 def bias_dropout_add(x: Any, bias: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x + bias, p) + residual; x and residual of shape (..., D), bias (D,).
 

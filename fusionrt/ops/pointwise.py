@@ -13,7 +13,7 @@ from typing import Any
 
 from fusionrt import expr
 from fusionrt.array import shape_of
-from fusionrt.catalogue import COLUMNS, ROWS, Make, pointwise, public
+from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, Make, pointwise, public
 from fusionrt.expr import Expr, exp, where
 from fusionrt.fusion import fuse
 from fusionrt.layout import is_among
@@ -117,7 +117,7 @@ def is_tanh(op: str, approximate: str) -> bool:
     return approximate == "tanh"
 
 
-@public(example=_with_bias)
+@public(example=_with_bias, more=ELEMENTWISE)
 def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
     """gelu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
 
@@ -131,7 +131,7 @@ def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
     return _bias_gelu_tanh(x, bias) if is_tanh("bias_gelu", approximate) else None
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)))
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)), more=ELEMENTWISE)
 def geglu(x: Any, gate: Any, *, approximate: str = "none") -> Any:
     """gelu(x) * gate.
 
@@ -189,7 +189,7 @@ def _prelu_then_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
     return where(x > 0, x, alpha * x) + bias
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(COLUMNS)))
+@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(COLUMNS)), more=ELEMENTWISE)
 def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any:
     """prelu(x + bias), or prelu(x) + bias with `bias_first=False`; prelu(y) = y if y > 0 else alpha y.
 

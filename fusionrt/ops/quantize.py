@@ -78,9 +78,10 @@ _IN_RANGE = "0 < scale < inf and -inf < zero_point < inf and dim is None"
 def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None) -> Any:
     """clamp(round_half_even(x / scale + zero_point), -128, 127) as int8; NaN becomes 0.
 
-    `scale`, `zero_point`: numbers, or tensors that broadcast; with `dim`, vectors of one value per
-    channel along it. float32 results equal torch's on the same device bit for bit: on CUDA a number
-    divides as a multiplication with its float32 reciprocal. 16-bit inputs are computed in float32.
+    x: any shape; float16, bfloat16, float32, float64. `scale`, `zero_point`: numbers, or tensors that
+    broadcast; with `dim`, vectors of one value per channel along it. float32 results equal torch's on the
+    same device bit for bit: on CUDA a number divides as a multiplication with its float32 reciprocal.
+    16-bit inputs are computed in float32.
     No gradient: the result is an integer.
     Raises ValueError for a scale that is a number and not finite and positive, for a `dim` that x has not,
     for vectors of another length than it.
@@ -119,7 +120,7 @@ def _name_of(dtype: Any) -> str:
     _DEQUANTIZE["float32"].operator, ("q", "scale", "zero_point"), f"{_IN_RANGE} and dtype is torch.float32"))
 def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None,
                     dtype: Any = torch.float32) -> Any:
-    """(q - zero_point) * scale, for an int8 tensor q; the result has `dtype` (float32).
+    """(q - zero_point) * scale, for an int8 tensor q of any shape; the result has `dtype` (float32).
 
     `scale`, `zero_point`, `dim`: as in `quantize_int8`. `dtype`: float16, bfloat16 or float32, of
     torch or NumPy or by name. Differentiable with respect to tensor scales and zero points.

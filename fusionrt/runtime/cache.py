@@ -318,7 +318,10 @@ def _checksum(body: bytes | memoryview) -> bytes:
 def _home() -> _Home | None:
     explicit = os.environ.get("FUSIONRT_CACHE_DIR")
     if explicit:
-        return _Home(Path(explicit), is_private=False)
+        path = Path(explicit)
+        with suppress(RuntimeError):  # of a user without a home
+            path = path.expanduser()
+        return _Home(path, is_private=False)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():  # the XDG specification: a relative path is to be ignored
         # Not Path.home(): without HOME it asks the password file, and service accounts and

@@ -1,0 +1,27 @@
+"""What `help` says of the ops that take each element by itself."""
+
+import inspect
+
+import pytest
+
+from fusionrt.catalogue import OPS
+from fusionrt.op_names import OPS as FAMILIES
+
+ELEMENTWISE = [op for family in ("activations", "pointwise", "dropout", "quantize") for op in FAMILIES[family]]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_says_formula_shapes_dtypes_errors_and_an_example(name):
+    said = inspect.getdoc(OPS[name])
+    assert all(word in said for word in ("shape", "float16", "float32", "Raises"))
+    formula, *_, example = said.split("\n\n")
+    assert example.lstrip().startswith(f"{name}(")
+    assert example.startswith("    ")
+    assert formula
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_begins_with_a_sentence_and_ends_with_an_example(name):
+    first, *_, example = inspect.getdoc(OPS[name]).split("\n\n")
+    assert first.split("\n")[0].rstrip()
+    assert f"{name}(" in example
