@@ -7,7 +7,8 @@ import pytest
 from fusionrt.catalogue import OPS
 from fusionrt.op_names import OPS as FAMILIES
 
-ELEMENTWISE = [op for family in ("activations", "pointwise", "dropout", "quantize") for op in FAMILIES[family]]
+ELEMENTWISE = [name for family in ("activations", "pointwise", "dropout", "quantize")
+               for name in FAMILIES[family]]
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -1,5 +1,6 @@
 """token_preprocess against the same formulas in torch, element by element."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,15 @@ def padded(rows, width, pad, left=False):
 
 def positions(mask):
     return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+
+
+def test_arrays_of_numpy_are_ids():
+    flat, offsets = np.array([i for s in SEQUENCES for i in s]), np.array([0, 7, 8, 8, 11])
+    expected = token_preprocess(SEQUENCES)
+    for ids, options in (([np.array(s, dtype=np.int64) for s in SEQUENCES], {}), (flat, {"offsets": offsets}),
+                         ([[np.int64(i) for i in s] for s in SEQUENCES], {})):
+        for made, wanted in zip(token_preprocess(ids, **options), expected, strict=True):
+            assert torch.equal(made, wanted)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -215,6 +225,7 @@ run = token_preprocess
     (lambda: run(IDS, pad_to_multiple_of=None), ValueError, "pad_to_multiple_of must be a positive int"),
     (lambda: torch.vmap(run)(torch.ones(2, 3, 4, dtype=torch.int64)), NotImplementedError,
      r"torch.func's transforms \(vmap, grad\) of ids are not implemented; give the whole batch"),
+    (lambda: run([[2**70]]), ValueError, "ids must fit into int64, got 1180591620717411303424"),
     (lambda: run("a", byte_offset=2**63), ValueError, "byte_offset must fit into torch.int64"),
 ])
 def test_errors_say_what_was_expected(call, error, message):

@@ -364,6 +364,7 @@ X = torch.zeros(3, 10)
     (lambda: sliding_window(X, 2, "median"), ValueError,
      "op must be one of sum, mean, min, max, var, std, got 'median'"),
     (lambda: sliding_window(X, 11), ValueError, "window must be at most 10, dim 1 with its padding, got 11"),
+    (lambda: sliding_window(X, 2, correction=np.nan), ValueError, "correction must be finite, got nan"),
     (lambda: sliding_window(X, 0), ValueError, "window must be at least 1, got 0"),
     (lambda: sliding_window(X, 2.0), TypeError, r"window must be an integer, got 2\.0"),
     (lambda: sliding_window(X, 2, dim=2), ValueError, "dim must be one of the 2 dimensions of x, got 2"),

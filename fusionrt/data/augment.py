@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fusionrt.array import is_foreign
 from fusionrt.data.samples import ADJUSTMENTS
 from fusionrt.errors import as_float
 
@@ -75,10 +76,10 @@ def _sizes(images: Any, layout: str) -> Any:
         raise ValueError(f"random_parameters: layout must be one of NHWC, HWC, NCHW, CHW, got {layout!r}")
     found = []
     for one in images if isinstance(images, Sequence) else [images]:
-        if not hasattr(one, "shape"):
+        if not hasattr(one, "shape") and not is_foreign(one):
             raise TypeError("random_parameters: images must be tensors or arrays, got "
                             f"{type(one).__name__}")
-        shape = tuple(one.shape)
+        shape = tuple(one.shape if hasattr(one, "shape") else np.asarray(one).shape)  # a picture of Pillow's
         if len(shape) not in (3, 4):
             raise ValueError(f"random_parameters: images must be of 3 or 4 dimensions, got the shape {shape}")
         size = shape[-2:] if planar else shape[-3:-1]
@@ -98,9 +99,10 @@ def _range(name: str, value: Range) -> tuple[float, float] | None:
     if value is None:
         return None
     centre, low, high = (0.0, -0.5, 0.5) if name == "hue" else (1.0, 0.0, math.inf)
-    if isinstance(value, (int, float)):
-        if value < 0:
-            raise ValueError(f"random_parameters: {name} must not be negative, got {value!r}")
+    if not isinstance(value, Sequence) and hasattr(value, "__float__"):
+        value = float(value)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"random_parameters: {name} must be finite and not negative, got {value!r}")
         value = (max(centre - value, 0.0) if centre else -value, centre + value)
     return _interval(name, value, low, high)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,8 +61,9 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     `random_parameters` draws boxes, flips and adjustments; the same ones give the same result.
     Sources: torch.nn.functional.interpolate, torchvision.transforms.v2 (RandomResizedCrop, Resize and
     CenterCrop, ColorJitter, Normalize) after ToDtype(float32, scale=True): nothing is rounded on the way.
-    Torchvision's results for uint8 images differ by what it rounds: half a step of 1/255 when it resizes, up
-    to one step in each adjustment. As there, a bicubic result of uint8 images is clamped to [0, 1].
+    Torchvision's results for uint8 images differ by what it rounds: up to a step of 1/255 when it resizes and
+    a step and a half in each adjustment; of noise made larger, bicubic ones by some twenty steps. As there, a
+    bicubic result of uint8 images is clamped to [0, 1].
     Contrast needs the mean of the image: then a second kernel finishes what the first one left in float32.
     No gradient. On a GPU one launch serves 64 images, and nothing waits for the device unless parameters lie
     on one. Call it outside of torch.compile.
@@ -206,6 +208,8 @@ def _affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[float
 
 def _new_affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[float]]:
     means, stds = _of_channels("mean", mean, 0.0, channels), _of_channels("std", std, 1.0, channels)
+    if not all(math.isfinite(m) for m in means):
+        raise ValueError(f"image_preprocess: mean must be finite, got {mean!r}")
     if not all(s > 0 for s in stds):
         raise ValueError(f"image_preprocess: std must be positive, got {std!r}")
     return [1 / s for s in stds], [-m / s for m, s in zip(means, stds, strict=True)]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import random
+from fusionrt.array import is_foreign, to_torch
 from fusionrt.autograd import no_transforms
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
@@ -17,6 +18,7 @@ from fusionrt.errors import as_float, as_int, is_int
 
 OP = "token_preprocess"
 Tensor = torch.Tensor
+_TEXT = (bytes, bytearray, str)
 
 
 class Tokens(NamedTuple):
@@ -38,6 +40,7 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
 
     `ids`, of int32 or int64, is one of: a tensor (sequences, tokens) padded with pad_id; a list of sequences
     (lists or 1-D tensors); a 1-D tensor of all sequences and their `offsets`, sequences + 1 of them in int64.
+    Other arrays, NumPy's for instance, are taken for tensors.
     Or it is text in bytes, to each of which `byte_offset` is added, so that ids below it are free for special
     tokens (ByT5: byte_offset=3, eos_id=1): bytes, a str (as UTF-8) or a list of these, or a uint8 tensor,
     2-D without padding or 1-D with offsets. Results are int32 for int32, otherwise int64; of lists they are
@@ -69,7 +72,7 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
     _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
                byte_offset=byte_offset)
-    if byte_offset and batch.ids.dtype != torch.uint8:
+    if byte_offset and batch.rows and batch.ids.dtype != torch.uint8:
         raise ValueError(f"{OP}: byte_offset is of bytes, got ids of {batch.ids.dtype}")
     around = (None if shift_right else bos_id, eos_id)
     if not batch.is_ragged and any(token is not None for token in around):
@@ -133,8 +136,13 @@ def _check_ids(dtype: torch.dtype, **ids: int | None) -> None:
 
 # -- batches ---------------------------------------------------------------------------------------
 
-def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) -> Batch:
-    if isinstance(ids, (bytes, bytearray, str)):
+def _as_tensor(name: str, value: Any) -> Any:
+    return to_torch(value, OP, name)[0] if is_foreign(value) and not isinstance(value, _TEXT) else value
+
+
+def _batch(ids: Any, offsets: Any, device: torch.device | str | None) -> Batch:
+    ids, offsets = _as_tensor("ids", ids), _as_tensor("offsets", offsets)
+    if isinstance(ids, _TEXT):
         ids = [ids]
     if isinstance(ids, Tensor):
         return _batch_of_tensor(ids if device is None else ids.to(device), offsets)
@@ -143,10 +151,10 @@ def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) 
     if not isinstance(ids, (list, tuple)):
         raise TypeError(f"{OP}: ids must be a tensor, a list of sequences, bytes or str, got "
                         f"{type(ids).__name__}")
-    if any(isinstance(s, (bytes, bytearray, str)) for s in ids):
+    if any(isinstance(s, _TEXT) for s in ids):
         flat, lengths = _joined_bytes(ids)
     else:
-        flat, lengths = _joined(ids)
+        flat, lengths = _joined([_as_tensor("ids", s) for s in ids])
     flat = flat if device is None else flat.to(device)
     places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
     places = places.to(flat.device, non_blocking=True)
@@ -155,7 +163,7 @@ def _batch(ids: Any, offsets: Tensor | None, device: torch.device | str | None) 
 
 def _joined_bytes(texts: Sequence[Any]) -> tuple[Tensor, list[int]]:
     for text in texts:
-        if not isinstance(text, (bytes, bytearray, str)):
+        if not isinstance(text, _TEXT):
             raise TypeError(f"{OP}: ids must all be bytes or str, got {type(text).__name__} as well")
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
     joined = bytearray().join(encoded)
@@ -174,10 +182,14 @@ def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
         _check_dtype(flat)
         return flat, [len(s) for s in sequences]
     for s in sequences:
-        if not isinstance(s, (list, tuple, range)) or not all(isinstance(i, int) for i in s):
+        if not isinstance(s, (list, tuple, range)) or not all(isinstance(i, int) or is_int(i) for i in s):
             raise TypeError(f"{OP}: ids must be sequences of ints, got {s!r}"[:200])
-    flat = torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64,
-                        device=torch.get_default_device())
+    joined = list(chain.from_iterable(sequences))
+    try:
+        flat = torch.tensor(joined, dtype=torch.int64, device=torch.get_default_device())
+    except (ValueError, RuntimeError, OverflowError):
+        large = next(i for i in joined if not -2**63 <= i < 2**63)
+        raise ValueError(f"{OP}: ids must fit into int64, got {large}") from None
     return flat, [len(s) for s in sequences]
 
 

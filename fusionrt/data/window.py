@@ -6,6 +6,7 @@ infinity touches the windows that contain it and no other, and data far from 0 k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from fusionrt.autograd import transforms_active
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
 from fusionrt.data.window_rows import Request, Tensor, like, walkable
-from fusionrt.errors import as_float, as_int
+from fusionrt.errors import as_float, as_int, is_int
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
 
@@ -58,8 +59,10 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
                                       min_periods=min_periods, correction=correction))
     dim = _checked(x, window, op, dim, stride, min_periods)
     left, right = _padding(window, padding)
-    request = Request(op, window, stride, left, right, min_periods,
-                      as_float("sliding_window", "correction", correction))
+    correction = as_float("sliding_window", "correction", correction)
+    if not math.isfinite(correction):
+        raise ValueError(f"sliding_window: correction must be finite, got {correction}")
+    request = Request(op, window, stride, left, right, min_periods, correction)
     n = x.shape[dim]
     if n and request.dense(n) < 1:
         raise ValueError(f"sliding_window: window must be at most {n + left + right}, dim {dim} with its "
@@ -99,7 +102,7 @@ def _padding(window: int, padding: str | Sequence[int]) -> tuple[int, int]:
                              f"(left, right), got {padding!r}")
         return {"valid": (0, 0), "same": ((window - 1) // 2, window // 2), "causal": (window - 1, 0)}[padding]
     pair: tuple[Any, ...] = tuple(padding) if isinstance(padding, Sequence) else ()
-    if len(pair) != 2 or not all(isinstance(p, int) and 0 <= p < window for p in pair):
+    if len(pair) != 2 or not all(is_int(p) and 0 <= p < window for p in pair):
         raise ValueError(f"sliding_window: padding must be two ints from 0 to window - 1, {window - 1}, "
                          f"got {padding!r}")
     return pair[0], pair[1]

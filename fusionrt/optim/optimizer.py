@@ -60,7 +60,9 @@ class FusedOptimizer(torch.optim.Optimizer):
       gradients serves this and clipping.
 
     They work with torch.amp.GradScaler as torch's fused ones do: the step unscales, and does nothing if an
-    infinity was found. No step waits for the device. A step in a CUDA graph needs one before the capture.
+    infinity was found. It leaves the gradients as they are, scaled, where torch writes them back: who reads
+    them after it calls `scaler.unscale_(optimizer)` before. No step waits for the device. A step in a CUDA
+    graph needs one before the capture.
 
     `foreach`, `fused` and `capturable` are accepted and change nothing: every step is fused and capturable, a
     learning rate may be a tensor. `differentiable=True` raises ValueError.
