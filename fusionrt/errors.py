@@ -33,6 +33,12 @@ def as_float(op: str, name: str, value: Any) -> float:
     raise TypeError(f"{op}: {name} must be a number, got {value!r}")
 
 
+def check_number(op: str, name: str, value: Any) -> None:
+    """As `as_float`, without making one of a number that a tracer follows."""
+    if not isinstance(value, (int, float)):
+        as_float(op, name, value)
+
+
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether it is an integer, also one of NumPy or of a tracer: no truth value, which Python counts among
     them and torch does not, and no array, which has `__index__` whatever its dtype is."""

@@ -48,6 +48,50 @@ CASES = [
         "prelu_bias: alpha must have 1 element or one for each of the 5 channels "
         "(dimension 1 of x), got (7, 1)",
     ),
+    *[(lambda k=k, v=v: frt.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), **{k: v}), TypeError, text)
+      for k, v, text in (
+          ("weight", [1, 1, 1], "cross_entropy: weight must be a tensor or an array, got list"),
+          ("z_loss", "a", "cross_entropy: z_loss must be a number, got 'a'"),
+          ("label_smoothing", None, "cross_entropy: label_smoothing must be a number, got None"),
+          ("softcap", "a", "cross_entropy: softcap must be a number, got 'a'"))],
+    (
+        lambda: frt.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(3, 4), torch.tensor([0, 1]),
+                                         class_weight=[1, 1, 1]),
+        TypeError,
+        "linear_cross_entropy: class_weight must be a tensor or an array, got list",
+    ),
+    (
+        lambda: frt.instance_norm(torch.zeros(2, 3, 4), eps="a"),
+        TypeError,
+        "instance_norm: eps must be a number, got 'a'",
+    ),
+    *[(lambda k=k, v=v: frt.conv_bn_act(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 3, 3), None,
+                                        *torch.ones(4, 1), **{"stride": 2, k: v}), error, text)
+      for k, v, error, text in (
+          ("eps", None, TypeError, "conv_bn_act: eps must be a number, got None"),
+          ("momentum", "a", TypeError, "conv_bn_act: momentum must be a number, got 'a'"),
+          ("padding", "same", ValueError,
+           "conv_bn_act: padding 'same' needs a stride of 1, got (2, 2); pad by numbers"))],
+    (
+        lambda: frt.depthwise_separable(None, torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 1, 1)),
+        TypeError,
+        "depthwise_separable: x must be a tensor or an array, got NoneType",
+    ),
+    (
+        lambda: frt.nn.FusedMLP(4, 8, names=("a", "a")),
+        ValueError,
+        "FusedMLP: names must be two different ones, got ('a', 'a')",
+    ),
+    (
+        lambda: frt.nn.FusedCrossEntropyLoss(label_smoothing=2),
+        ValueError,
+        "FusedCrossEntropyLoss: label_smoothing must be in [0, 1], got 2",
+    ),
+    (
+        lambda: frt.nn.FusedLinearCrossEntropyLoss(reduction="most"),
+        ValueError,
+        "FusedLinearCrossEntropyLoss: reduction must be 'mean', 'sum' or 'none', got 'most'",
+    ),
     (
         lambda: frt.add_relu(torch.ones(3, 3), torch.eye(3).to_sparse_csr()),
         TypeError,

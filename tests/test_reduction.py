@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -534,3 +535,11 @@ def test_second_derivatives_where_the_first_is_0(name, device):
     assert not of_x[0].any()
     assert of_g[0] == 0
     assert of_x.isfinite().all() and of_g[1] > 0
+
+
+def test_what_is_refused_is_refused_after_a_call_that_is_equal():
+    x = torch.randn(2, 3)
+    frt.sum(x, (0, 1))
+    for dim in ((0, 1.0), (False, True)):
+        with pytest.raises(TypeError, match=re.escape(f"sum: dim must be None, an int or ints, got {dim}")):
+            frt.sum(x, dim)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusionrt.nn.sharing import expect, share
-from fusionrt.ops.cross_entropy import cross_entropy
+from fusionrt.ops.cross_entropy import check_options, cross_entropy
 from fusionrt.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -25,6 +25,7 @@ class FusedCrossEntropyLoss(nn.CrossEntropyLoss):
     def __init__(self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
                  label_smoothing: float = 0.0, *, z_loss: float = 0.0, softcap: float | None = None,
                  inplace_backward: bool = False) -> None:
+        check_options(type(self).__name__, ignore_index, reduction, label_smoothing, z_loss, softcap)
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction,
                          label_smoothing=label_smoothing)
         self.z_loss, self.softcap, self.inplace_backward = z_loss, softcap, inplace_backward
@@ -63,6 +64,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     def __init__(self, class_weight: torch.Tensor | None = None, ignore_index: int = -100,
                  reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
                  softcap: float | None = None) -> None:
+        check_options(type(self).__name__, ignore_index, reduction, label_smoothing, z_loss, softcap)
         super().__init__()
         self.register_buffer("class_weight", class_weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing

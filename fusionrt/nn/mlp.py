@@ -43,6 +43,8 @@ class FusedMLP(Activated):
         hidden, out = hidden_features or 4 * in_features, out_features or in_features
         self._choose(activation)
         scale_of_kept("FusedMLP", dropout, False, "dropout")
+        if len(names) != 2 or names[0] == names[1]:
+            raise ValueError(f"FusedMLP: names must be two different ones, got {names!r}")
         self.dropout, self.recompute, self.names = dropout, recompute, names
         self.add_module(names[0], nn.Linear(in_features, hidden, bias, device, dtype))
         self.add_module(names[1], nn.Linear(hidden, out, bias, device, dtype))

@@ -173,7 +173,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     q: (B, H, S, D); k: (B, H, T, D), v: (B, H, T, E), of q's floating dtype, with any strides. `enable_gqa`:
     k and v may have fewer heads, of which H is a multiple: consecutive query heads share one. scale:
     1 / sqrt(D) unless given. mask: boolean, True where a score passes, or floating-point, added to the
-    scores; it broadcasts to (B, H, S, T). Where it is False or -inf a key is as if it were not there.
+    scores; it broadcasts to (B, H, S, T). Where it is False or -inf a key is as if it were not there,
+    unless it or its value is NaN or infinite: what is multiplied by 0 then shows.
     `dropout_p`: in [0, 1], of no effect without `training`.
 
     causal: query i attends to keys up to i, as in torch, also where S is not T. window: an int, so many keys
@@ -182,10 +183,11 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     -slope |i - j|. With either of these two the last query stands at the last key, that is query i at the
     position i + T - S, for causality too. softcap: c tanh(x / c) in the place of scores x, before all that.
 
-    A query without a key that it may attend to gives zeros, and gradients of zeros. Gradients of q, k, v and
-    of a floating-point mask; none of alibi_slopes, no second ones. Under autocast operands are cast as torch
-    casts those of its own. Where torch's kernel is used, its random numbers are, and its backward pass may
-    add in another order each time; `torch.use_deterministic_algorithms` is heeded.
+    A query without a key that it may attend to gives zeros, and gradients of zeros; so does one of NaN where
+    torch's kernel for a CPU is used, that is without mask, window, ALiBi and softcap. Gradients of q, k, v
+    and of a floating-point mask; none of alibi_slopes, no second ones. Under autocast operands are cast as
+    torch casts those of its own. Where torch's kernel is used, its random numbers are, and its backward pass
+    may add in another order each time; `torch.use_deterministic_algorithms` is heeded.
     TypeError and ValueError for arguments that do not fit. Source: F.scaled_dot_product_attention.
 
         attention(q, k, v, causal=True)

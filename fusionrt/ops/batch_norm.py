@@ -20,7 +20,7 @@ import torch
 
 from fusionrt.array import check_writeable, is_foreign, to_torch
 from fusionrt.catalogue import Make, public
-from fusionrt.errors import as_int
+from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.layout import lie_apart
 from fusionrt.op import unpack
@@ -126,6 +126,7 @@ def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_c
 def _check_running(op: str, x: torch.Tensor, running_mean: Any, running_var: Any, needed: bool, eps: float,
                    num_batches_tracked: Any = None) -> None:
     """`needed` for what they are; otherwise they, and the number of batches, will be written to."""
+    check_number(op, "eps", eps)
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var go together: give both or neither")
     if needed and running_mean is None:

@@ -250,15 +250,17 @@ def depthwise_separable(x: Any, depthwise_weight: Any, pointwise_weight: Any, de
         depthwise_separable(x, w3x3, w1x1, depthwise_norm=norm1, pointwise_norm=norm2, training=True)
     """
     op = "depthwise_separable"
+    if not hasattr(x, "shape"):
+        raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
     _check_images(op, x)
 
     def layer(x: Any, weight: Any, bias: Any, norm: Norm, activation: Any, residual: Any, options: Given
               ) -> Any:
         if norm is None:
             return with_activation(op, x, weight, bias, activation, options, residual=residual)
-        if len(norm) != 4:
-            raise ValueError(f"{op}: a norm must be (running_mean, running_var, weight, bias), got "
-                             f"{len(norm)} values")
+        if not isinstance(norm, (tuple, list)) or len(norm) != 4:
+            came = f"{len(norm)} values" if isinstance(norm, (tuple, list)) else type(norm).__name__
+            raise ValueError(f"{op}: a norm must be (running_mean, running_var, weight, bias), got {came}")
         return with_norm(op, x, weight, (bias, *norm), activation, residual, options, training, momentum, eps)
 
     y = layer(x, depthwise_weight, depthwise_bias, depthwise_norm, activation, None,

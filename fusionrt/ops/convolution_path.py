@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fusionrt.activation import Epilogue, activated, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import is_watched
-from fusionrt.errors import is_int
+from fusionrt.errors import check_number, is_int
 from fusionrt.expr import Expr, rsqrt
 from fusionrt.op import FLOATS, PLAIN, Operator
 from fusionrt.ops import convolution_cudnn, depthwise, folding
@@ -92,6 +92,8 @@ def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
                              f"{tuple(shape)}")
     n, kernel = len(x) - 2, weight[2:]
     stride, dilation = _each(op, "stride", n, stride, 1), _each(op, "dilation", n, dilation, 1)
+    if padding == "same" and any(s != 1 for s in stride):
+        raise ValueError(f"{op}: padding 'same' needs a stride of 1, got {stride}; pad by numbers")
     whole = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]  # padding, on both sides together
     if not isinstance(padding, str):
         padding = _each(op, "padding", n, padding, 0)
@@ -285,6 +287,9 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
                                  recompute))
     kind, function = check(op, arrays, folding.OF_NORM, options), resolve(op, activation)
     check_residual(op, residual, x, kind)
+    check_number(op, "eps", eps)
+    if momentum is not None:
+        check_number(op, "momentum", momentum)
     bias, mean, var, scale, shift = of
     if (mean is None) != (var is None) or (mean is None and not training):
         raise ValueError(f"{op}: running_mean and running_var go together, and without training both are "

@@ -28,7 +28,7 @@ from fusionrt.autograd import is_batched, is_watched, straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, planned_once
-from fusionrt.errors import as_int
+from fusionrt.errors import as_int, check_number
 from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
 from fusionrt.rehearsal import device_type
@@ -62,15 +62,9 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
             label_smoothing: float, z_loss: float, softcap: float | None, weight_name: str = "weight"
             ) -> Call:
     """`input`: logits of shape (C,), (N, C) or (N, C, d1, ...)."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    as_int(op, "ignore_index", ignore_index)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
-    for name, value in (("input", input), ("target", target)):
-        if not isinstance(value, torch.Tensor):
+    check_options(op, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    for name, value in (("input", input), ("target", target), (weight_name, weight)):
+        if not isinstance(value, torch.Tensor) and (value is not None or name != weight_name):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")
     n_classes = input.shape[input.dim() > 1] if input.dim() else 0
     if n_classes == 0:
@@ -95,6 +89,22 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     return Call(op, ("input", "target", *named.keys()), (logits, target, *named.values()), reduction, dtype,
                 n_classes, of_classes, of_classes and has_shares,
                 rounds=reduction == "none" and dtype == logits.dtype)
+
+
+def check_options(op: str, ignore_index: Any, reduction: Any, label_smoothing: Any, z_loss: Any, softcap: Any
+                  ) -> None:
+    """Raises TypeError and ValueError for those that a loss cannot have."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    as_int(op, "ignore_index", ignore_index)
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        check_number(op, name, value)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    if softcap is not None:
+        check_number(op, "softcap", softcap)
+        if not softcap > 0:
+            raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
 
 
 def _classes_last(of_all: torch.Tensor) -> torch.Tensor:

@@ -203,7 +203,7 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
                                   "torch.nn.functional.linear")
     _check_operands(op, hidden, weight, bias, target)
     for name, value in (("target", target), ("class_weight", class_weight)):
-        if value is not None and value.requires_grad:
+        if getattr(value, "requires_grad", False):
             raise ValueError(f"{op}: {name} gets no gradient here: detach it, or use cross_entropy")
     rows, n_classes = rows_of(hidden), weight.shape[0]
     logits = torch.empty((rows.shape[0], n_classes), dtype=hidden.dtype, device="meta")

@@ -160,7 +160,7 @@ sites = Sites()
 
 def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None, *more: Any) -> Any:
     if not (compiling := torch.compiler.is_dynamo_compiling()):  # which warns of caches
-        run = sites.find((op, kind, dim, type(dim), keepdim, map, more), (x,))  # 1.0 == 1
+        run = sites.find(_key(op, kind, dim, keepdim, map, more), (x,))
         if run is not None:
             return run(x)
     if is_foreign(x):
@@ -178,7 +178,12 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
     if kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
         return _of_parts(op, x, layout.reduced[0], keepdim)
     run = _run(op, kind, x, layout, map, more)
-    return run(x) if compiling else sites.keep((op, kind, dims, type(dims), keepdim, map, more), (x,), run)(x)
+    return run(x) if compiling else sites.keep(_key(op, kind, dims, keepdim, map, more), (x,), run)(x)
+
+
+def _key(op: str, kind: str, dim: Dim, *more: Any) -> tuple[Any, ...]:
+    """With the types of numbers, as 1.0, which is refused, and True equal 1."""
+    return op, kind, dim, tuple(map(type, dim)) if isinstance(dim, tuple) else type(dim), *more
 
 
 def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: tuple[Any, ...]) -> Run:
