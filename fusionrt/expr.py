@@ -309,6 +309,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
                 # A product, not a choice: of a row with NaN, which none equals, it is NaN.
                 lambda g, out, a: (node("number", a == out) * (g / row_sum(node("number", a == out))),)),
     "row_first": ("row_first({})", lambda *_: (None,)),  # where the first maximum stands
+    "total": ("total({})", lambda *_: (None,)),  # of one value a row, over all rows
     # Mean, and the sum of the squares of the distances from it, which a kernel finds together.
     "moment_mean": ("moment_mean({})", lambda g, out, a: (g / node("row_size", "row_size"),)),
     "moment_squares": ("moment_squares({}, {})", lambda g, out, a, mean: (2 * g * (a - mean), None)),
@@ -341,7 +342,7 @@ _TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "num
                    "relu_dropped": (1,)}
 _LEAVES = frozenset({"arg", "random", "mask", "const", "row_size"})
 REDUCTIONS = ("row_sum", "row_max", "row_first", "row_top", "moment_mean", "moment_squares")
-_UNIFORM = frozenset({*REDUCTIONS, "taken", "const", "row_size"})
+_UNIFORM = frozenset({*REDUCTIONS, "total", "taken", "const", "row_size"})
 _VARYING = frozenset({"random", "mask", "is_column", "up_to_column"})
 # Neither language has names for these.
 _NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",

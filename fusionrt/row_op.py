@@ -22,6 +22,7 @@ from fusionrt.layout import Ints
 from fusionrt.op import Args, Operator, pack, unpack
 from fusionrt.problem import Output, Problem, pose
 from fusionrt.rehearsal import device_type
+from fusionrt.rowwise import is_total
 
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
@@ -46,16 +47,19 @@ class RowOperator(Operator):
     """As Operator, over rows of the last `row_dims` dimensions. A uniform output has one value a row, in
     the dtype of the arithmetic; other outputs, and those that are `rounded`, have the dtype of argument
     `like`. Where one takes the memory of an argument, rows are runs of memory, and a row's elements follow
-    from reductions and elements in their own place. `double_on_cpu`: arithmetic there is in float64, as
+    from reductions and elements in their own place. `untold`: outputs that a call does not give, as whoever
+    gave their memory has it. `double_on_cpu`: arithmetic there is in float64, as
     torch's of variances is. `of_channels`: rows are channels of images, or groups of them; their stages are
     as was measured to be fastest for these."""
 
     def __init__(self, *definition: Any, row_dims: int = 1, like: int = 0, rounded: Collection[int] = (),
-                 double_on_cpu: bool = False, of_channels: bool = False) -> None:
+                 untold: Collection[int] = (), double_on_cpu: bool = False, of_channels: bool = False
+                 ) -> None:
         super().__init__(*definition)
         self.row_dims, self.like, self.rounded = row_dims, like, frozenset(rounded)
+        self.untold = frozenset(untold)
         self.double_on_cpu, self.of_channels = double_on_cpu, of_channels
-        self.traits = (row_dims, like, double_on_cpu, *sorted(self.rounded))
+        self.traits = (row_dims, like, double_on_cpu, *sorted(self.rounded), *sorted(self.untold))
 
     def derived(self, *definition: Any) -> Operator:
         return RowOperator(*definition, row_dims=self.row_dims, like=self.like, of_channels=self.of_channels)
@@ -144,7 +148,7 @@ class RowOperator(Operator):
         rows = math.prod(shape[:first])
         columns = math.prod(shape[first:])
         small = [k for k in range(len(outputs)) if self.is_one_a_row(k)]
-        if self.into:
+        if self.into or any(map(is_total, self.outputs)):
             return False
         between = any(not a and b for a, b in itertools.pairwise(of_row))
         if self.order is not None and between:  # a walk that is given stays as it is
@@ -173,11 +177,11 @@ class RowOperator(Operator):
         """The kernels of a call; the one over the rows with all the sums that it can take along."""
         first = next(a for a in args if isinstance(a, torch.Tensor))
         if device_type(first) == "cuda":
-            from fusionrt.runtime import device, row_layout
+            from fusionrt.runtime import device, row_choice
             clusters = device.clusters_on(first.device)
             for along in (Along.SEGMENTS, Along.ROWS):
                 parts = self._divided(args, shape, order, outputs, along)
-                if row_layout.takes_sums(self._posed(args, shape, parts[0]), alignment, clusters):
+                if row_choice.takes_sums(self._posed(args, shape, parts[0]), alignment, clusters):
                     return parts
         return self._divided(args, shape, order, outputs, Along.NONE)
 
@@ -192,7 +196,9 @@ class RowOperator(Operator):
             over = layout.expand_strides(o.shape, o.stride(), shape)
             taken = self.taken(k, args, o.dtype, o.shape)
             made = Output(root, o.dtype, tuple(o.shape), tuple(o.stride()), over, False, taken)
-            if missing >= columns and missing and (columns or self.is_one_a_row(k)):  # a value a row
+            if is_total(root):
+                on_rows.add(k, made)
+            elif missing >= columns and missing and (columns or self.is_one_a_row(k)):  # a value a row
                 made = made._replace(root=root if self.is_one_a_row(k) else row_sum(root))
                 later = tuple(sorted(missing - columns))
                 on_rows.add(k, self._value_a_row(made, args, shape) if later else made, later)
@@ -218,8 +224,9 @@ class RowOperator(Operator):
         return Output(root, self.acc_dtype(args), shape, walk, walk, False)
 
     def _posed(self, args: Args, shape: Ints, part: Part) -> Problem:
-        return pose(self.name, args, shape, part.order, part.outputs, self.is_double(args),
-                    part.row_dims)
+        problem = pose(self.name, args, shape, part.order, part.outputs, self.is_double(args), part.row_dims)
+        told = [o.name for k, o in zip(part.positions, problem.outputs, strict=True) if k not in self.untold]
+        return problem._replace(returned=tuple(told)) if self.untold else problem
 
 
 class Part:

@@ -34,6 +34,16 @@ def row_first(a: Any) -> Expr:
     return node("row_first", a)
 
 
+def total(a: Expr) -> Expr:
+    """The sum over all rows of what has one value a row: of numbers, uniform arguments and other outputs. For
+    outputs without dimensions, of a GPU's kernels."""
+    return node("total", a)
+
+
+def is_total(root: Expr) -> bool:
+    return any(n.op == "total" for n in toposort([root]))
+
+
 def taken(tensor: Expr, column: Expr) -> Expr:
     """The argument `tensor` at `column` of the row, a uniform value; 0 where there is no such column."""
     return node("taken", tensor, column)

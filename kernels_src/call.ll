@@ -18,9 +18,11 @@
     i64, i64, i64, i64,                  ; 12 how many arguments, inputs, numbers, outputs
     ptr, ptr, ptr,                       ; 16 inputs, numbers, outputs
     ptr, i64,                            ; 19 the parameters, as far as they are known; their bytes
-    ptr, ptr, ptr, ptr, ptr,             ; 21 a lock's acquire (or null) and release; get_offset, set_offset and
+    i64,                                 ; 21 how many outputs are given, the first ones
+    ptr, ptr, ptr, ptr, ptr,             ; 22 a lock's acquire (or null) and release; get_offset, set_offset and
                                          ;    initial_seed of the generator that it guards
-    i64, i64, i64                        ; 26 by how much to move it on; where seed and offset stand
+    i64, i64, i64,                       ; 27 by how much to move it on; where seed and offset stand
+    i64, i64                             ; 30 whether the parameters are those of one stream; that stream
 }
 
 declare ptr @PyTuple_GetItem(ptr, i64)
@@ -160,7 +162,7 @@ stream:
     %current = load ptr, ptr %current.at
     %device.at = getelementptr %Plan, ptr %plan, i32 0, i32 4
     %stream.value = call i64 @address(ptr %current, ptr %device.at)
-    switch i64 %stream.value, label %stream.ask [ i64 0, label %random      ; which is never captured
+    switch i64 %stream.value, label %stream.ask [ i64 0, label %own         ; which is never captured
                                                   i64 -1, label %general ]
 stream.ask:
     %is_capturing.at = getelementptr %Plan, ptr %plan, i32 0, i32 6
@@ -169,30 +171,39 @@ stream.ask:
     %captured = load i32, ptr %capturing
     %stream.odd = or i32 %stream.status, %captured
     %stream.fine = icmp eq i32 %stream.odd, 0
-    br i1 %stream.fine, label %random, label %general
+    br i1 %stream.fine, label %own, label %general
+own:
+    %own.has.at = getelementptr %Plan, ptr %plan, i32 0, i32 30
+    %own.has = load i64, ptr %own.has.at
+    %own.stream.at = getelementptr %Plan, ptr %plan, i32 0, i32 31
+    %own.stream = load i64, ptr %own.stream.at
+    %own.matters = icmp ne i64 %own.has, 0
+    %own.differs = icmp ne i64 %own.stream, %stream.value
+    %own.other = and i1 %own.matters, %own.differs
+    br i1 %own.other, label %general, label %random
 
 random:
-    %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
+    %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
     %acquire = load ptr, ptr %acquire.at
     %draws = icmp ne ptr %acquire, null
     br i1 %draws, label %draw, label %outputs
 draw:
-    %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
+    %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
     %seed_of = load ptr, ptr %seed_of.at
     %seed = call i64 @number(ptr %seed_of)
     %acquired = call ptr @PyObject_Vectorcall(ptr %acquire, ptr null, i64 0, ptr null)
-    %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
+    %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
     %offset_of = load ptr, ptr %offset_of.at
     %offset = call i64 @number(ptr %offset_of)
-    %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
+    %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
     %step = load i64, ptr %step.at
     %offset.next = add i64 %offset, %step
     %offset.object = call ptr @PyLong_FromLongLong(i64 %offset.next)
     store ptr %offset.object, ptr %objects
-    %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
+    %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
     %move = load ptr, ptr %move.at
     %moved = call ptr @PyObject_Vectorcall(ptr %move, ptr %objects, i64 1, ptr null)
-    %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
+    %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
     %release = load ptr, ptr %release.at
     %released = call ptr @PyObject_Vectorcall(ptr %release, ptr null, i64 0, ptr null)
     call void @Py_DecRef(ptr %acquired)
@@ -203,12 +214,12 @@ draw:
     %drawn = icmp eq ptr %draw.error, null
     br i1 %drawn, label %draw.store, label %general
 draw.store:
-    %seed.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
+    %seed.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
     %seed.place = load i64, ptr %seed.place.at
     %seed.to = getelementptr i8, ptr %parameters, i64 %seed.place
     store i64 %seed, ptr %seed.to
     %counter = lshr i64 %offset, 2               ; Philox gives four numbers for each
-    %counter.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
+    %counter.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 29
     %counter.place = load i64, ptr %counter.place.at
     %counter.to = getelementptr i8, ptr %parameters, i64 %counter.place
     store i64 %counter, ptr %counter.to
@@ -278,17 +289,31 @@ undo.one:
     br label %undo.next
 
 give:
-    %is_one = icmp eq i64 %outputs.n, 1
+    %given.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
+    %given.n = load i64, ptr %given.n.at
+    br label %drop.next
+drop.next:                                       ; what was for the kernel alone
+    %drop.k = phi i64 [ %given.n, %give ], [ %drop.k.next, %drop ]
+    %drop.is = icmp ult i64 %drop.k, %outputs.n
+    br i1 %drop.is, label %drop, label %give.some
+drop:
+    %drop.slot = getelementptr ptr, ptr %objects, i64 %drop.k
+    %drop.object = load ptr, ptr %drop.slot
+    call void @Py_DecRef(ptr %drop.object)
+    %drop.k.next = add i64 %drop.k, 1
+    br label %drop.next
+give.some:
+    %is_one = icmp eq i64 %given.n, 1
     br i1 %is_one, label %give.one, label %give.several
 give.one:
     %only = load ptr, ptr %objects
     ret ptr %only
 give.several:
-    %tuple = call ptr @PyTuple_New(i64 %outputs.n)
+    %tuple = call ptr @PyTuple_New(i64 %given.n)
     br label %give.next
 give.next:
     %give.k = phi i64 [ 0, %give.several ], [ %give.k.next, %give.each ]
-    %give.is = icmp ult i64 %give.k, %outputs.n
+    %give.is = icmp ult i64 %give.k, %given.n
     br i1 %give.is, label %give.each, label %given
 give.each:
     %give.slot = getelementptr ptr, ptr %objects, i64 %give.k

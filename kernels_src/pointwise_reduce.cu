@@ -4,7 +4,8 @@
 // Every operand is read once; full-size outputs are written and what the reduced ones need is kept in
 // registers in the same pass, so a bias gradient costs no extra traffic. Each block writes one row of
 // partial values; `sum_partials` or `join_partials` joins the rows. Where a block has all of its sums, it computes
-// from them at once what was asked for (FINAL). No atomics: two runs give the same bits.
+// from them at once what was asked for (FINAL); where there is one of each, the block that ends last joins what all
+// have left (JOINED). No atomics on values: two runs give the same bits.
 //
 // The domain is seen as groups (kept) x rows (reduced) x columns (the innermost dimension).
 // The prologue defines, beside what pointwise.cu needs,
@@ -26,7 +27,8 @@
 //   finish<W>(p, i, tile, draws, found)   as before; found[g][v]: what group g reduces
 //   take<N, W>(values, found, order)      take N elements of each column into values[k][v]
 //   p.columns, p.rows, p.groups, p.chunks
-//   p.partials[k][chunk][group][column], or, if FINAL, store(p, group * columns + column, values)
+//   p.partials[k][chunk][group][column], or, if FINAL, store(p, group * columns + column, values); if JOINED both, and
+//   p.arrived, where blocks are counted: see arrivals.cuh
 
 // Of value `at` of p.chunks rows of `step`.
 template <typename P>  // which has only one or the other
@@ -143,6 +145,47 @@ template <int W> __device__ __forceinline__ void join_lanes(acc_t (&mine)[VALUES
     }
 }
 
+// Of N neighbouring threads, in the first of them; of more than a warp, of the whole block.
+template <int N> __device__ __forceinline__ void join_threads(acc_t (&values)[VALUES]) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        acc_t other[VALUES];
+#pragma unroll
+        for (int k = 0; k < VALUES; ++k) other[k] = __shfl_xor_sync(0xffffffffu, values[k], offset);
+        join_all(values, other);
+    }
+    if constexpr (N > 32) {
+        __shared__ acc_t shared[BLOCK / 32][VALUES];
+        if (threadIdx.x % 32 == 0)
+#pragma unroll
+            for (int k = 0; k < VALUES; ++k) shared[threadIdx.x / 32][k] = values[k];
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < VALUES; ++k) values[k] = shared[0][k];
+        for (int w = 1; w < BLOCK / 32; ++w) join_all(values, shared[w]);
+    }
+}
+
+template <typename P>  // whose members exist only where parts are joined here
+__device__ __noinline__ void join_parts(const P& p) {
+    if (gridDim.x == 1) __syncthreads();
+    else if (!is_last(p.arrived)) return;
+    Values<1> none;
+    acc_t values[VALUES];
+    start<1>(none);
+#pragma unroll
+    for (int k = 0; k < VALUES; ++k) values[k] = none[k][0];
+#pragma unroll 2
+    for (int c = threadIdx.x; c < gridDim.x; c += BLOCK) {
+        acc_t other[VALUES];
+#pragma unroll
+        for (int k = 0; k < VALUES; ++k) other[k] = fresh_pack<1>(p.partials + (k * gridDim.x + c)).data[0];
+        join_all(values, other);
+    }
+    join_threads<BLOCK>(values);
+    if (threadIdx.x == 0) store(p, 0, values);
+}
+
 __device__ __forceinline__ void reduce_everything(const Params& p) {
     const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
     const index_t chunk = blockIdx.x % p.chunks;
@@ -173,25 +216,10 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
         }
     }
 
-    if constexpr (!FINAL) next_may_begin();
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        acc_t other[VALUES];
-#pragma unroll
-        for (int k = 0; k < VALUES; ++k) other[k] = __shfl_xor_sync(0xffffffffu, values[k], offset);
-        join_all(values, other);
-    }
-    if constexpr (LANES > 32) {
-        __shared__ acc_t shared[BLOCK / 32][VALUES];
-        if (threadIdx.x % 32 == 0)
-#pragma unroll
-            for (int k = 0; k < VALUES; ++k) shared[threadIdx.x / 32][k] = values[k];
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < VALUES; ++k) values[k] = shared[0][k];
-        for (int w = 1; w < BLOCK / 32; ++w) join_all(values, shared[w]);
-    }
+    if constexpr (!FINAL && !JOINED) next_may_begin();
+    join_threads<LANES>(values);
     if (lane == 0 && group < p.groups) leave(p, values, chunk, group, p.groups);
+    if constexpr (JOINED) join_parts(p);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_reduce(const __grid_constant__ Params p) {

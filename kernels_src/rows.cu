@@ -12,8 +12,9 @@
 // of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up. Those of
 // channels' weights, where rows are groups of channels, are sums over segments of the rows: each row leaves
 // what its segments have, which `sum_partials` adds up as well.
-// No atomics: two runs give the same bits. Blocks that keep their part of the weights stay as well. How threads of a
-// row tell each other what they found is in rows_exchange.cuh.
+// No atomics on results: two runs give the same bits. Blocks that keep their part of the weights stay as well. How threads of a
+// row tell each other what they found is in rows_exchange.cuh; sums over all rows of what has one value a row in
+// rows_totals.cuh.
 //
 // The prologue defines the constants above, KIND being one of the three, and
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs
@@ -21,6 +22,7 @@
 //   STAGES, STAGE_BYTES, PART     rows of a team in shared memory, or parts of them; bytes of one, its packs
 //   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
 //                                 first pass of the next one then comes before the last one of this
+//   NEXT_EARLY                    whether the next kernel may begin as soon as all blocks of this one have
 //   WEIGHTS_STAGED, WEIGHTS_IN    whether the block's part of what is alike in all rows stays there as well; the
 //                                 first pass that reads it
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
@@ -512,6 +514,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : blockIdx.x % BLOCKS_A_ROW;
     const unsigned block = blockIdx.x / BLOCKS_A_ROW, blocks = gridDim.x / BLOCKS_A_ROW;
     open(exchange);
+    if constexpr (NEXT_EARLY) next_may_begin();
     wait_for_kernel_before();
     SumsOfColumns sums = {};
     if constexpr (KIND == STAGED && PARTS > 1 && !MOVED) walk_in_parts(p, block, blocks, rank, sums, exchange);
@@ -523,4 +526,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
         next_may_begin();
         store_sums(p, begin(p, 0, rank), sums, block);
     }
+    if constexpr (TOTALS > 0) add_up_rows(p);
 }

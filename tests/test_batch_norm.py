@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import row_layout, row_operands
+from fusionrt.runtime import row_choice, row_operands
 
 SHAPES = [(5, 4), (5, 4, 3), (3, 4, 5, 6), (1, 4, 5, 6), (2, 4, 3, 2, 3)]
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -511,7 +511,7 @@ def test_where_rows_of_groups_wait(dtype):
     with collecting() as needed:
         y = frt.group_norm(x, 32, *of_channel, epilogue=frt.silu)
         torch.autograd.grad(y, [x, *of_channel], torch.empty_like(y))
-    assert [row_layout.layout(p, 16, True).kind for p in needed] == ["staged", "staged"]
+    assert [row_choice.layout(p, 16, True).kind for p in needed] == ["staged", "staged"]
     assert [len(row_operands.held(p)) for p in needed] == [1, 2]
     assert row_operands.segments(needed[1]) == row_operands.Segments(each=2, kept=64, repeats=64)
 

@@ -9,7 +9,9 @@ from checking import BF16, DTYPES, F16, F32, F64, assert_same_bits, check, evalu
 
 import fusionrt as frt
 from fusionrt import reference
+from fusionrt.dispatch import SETTLED_AFTER
 from fusionrt.ops import cross_entropy_rows
+from fusionrt.ops.cross_entropy import FEW_ROWS
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch
 
@@ -251,6 +253,22 @@ def test_one_kernel_each_way():
     assert not [n for n in frt.expr.toposort(kernel.operator.outputs) if n.op in frt.expr.REDUCTIONS]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_one_launch_forward(reduction, needs_gradient):
+    """The last block of the kernel over the logits reduces the losses, if they are few."""
+    def launches(rows, **options):
+        x = torch.empty(rows, 64, device="meta", requires_grad=needs_gradient)
+        with collecting("cuda") as needed:
+            frt.cross_entropy(x, torch.empty(rows, device="meta", dtype=torch.int64), reduction=reduction,
+                              **options)
+        return [source for problem in needed for source in launch.sources(problem)]
+
+    assert len(launches(512)) == len(launches(1, weight=torch.empty(64, device="meta"))) == 1
+    assert "arrived" in launches(512)[0].params.declaration
+    assert len(launches(FEW_ROWS + 1)) > 1
+
+
 # --- the gradient in the memory of the logits
 
 
@@ -452,6 +470,27 @@ def test_graph_capture():
     (expected, (theirs,)) = evaluate(frt.cross_entropy, (x, target))
     assert_same_bits(out, expected)
     assert_same_bits(grad, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 512), (3, 70_001)], ids=str)
+def test_streams_and_graphs_beside_each_other(shape):
+    """Blocks count themselves in memory of the stream, or of the graph."""
+    x, target = logits(shape, BF16, "cuda"), torch.randint(shape[1], shape[:1], device="cuda")
+    first, second, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    expected = frt.cross_entropy(x, target)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=first):
+        captured = frt.cross_entropy(x, target)
+    found = []
+    for _ in range(2 * SETTLED_AFTER):
+        for stream in (first, second):
+            with torch.cuda.stream(stream):
+                found.append(frt.cross_entropy(x, target))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, expected)
+    assert_same_bits(torch.stack(found), expected.expand(len(found)))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 
 import fusionrt as frt
 from fusionrt import deferred, reference
-from fusionrt.ops.cross_entropy_rows import reduction_of
+from fusionrt.ops.cross_entropy_rows import reduced
 
 
 @pytest.mark.gpu
@@ -66,13 +66,12 @@ def test_targets_at_any_address(requires_grad):
 
 def test_counts_beside_operands_at_any_address():
     """A kernel's memory on the host is no operand from another device (here: meta, for a GPU)."""
-    params = "loss", "target", "ignore_index", "n_classes", "wrong"
-    operator = reduction_of(params, True, "float32", 2).operator
-    losses, target = torch.empty(4, 1, device="meta"), torch.empty(4, 1, dtype=torch.int64, device="meta")
+    operator = reduced(("input", "target", "ignore_index"), False, True, "float32")
+    logits, target = torch.empty(4, 5, device="meta"), torch.empty(4, 1, dtype=torch.int64, device="meta")
     count = torch.empty((), dtype=torch.int64)
-    assert operator.over({1: 4}).misaligned(losses, target, -100, 5, count)[1] is count
+    assert operator.misaligned(logits, target, -100, count)[-1] is count
     with pytest.raises(ValueError, match="all tensors must be on one device"):
-        operator.misaligned(losses, target, -100, 5, count)
+        operator.over({}).misaligned(logits, target, -100, count)
 
 
 def test_places_made_in_inference_mode(monkeypatch):

@@ -69,7 +69,7 @@ CONSTANT = {
 }
 # Of rows: tests/test_rows_cpu.py looks at these.
 OF_ROWS = {n for n in PRIMITIVES if n.startswith(("row_", "moment_"))} | {
-    "taken", "is_column", "up_to_column", "standardized", "rms_scaled", "masked", "softmaxed",
+    "total", "taken", "is_column", "up_to_column", "standardized", "rms_scaled", "masked", "softmaxed",
     "log_softmaxed"}
 ARITY = {name: spelling.count("{") for name, (spelling, _) in PRIMITIVES.items()} | {
     "relu": 1, "relu_dropped": 1, "elu": 2, "hardtanh": 1}

@@ -70,13 +70,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield made
 
 
-def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None
-            ) -> Callable[..., Any]:
+def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
+            returned: int = 2) -> Callable[..., Any]:
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
     launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed)
+    functions = {"empty": driver.empty, "stream": driver.current}
     return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
-                                      launched, 3, {"empty": driver.empty, "stream": driver.current}, taking))
+                                      returned, launched, 3, functions, taking))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,13 +104,19 @@ def test_one_output_comes_alone(driver: Driver) -> None:
     x, y = tensors()
     params = Params(FIELDS[:3])
     run = native.settled(native.Plan(
-        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)],
+        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)], 1,
         native.Launched(1, 1, 1, 32, 0, params, PACKED[:3]), 3,
         {"empty": driver.empty, "stream": driver.current}))
 
     out = run(x, y)
 
     assert isinstance(out, torch.Tensor) and out.dtype == torch.int8
+
+
+def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver) -> None:
+    out = settled(driver, returned=1)(*tensors(), 1.0, 1.0)
+    assert isinstance(out, torch.Tensor) and out.shape == (4, 2)
+    assert driver.launches[0][9][2] == out.data_ptr() and driver.launches[0][9][3]
 
 
 @pytest.mark.parametrize("what", ["misaligned", "more arguments", "no number", "captured", "no memory",
@@ -136,6 +143,21 @@ def test_another_stream(driver: Driver) -> None:
     driver.stream = 4096
     settled(driver)(*tensors(), 1.0, 1.0)
     assert driver.launches[0][8] == 4096
+
+
+def test_blocks_count_themselves_in_memory_of_the_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch
+                                                         ) -> None:
+    """In that of the one on which the plan was settled; other streams are Python's."""
+    monkeypatch.setattr(native.arrivals, "of_stream", lambda device, stream: 1000 * device + stream)
+    args: tuple[Any, ...] = (*tensors(), 1.0, 1.0)
+    driver.stream = 64
+    run = settled(driver, (*PACKED[:6], native.ARRIVED.format(device=3)))
+
+    run(*args)
+    driver.stream = 0
+
+    assert driver.launches[0][9][6] == 3064
+    assert run(*args)[0] == "general" and len(driver.launches) == 1
 
 
 def test_what_cannot_be_stays_in_python(driver: Driver) -> None:

@@ -9,7 +9,7 @@ from checking import BF16, F16, F32, assert_same_bits
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import launch, pointwise, resident
+from fusionrt.runtime import arrivals, launch, pointwise, resident
 
 SHAPES = [(4, 64, 29, 31), (3, 24, 29, 27), (2, 520, 19, 15), (64, 8, 17, 7), (16, 256, 28, 28)]
 SEPARATE = ["pointwise_reduce", "join_partials", "pointwise_walk"]
@@ -81,10 +81,10 @@ def test_threads_that_begin_together_have_counters_of_one_memory(monkeypatch):
 
     def ask(found):
         begin.wait()
-        found.append(resident._next(0))
+        found.append(arrivals._next(0))
 
-    monkeypatch.setattr(resident, "_free", {})
-    monkeypatch.setattr(resident.cuda, "zeros", zeros)
+    monkeypatch.setattr(arrivals, "_free", {})
+    monkeypatch.setattr(arrivals.cuda, "zeros", zeros)
     found = []
     threads = [threading.Thread(target=ask, args=(found,)) for _ in range(8)]
     for thread in threads:
@@ -93,7 +93,7 @@ def test_threads_that_begin_together_have_counters_of_one_memory(monkeypatch):
         thread.join()
     assert len(taken) == 1
     assert len(set(found)) == 8
-    assert all(0 <= address - taken[0] < 4 * resident.COUNTERS for address in found)
+    assert all(0 <= address - taken[0] < 4 * arrivals.COUNTERS for address in found)
 
 
 # --- on a GPU

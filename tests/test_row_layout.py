@@ -5,7 +5,7 @@ import torch
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import launch, row_layout
+from fusionrt.runtime import launch, row_choice, row_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -29,7 +29,7 @@ def gelu_of_norm(x, weight, bias):
 
 
 def asks(problem):
-    made = row_layout.layout(problem, 16, True)
+    made = row_choice.layout(problem, 16, True)
     every = row_layout.asks_every(problem, made)
     assert f"ASKS_EVERY = {every}," in launch.sources(problem)[0].text
     return made.kind, every
@@ -54,13 +54,13 @@ def test_gradients_of_long_rows_with_an_activation_have_no_room_for_pairs():
 
 
 def test_two_operands_of_which_a_multiprocessor_holds_one_row_come_in_parts():
-    made = row_layout.layout(problems(frt.softmax, 262_144, F32, 512)[-1], 16, True)
+    made = row_choice.layout(problems(frt.softmax, 262_144, F32, 512)[-1], 16, True)
     assert made.part and made.persistent and (made.cluster, made.packs, made.stages) == (16, 8, 14)
-    assert not row_layout.layout(problems(frt.softmax, 262_144, BF16, 512)[-1], 16, True).part
+    assert not row_choice.layout(problems(frt.softmax, 262_144, BF16, 512)[-1], 16, True).part
 
 
 def layouts(op, columns, dtype, weights=2):
-    return row_layout.layout(problems(op, columns, dtype, (1 << 28) // columns, weights)[0], 16, True)
+    return row_choice.layout(problems(op, columns, dtype, (1 << 28) // columns, weights)[0], 16, True)
 
 
 @pytest.mark.parametrize(("columns", "dtype", "expected"), [
@@ -86,7 +86,7 @@ def test_rows_a_little_shorter_than_their_layout_come_in_parts_of_one_pack():
         shapes = [(1 << 10, columns)] * 2 + [(columns,)] * 2
         with collecting() as needed:
             summed(*[torch.empty(s, device="meta") for s in shapes])
-        return row_layout.layout(next(p for p in needed if p.row_dims), 16, True)
+        return row_choice.layout(next(p for p in needed if p.row_dims), 16, True)
 
     whole, shorter = made(262_144), made(245_760)
     assert (whole.packs, whole.part, whole.stages) == (16, 4, 3)
@@ -94,5 +94,5 @@ def test_rows_a_little_shorter_than_their_layout_come_in_parts_of_one_pack():
 
 
 def test_few_rows_do_not_wait_for_blocks_that_stay():
-    made = row_layout.layout(problems(norm, 262_144, F32, 4, 2)[0], 16, True)
+    made = row_choice.layout(problems(norm, 262_144, F32, 4, 2)[0], 16, True)
     assert not made.moved

@@ -5,7 +5,7 @@ import torch
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import launch, row_layout
+from fusionrt.runtime import launch, row_choice, row_layout
 
 
 def gradient_of_logits(columns, dtype, **options):
@@ -20,22 +20,22 @@ def gradient_of_logits(columns, dtype, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_pieces_make_up_the_row(columns, dtype):
     problem = gradient_of_logits(columns, dtype)
-    made = row_layout.layout(problem, 16, True)
+    made = row_choice.layout(problem, 16, True)
     span = row_layout.span(problem, made)
     assert (made.pieces - 1) * span < columns <= made.pieces * span == made.blocks_a_row * span
     assert made.cluster == 1 and not made.persistent
     whole = made.pieces == 1 and made.threads == 256  # two of them a block
     assert made.block == 256 * (1 + whole) and made.threads * made.packs * made.width == span
     assert row_layout.grid(problem, made, 1) == -(-64 // made.rows)
-    assert made == row_layout.layout(problem, 16, False)  # with clusters or without
-    assert not row_layout.takes_sums(problem, 16, True)
+    assert made == row_choice.layout(problem, 16, False)  # with clusters or without
+    assert not row_choice.takes_sums(problem, 16, True)
     assert f"BLOCKS_A_ROW = {made.pieces}," in launch.sources(problem)[0].text
 
 
 @pytest.mark.parametrize(("columns", "alignment"), [(50_257, 16), (32_768, 2)])
 def test_narrow_packs_take_turns(columns, alignment):
     """What a thread does once would count, for the few elements that it has."""
-    made = row_layout.layout(gradient_of_logits(columns, torch.bfloat16), alignment, True)
+    made = row_choice.layout(gradient_of_logits(columns, torch.bfloat16), alignment, True)
     assert made.kind == "streamed" and made.width == 1 and made.blocks_a_row == 1
 
 
@@ -45,4 +45,4 @@ def test_what_finds_something_has_its_row_together():
         y = frt.softmax(x)
         torch.autograd.grad(y, x, torch.empty_like(y))
         frt.cross_entropy(x.detach(), torch.empty(64, device="meta", dtype=torch.int64), reduction="none")
-    assert len(needed) >= 3 and not any(row_layout.layout(problem, 16, True).pieces for problem in needed)
+    assert len(needed) >= 3 and not any(row_choice.layout(problem, 16, True).pieces for problem in needed)

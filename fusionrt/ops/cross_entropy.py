@@ -1,4 +1,4 @@
-"""Cross-entropy: one kernel over the logits, another one for their gradient.
+"""Cross-entropy: one kernel over the logits, which reduces the losses as well, one more for their gradient.
 
 The loss of a row of logits x with the class t, the weights w of classes (1 unless given) and C classes:
 
@@ -29,12 +29,12 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, planned_once
 from fusionrt.errors import as_int, check_number
-from fusionrt.op import seen_by_torch
-from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduction_of
+from fusionrt.op import seen_by_torch, unpack
+from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.rehearsal import device_type
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
-FEW_ROWS = 1 << 15      # whose losses one block of threads adds
+FEW_ROWS = 1 << 15      # whose losses the last block of threads adds
 
 
 class Call(NamedTuple):
@@ -158,8 +158,8 @@ def _chosen(call: Call, in_place: bool) -> Run:
     if plain and with_gradient and not any(t.requires_grad for t in tensors[1:]):
         kernels = Kernels(call, in_place)
         return lambda *args: _record(args[0], kernels, args)
-    losses_of_rows, reduction = _forward(call, with_gradient, planned=plain and not with_gradient)
-    return lambda *args: reduction(args, *losses_of_rows(*args))[0]
+    run = _forward(call, with_gradient, planned=plain and not with_gradient)
+    return lambda *args: run(*args)[0]
 
 
 def _repeated(call: Call, in_place: bool) -> Run:
@@ -183,28 +183,39 @@ def _repeated(call: Call, in_place: bool) -> Run:
     return again
 
 
-def _forward(call: Call, with_gradient: bool, planned: bool = False) -> tuple[Run, Run]:
-    """Two operators, each with derivatives of any order of its own unless `planned`: (losses, share of the
-    mean or None, [what the gradient reads]) of the arguments; the result and what it was divided by of all
-    that."""
+def _forward(call: Call, with_gradient: bool, planned: bool = False) -> Run:
+    """A function of the arguments: the result, what it was divided by, [what the gradient reads]. Operators,
+    each with derivatives of any order of its own unless `planned`."""
+    rows = call.args[1].numel() if call.of_classes else 0
+    if planned and call.reduction != "none" and 0 < rows <= FEW_ROWS and "columns" not in call.params and (
+            device_type(call.args[0]) == "cuda"):
+        return _in_one(call.without_tensors(), with_gradient)
     kernel: Any = losses_of(call.params, with_gradient, call.rounds)
     kernel = planned_once(kernel.operator) if planned else kernel
     dim, has_shares, call = call.args[0].dim(), call.has_shares, call.without_tensors()
     reduce = None if call.reduction == "none" else reducing(call, dim, planned)
 
-    def losses_of_rows(*args: Any) -> tuple[Any, Any, list[Any]]:
-        found = kernel(*args)
-        losses, *stats = found if isinstance(found, tuple) else (found,)
-        return losses, stats[0] if has_shares else None, stats
-
-    def reduction(args: Sequence[Any], losses: Any, share: Any, stats: Any) -> tuple[Any, Any]:
+    def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
+        losses, *stats = found = unpack(kernel(*args))
         if reduce is None:
             check_classes(call, args)
-            return losses.squeeze(-1), None
-        found: tuple[Any, Any] = reduce(args, losses, share)
-        return found
+            return losses.squeeze(-1), None, found
+        return *reduce(args, losses, stats[0] if has_shares else None), found
 
-    return losses_of_rows, reduction
+    return run
+
+
+def _in_one(call: Call, with_gradient: bool) -> Run:
+    """As `_forward`, in one launch, whose last block reduces the losses of few rows."""
+    mean, dtype = call.reduction == "mean", str(call.dtype).removeprefix("torch.")
+    kernel = planned_once(reduced(call.params, with_gradient, mean, dtype))
+    n = len(losses_of(call.params, with_gradient, False).operator.outputs)
+
+    def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
+        found = deferred.written(args[0].device, lambda wrong: kernel(*args, wrong), _message(call, args))
+        return found[n], found[n + 1] if mean else 1, found[:n]
+
+    return run
 
 
 class Kernels:
@@ -212,7 +223,7 @@ class Kernels:
 
     def __init__(self, call: Call, in_place: bool) -> None:
         self.call, self.in_place = call.without_tensors(), in_place
-        self.losses, self.reduction = _forward(call, True, planned=True)
+        self.forward = _forward(call, True, planned=True)
         self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
         self.launches = Sites()
 
@@ -229,11 +240,9 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, kernels: Kernels, args: Sequence[Any]) -> torch.Tensor:
-        losses, share, stats = kernels.losses(*args)
-        result, count = kernels.reduction(args, losses, share, stats)
+        result, count, found = kernels.forward(*args)
         is_tensor = isinstance(count, torch.Tensor)
         ctx.kernels, ctx.count = kernels, None if is_tensor else count
-        found = (losses, *stats)
         ctx.save_for_backward(count if is_tensor else None, *(found[k] for k in kernels.gradient.saved),
                               *(a for a in args if isinstance(a, torch.Tensor)))
         return cast(torch.Tensor, result)
@@ -248,8 +257,7 @@ class CrossEntropy(torch.autograd.Function):
             if kernels.in_place:
                 raise RuntimeError(f"{call.op}: inplace_backward has no second derivative")
             with torch.enable_grad():
-                losses_of_rows, reduction = _forward(call._replace(args=tuple(args)), True)
-                result = reduction(args, *losses_of_rows(*args))[0]
+                result = _forward(call._replace(args=tuple(args)), True)(*args)[0]
             return *torch.autograd.grad(result, args[0], grad_output, create_graph=True), None, None
         incoming = grad_output.unsqueeze(-1) if call.reduction == "none" else grad_output
         divisor = [ctx.count if count is None else count] if call.reduction == "mean" else []
@@ -282,18 +290,12 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
     flags = mean, str(call.dtype).removeprefix("torch."), dim
     kernel: Any = reduction_of(tuple(params), *flags)
     kernel = planned_once(kernel.operator) if planned else kernel
-    telling = _telling((*params, "wrong"), *flags) if of_classes and planned else None
 
     def run(args: Sequence[Any], losses: torch.Tensor, share: Any) -> tuple[Any, Any]:
         rows = losses.numel()
         if of_classes:
-            given = losses, args[1], args[2], n_classes, *(() if share is None else (share,))
-            if telling is not None and rows <= FEW_ROWS and device_type(losses) == "cuda":
-                found = deferred.written(losses.device, functools.partial(telling, *given),
-                                         _message(call, args))
-            else:
-                found = kernel(*given)
-                deferred.check(found[1], _message(call, args))
+            found = kernel(losses, args[1], args[2], n_classes, *(() if share is None else (share,)))
+            deferred.check(found[1], _message(call, args))
         else:
             found = (kernel(losses, 1 / max(1, rows) if mean else 1.0),)
         if not mean:
@@ -301,14 +303,6 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
         return found[0] if rows else found[0] * math.nan, found[2] if of_classes else rows
 
     return run
-
-
-def _telling(*flags: Any) -> Run:
-    """The reduction, which writes the number of wrong classes to its last argument: memory of the host, in a
-    capture of the device, which one plan serves."""
-    kernel: Any = reduction_of(*flags)
-    operator = kernel.operator
-    return planned_once(operator.over({1: len(operator.params) - 1}))
 
 
 def check_classes(call: Call, args: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from fusionrt.fusion import fuse_named
 from fusionrt.op import Operator
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
-from fusionrt.rowwise import softmax_terms, taken
+from fusionrt.rowwise import softmax_terms, taken, total
 
+HALF = "float16", "bfloat16"
 N_CLASSES = node("row_size", "row_size")
 
 
@@ -71,6 +73,14 @@ def _is_wrong(target: Expr, ignore_index: Any, n_classes: Any) -> Expr:
 @per_call
 def losses_of(params: tuple[str, ...], with_gradient: bool, is_result: bool) -> Callable[..., Any]:
     """The kernel over the logits. `is_result`: losses are what the user gets, of the logits' dtype."""
+    expression, uniform = _losses(params, with_gradient, is_result)
+    return row_operator(expression, params, name="cross_entropy", uniform=uniform,
+                        rounded=(0,) if is_result else ())
+
+
+def _losses(params: tuple[str, ...], with_gradient: bool, is_result: bool
+            ) -> tuple[Callable[..., tuple[Expr, ...]], tuple[str, ...]]:
+    """The expression, and which of its tensors have one value a row."""
     of_classes = "ignore_index" in params
     formula: Callable[..., tuple[Expr, ...]] = _of_classes if of_classes else _of_probabilities
 
@@ -81,8 +91,7 @@ def losses_of(params: tuple[str, ...], with_gradient: bool, is_result: bool) -> 
         share = share if "weight" in params and not is_result else []
         return loss, *share, *(stats if with_gradient else [])
 
-    return row_operator(expression, params, name="cross_entropy",
-                        uniform=("target",) if of_classes else (), rounded=(0,) if is_result else ())
+    return expression, ("target",) if of_classes else ()
 
 
 class Gradient(NamedTuple):
@@ -116,27 +125,56 @@ def _settled(roots: Sequence[Expr]) -> list[Expr]:
     return substitute(roots, rounded)
 
 
+@functools.lru_cache(1024)
+def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str) -> Operator:
+    """The kernel over the logits, which reduces the losses as well: its results are those of `losses_of`, the
+    sum or mean and, of a mean, what it was divided by. A last argument `wrong` is memory for the number of
+    wrong classes."""
+    losses, uniform = _losses(params, with_gradient, False)
+    n, last = (len(losses_of(params, with_gradient, False).operator.outputs) + k for k in (0, 1 + mean))
+
+    def expression(wrong: Expr, **given: Any) -> tuple[Expr, ...]:
+        loss, *rest = losses(**given)
+        target, ignore_index = given["target"], given["ignore_index"]
+        share = rest[0] if "weight" in params else where(target == ignore_index, 0, 1)
+        divisor = [total(share)] if mean else []
+        found = total(loss) / divisor[0] if mean else total(loss)
+        n_wrong = total(where(_is_wrong(target, ignore_index, N_CLASSES), 1, 0))
+        return loss, *rest, _rounded(found, dtype), *divisor, cast(n_wrong, "int64")
+
+    of_losses = inspect.signature(losses)
+    wrong = inspect.Parameter("wrong", inspect.Parameter.KEYWORD_ONLY)
+    expression.__signature__ = of_losses.replace(  # type: ignore[attr-defined]
+        parameters=[*of_losses.parameters.values(), wrong])
+    made: Any = row_operator(expression, (*params, "wrong"), name="cross_entropy", uniform=uniform,
+                             targets=[None] * n + [SCALAR] * (last + 1 - n), untold=(last,),
+                             rounded=(last, *((n,) if dtype in HALF else ())))
+    operator: Operator = made.operator.over({last: len(params)})
+    return operator
+
+
 @per_call
 def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int) -> Callable[..., Any]:
     """The kernel over the losses of all rows: their sum or mean, how many classes are wrong, and what the
-    gradient of a mean reads. A last argument `wrong` is memory for the second, see `over`."""
+    gradient of a mean reads."""
 
     def expression(loss: Expr, target: Any = None, ignore_index: float = 0, n_classes: float = 0,
-                   share: Any = None, factor: float = 1, wrong: Any = None) -> tuple[Expr, ...]:
+                   share: Any = None, factor: float = 1) -> tuple[Expr, ...]:
         if target is None:
-            return (rounded(row_sum(loss) * factor),)
+            return (_rounded(row_sum(loss) * factor, dtype),)
         n_wrong = cast(row_sum(where(_is_wrong(target, ignore_index, n_classes), 1, 0)), "int64")
         if not mean:
-            return rounded(row_sum(loss)), n_wrong
+            return _rounded(row_sum(loss), dtype), n_wrong
         count = row_sum(where(target == ignore_index, 0, 1) if share is None else share)
-        return rounded(row_sum(loss) / count), n_wrong, count
-
-    def rounded(result: Expr) -> Expr:
-        return cast(result, dtype) if dtype in ("float16", "bfloat16") else result
+        return _rounded(row_sum(loss) / count, dtype), n_wrong, count
 
     targets = (SCALAR, *((SCALAR, None) if mean else (SCALAR,))) if "target" in params else (SCALAR,)
     return row_operator(expression, params, name="cross_entropy_reduction", targets=targets,
                         row_dims=row_dims, rounded=(0, 1))
+
+
+def _rounded(result: Expr, dtype: str) -> Expr:
+    return cast(result, dtype) if dtype in HALF else result
 
 
 def _count_wrong(target: Expr, ignore_index: float, n_classes: float) -> Expr:

@@ -160,18 +160,23 @@ def _stored(output: Operand, problem: Problem, result: str) -> str:
 
 
 def storing(problem: Problem) -> list[str]:
-    """`store`: the outputs that follow from values."""
-    found = groups(problem)
-    names: dict[Expr, str] = {}
-    for g, f in zip(found, schedule(problem.roots)[0].found, strict=True):
-        names |= f.names(g.first)
-    statements, results = emit(problem.roots, "const auto {} = {};", names)
+    """`store`: the outputs that follow from values; of sums those themselves."""
+    if problem.across:
+        found = groups(problem)
+        names: dict[Expr, str] = {}
+        for g, f in zip(found, schedule(problem.roots)[0].found, strict=True):
+            names |= f.names(g.first)
+        statements, results = emit(problem.roots, "const auto {} = {};", names)
+        outputs = list(problem.outputs)
+    else:
+        outputs = [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+        statements, results = [], [f"values[{k}]" for k in range(len(outputs))]
     return [
         "__device__ __forceinline__ void store(const Params& p, index_t n, const acc_t (&values)[VALUES]) {",
         *(f"    const acc_t {name} = p.{name};" for name in problem.scalars),
         *("    " + line for line in statements),
         *(
-            _stored(o, problem, result) for o, result in zip(problem.outputs, results, strict=True)
+            _stored(o, problem, result) for o, result in zip(outputs, results, strict=True)
         ),
         "}",
     ]

@@ -17,7 +17,17 @@ import torch
 from fusionrt import dispatch, random
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
-from fusionrt.runtime import accumulators, native, planes, pointwise, resident, row_layout, row_operands
+from fusionrt.runtime import (
+    accumulators,
+    arrivals,
+    native,
+    planes,
+    pointwise,
+    resident,
+    row_choice,
+    row_layout,
+    row_operands,
+)
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
@@ -60,6 +70,11 @@ class Text:
         self.scope[kind] = dtype
         self.allocated.append(native.Allocated(name, shape, strides, dtype))
         self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {kind})")
+
+    def arrived(self) -> dict[str, str]:
+        """Where the blocks of a launch count themselves."""
+        self.scope["counter"] = arrivals.counter
+        return {"arrived": native.ARRIVED.format(device=self.call.device)}
 
     def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
@@ -110,12 +125,12 @@ class Text:
         run: Run = self.scope["run"]
         return run
 
-    def settles(self, run: Run, arguments: Sequence[str]) -> Run:
-        """`run`, which is compiled from this and is one launch, and can be machine code; where it is given
-        random numbers, together with whoever draws them."""
+    def settles(self, run: Run, arguments: Sequence[str], returned: int) -> Run:
+        """`run`, which is compiled from this, is one launch and gives the first tensors that it allocates, so
+        that it can be machine code; where it is given random numbers, together with whoever draws them."""
         (launched,), device = self.launched, self.call.device
         given = [a for a in arguments if a != "rng"]
-        plan = native.Plan(run, given, self.allocated, launched, device, self.scope)
+        plan = native.Plan(run, given, self.allocated, returned, launched, device, self.scope)
         if len(given) == len(arguments):
             return dispatch.settles(run, lambda: native.settled(plan))
         vars(run)["settled_drawing"] = lambda drawn, counters: native.settled(
@@ -153,13 +168,12 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
         inputs += [o for o in problem.then.inputs if o.name not in here]
     values = {o.name: f"p_{o.name}" for o in inputs} | {"row_size": str(float(problem.row_size))}
-    text.lines += [f"p_{o.name} = {o.name}.data_ptr()" for o in inputs]
-    if alignment == 16 and inputs:
+    values |= {f"a{o.into}": f"p_a{o.into}" for o in call.results if o.into is not None}
+    pointers = {name: value for name, value in values.items() if value == f"p_{name}"}
+    text.lines += [f"{value} = {name}.data_ptr()" for name, value in pointers.items()]
+    if alignment == 16 and pointers:
         text.scope["misaligned"] = misaligned
-        written = [f"a{o.into}" for o in call.results if o.into is not None]
-        pointers = " | ".join([*(values[o.name] for o in inputs),
-                               *(f"{name}.data_ptr()" for name in written if name not in values)])
-        text.lines.append(f"if ({pointers}) & 15: return misaligned({', '.join(names)})")
+        text.lines.append(f"if ({' | '.join(pointers.values())}) & 15: return misaligned({', '.join(names)})")
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
         text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
@@ -167,9 +181,10 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         if not reduced:
             if result.into is None:
                 text.allocate(operand.name, result.shape, result.strides, result.dtype)
+                values[operand.name] = f"{operand.name}.data_ptr()"
             else:
                 text.lines.append(f"{operand.name} = a{result.into}")
-            values[operand.name] = f"{operand.name}.data_ptr()"
+                values[operand.name] = f"p_a{result.into}"
     if problem.row_dims:
         _write_rows(text, problem, alignment, values)
     elif problem.then is not None:
@@ -178,11 +193,12 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         # The one that writes full outputs last: they may take the memory of operands.
         for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
-    text.lines.append("return " + ", ".join(problem.returned or [o.name for o in problem.outputs]))
+    returned = list(problem.returned) or [o.name for o in problem.outputs]
+    text.lines.append("return " + ", ".join(returned))
     run = text.compile(names)
-    is_plain = (alignment == 16 and not masks and problem.then is None and not problem.returned
-                and not any(problem.reduced) and all(o.into is None for o in call.results))
-    return text.settles(run, names) if is_plain and len(text.launched) == 1 else run
+    first = [o.name for o in text.allocated[:len(returned)]]
+    is_plain = alignment == 16 and not masks and problem.then is None and returned == first
+    return text.settles(run, names, len(returned)) if is_plain and len(text.launched) == 1 else run
 
 
 def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:
@@ -193,6 +209,9 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
         text.launch(source, blocks, block, values, kernel=kernel)
         return
     grid, chunks = pointwise.reduction_grid(part, rows, width)
+    if pointwise.is_joined(part, rows, width):
+        _write_joined_parts(text, launch, source, grid, values)
+        return
     if part.across:
         _write_across(text, launch, source, grid, chunks, values)
         return
@@ -202,6 +221,20 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
     _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, rows.kept, chunks)
+
+
+def _write_joined_parts(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int,
+                        values: dict[str, str]) -> None:
+    """The block that ends last joins what all have left."""
+    part, call = launch.problem, text.call
+    for k in launch.outputs:
+        operand, result = call.problem.outputs[k], call.results[k]
+        if call.problem.reduced[k]:
+            text.allocate(operand.name, result.shape, result.strides, result.dtype)
+            values = values | {operand.name: f"{operand.name}.data_ptr()"}
+    n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
+    text.allocate("partials", (n_values * grid,), (1,), acc)
+    text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "partials.data_ptr()", **text.arrived()})
 
 
 def _joined(kept: int, chunks: int, alone: bool = False) -> dict[str, str]:
@@ -252,22 +285,21 @@ def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> Non
     acc = getattr(torch, problem.acc)
     n_values = accumulators.n_values(accumulators.groups(problem))
     text.allocate("partials", (n_values * made.chunks * rows.kept,), (1,), acc)
-    device = text.call.device
-    text.scope["counter"] = resident.counter
     values |= {"partials": "partials.data_ptr()", "chunks": str(made.chunks), "side": str(made.side),
-               "packs_kept": str(made.packs), "arrived": f"counter({device}, at)"}
+               "packs_kept": str(made.packs), **text.arrived()}
     text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
                 together=True)
 
 
 def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, str]) -> None:
     device = text.call.device
-    layout = row_layout.layout(problem, alignment, cuda.has_clusters(device))
+    layout = row_choice.layout(problem, alignment, cuda.has_clusters(device))
     source, shared = row_kernels.generate(problem, alignment), row_layout.shared_bytes(problem, layout)
     at_a_time = text.at_a_time(source, layout.block, layout.blocks, shared, layout.cluster)
     blocks = row_layout.grid(problem, layout, at_a_time)
     values |= {"span": str(row_layout.span(problem, layout)),
                "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
+    values |= text.arrived()
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
     of_segments = row_operands.segments(problem)
     kept, chunks = row_operands.columns(problem), blocks
@@ -344,11 +376,11 @@ def sources(problem: Problem) -> list[pointwise.Source]:
     for launch in pointwise.split(problem):
         part = launch.problem
         made.append(pointwise.generate(part, 16, launch.rows))
+        if launch.rows is None or pointwise.needs_no_other(part, launch.rows):
+            continue
         if part.across:
-            final = launch.rows is not None and pointwise.is_final(part, launch.rows,
-                                                                   pointwise.vector_width(part, 16))
-            made += [] if final else [pointwise.generate_join(part)]
-        elif launch.rows is not None:
+            made.append(pointwise.generate_join(part))
+        else:
             made += [pointwise.generate_sum(part, dtype) for dtype in _sum_dtypes(launch)]
     return made
 

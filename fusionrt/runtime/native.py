@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.random import Taking
-from fusionrt.runtime import llvm, source
+from fusionrt.runtime import arrivals, llvm, source
 
 OUTPUTS = 8
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
+ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _FASTCALL = 0x0080  # METH_FASTCALL
 _OF_PYTHON = re.compile(r"^declare .* @(Py\w+)", re.MULTILINE)
 _FIELD = re.compile(r"\d+s|\d*x|[a-zA-Z]")  # of a format of `struct`
@@ -41,9 +42,9 @@ _Plan = _struct(
     "Plan", general=_object, data_ptr=_address, empty=_object, stream=_object, device=_object,
     launch=_address, is_capturing=_address, kernel=_address, grid=_u32, layers=_u32, block=_u32, shared=_u32,
     n_arguments=_u64, n_inputs=_u64, n_numbers=_u64, n_outputs=_u64, inputs=_address, numbers=_address,
-    outputs=_address, parameters=_address, n_bytes=_u64,
+    outputs=_address, parameters=_address, n_bytes=_u64, n_returned=_u64,
     acquire=_object, release=_object, get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64,
-    seed_place=_u64, offset_place=_u64)
+    seed_place=_u64, offset_place=_u64, has_stream=_u64, own_stream=_u64)
 _MethodDef = _struct("MethodDef", name=ctypes.c_char_p, function=_address, flags=ctypes.c_int,
                      doc=ctypes.c_char_p)
 
@@ -75,7 +76,8 @@ class Plan(NamedTuple):
 
     general: Callable[..., Any]
     arguments: Sequence[str]
-    outputs: Sequence[Allocated]
+    outputs: Sequence[Allocated]  # of which those after the first `returned` are for the kernel alone
+    returned: int
     launched: Launched
     device: int
     functions: Mapping[str, Any]  # empty, stream
@@ -108,11 +110,19 @@ def _parameters(plan: Plan) -> tuple[list[Any], list[Any], dict[str, int], bytes
             places[outputs[text]] = place
         elif plan.random is not None and text in (SEED, OFFSET):
             places[text] = place
+        elif text == ARRIVED.format(device=plan.device):
+            known.append(arrivals.of_stream(plan.device, _stream(plan)))
+            continue
         elif plan.random is None or text != STATE:
             known.append(ast.literal_eval(text))
             continue
         known.append(0)
     return inputs, numbers, places, params.packer.pack(*params.converted(*known))
+
+
+def _stream(plan: Plan) -> int:
+    current: int = plan.functions["stream"](plan.device)
+    return current
 
 
 def _fields(format: str) -> list[tuple[str, int]]:
@@ -137,11 +147,12 @@ def _builtin(plan: Plan, inputs: Sequence[Any], numbers: Sequence[Any], places: 
                  *_driver(), launched.kernel, launched.grid, launched.layers, launched.block, launched.shared,
                  len(plan.arguments), len(inputs), len(numbers), len(outputs),
                  *(table and ctypes.addressof(table) for table in tables), ctypes.addressof(parameters),
-                 len(known))
+                 len(known), plan.returned)
     if plan.random is not None:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
         made.seed_place, made.offset_place = places[SEED], places[OFFSET]
+    made.has_stream, made.own_stream = ARRIVED.format(device=plan.device) in launched.packed, _stream(plan)
     method, _ = _method()
     owned = ctypes.addressof(made), made, *tables, parameters
     create = ctypes.pythonapi.PyCFunction_NewEx

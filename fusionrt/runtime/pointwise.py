@@ -276,10 +276,13 @@ def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, widt
     fields: list[Filled] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     at_once = rows is not None and is_final(problem, rows, width)
-    written = problem.outputs if at_once or stored else full_outputs(problem)
+    joined = rows is not None and is_joined(problem, rows, width)
+    written = problem.outputs if at_once or joined or stored else full_outputs(problem)
     fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in written]
     if rows is not None and not at_once:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
+    if joined:
+        fields.append((pointer("unsigned", "arrived", const=False), ("arrived",)))
     fields += random_fields(problem)
     scalars: list[Filled] = [
         (Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
@@ -402,14 +405,16 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
                  f"constexpr bool ACROSS = {str(problem.across).lower()};",
                  f"constexpr bool ONE_ROW = {str(not rows.rows).lower()};",
                  f"constexpr bool TWINS = {str(twins(problem, rows, width)).lower()};",
-                 f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()};",
+                 f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()}, "
+                 f"JOINED = {str(is_joined(problem, rows, width)).lower()};",
                  *accumulators.takes(values)]
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
     geometry.index("groups", rows.n_groups)
     geometry.index("chunks", "chunks" if staying else n_chunks(problem, rows, width))
     functions = [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
-    return constants, functions + (accumulators.storing(problem) if is_final(problem, rows, width) else [])
+    stores = is_final(problem, rows, width) or is_joined(problem, rows, width)
+    return constants, functions + (accumulators.storing(problem) if stores else [])
 
 
 def across_unroll(problem: Problem, rows: Reduction, width: int, staying: int = 0) -> tuple[int, int]:
@@ -434,6 +439,18 @@ def across_blocks(problem: Problem) -> int:
 def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
     """Whether every block has all of its sums, and computes the outputs of rows that lie across memory."""
     return problem.across and problem.inner == 1 and n_chunks(problem, rows, width) == 1
+
+
+def is_joined(problem: Problem, rows: Reduction, width: int) -> bool:
+    """Whether all is reduced to one value of each kind: the block that ends last joins what all have left."""
+    alone = not rows.keeps_columns and rows.n_groups == 1 and problem.inner == 1
+    return alone and not is_final(problem, rows, width)
+
+
+def needs_no_other(problem: Problem, rows: Reduction) -> bool:
+    """Whether the kernel, of 16-byte aligned operands, has no partial values left for another one."""
+    width = vector_width(problem, 16)
+    return is_final(problem, rows, width) or is_joined(problem, rows, width)
 
 
 def n_lanes(rows: Reduction, width: int) -> int:

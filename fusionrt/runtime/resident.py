@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.source import ITEMSIZE, Field, Params, arithmetic, assemble, pointer
 
-COUNTERS = 1 << 14  # of a device
 RESERVED = 1 << 10  # bytes of shared memory that every block takes
 REGISTERS = 1 << 16
 
@@ -179,35 +177,3 @@ def _depth(rows: Reduction, width: int) -> int:
 def _most_chunks(rows: Reduction, width: int) -> int:
     """Blocks that share a column, so that each has several turns."""
     return rows.n_rows // (4 * _depth(rows, width))
-
-
-# -- where blocks meet -----------------------------------------------------------------------------
-
-_local = threading.local()
-_lock = threading.Lock()
-_free: dict[int, list[int]] = {}  # of a device, the addresses of counters that nobody has
-_more: list[torch.Tensor] = []    # when there are none
-
-
-def counter(device: int, stream: int) -> int:
-    """Address of what the blocks of a launch count in. Launches of one stream follow each other and share it;
-    each that a graph holds has its own, as graphs run beside each other."""
-    if torch.cuda.is_current_stream_capturing():
-        return _next(device)
-    known = _local.__dict__.setdefault("counters", {})
-    found: int | None = known.get((device, stream))
-    if found is None:
-        found = known[device, stream] = _next(device)
-    return found
-
-
-def _next(device: int) -> int:
-    with _lock:
-        if device not in _free:
-            address = cuda.zeros(4 * COUNTERS)
-            _free[device] = list(range(address, address + 4 * COUNTERS, 4))
-        if _free[device]:
-            return _free[device].pop()
-    more = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")  # a graph does so in each replay
-    _more.append(more)
-    return int(more.data_ptr())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from fusionrt.expr import Expr, emit, toposort
+from fusionrt.expr import Expr, argument, emit, substitute, toposort
 from fusionrt.problem import Operand, Problem
-from fusionrt.rowwise import Found, Pass, schedule, with_sums
+from fusionrt.rowwise import Found, Pass, is_total, schedule, with_sums
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
 from fusionrt.runtime.pointwise import Source
-from fusionrt.runtime.row_layout import Layout, asks_every, layout, operand_bytes, stage_bytes
+from fusionrt.runtime.row_choice import layout
+from fusionrt.runtime.row_layout import Layout, asks_every, has_weights_at_once, operand_bytes, stage_bytes
 from fusionrt.runtime.row_operands import (
     access_mode,
     columns,
@@ -45,6 +46,7 @@ class Text:
         self.sums = {k: i for i, k in enumerate(sums(problem))}
         self.segments = {k: i for i, k in enumerate(segment_sums(problem))}
         self.stored = [k for k, reduced in enumerate(problem.reduced) if not reduced]
+        self.totals = [k for k in self.stored if is_total(problem.roots[k])]
         self.roots = with_sums(problem.roots)
         self.passes = schedule(self.roots)
         self.carried = carried(self.passes, self.roots)
@@ -54,6 +56,8 @@ class Text:
             self.first[found] = self.values
             self.values += len(found.values)
         self.ahead = layout(problem, alignment, True).ahead
+        at_once = all(has_weights_at_once(problem, layout(problem, alignment, c)) for c in (True, False))
+        self.at_once = weights(problem) if at_once else []
         self._declare_geometry()
 
     def _declare_geometry(self) -> None:
@@ -86,12 +90,13 @@ class Text:
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
-            f"SUMS = {len(self.sums)}, SEGMENT_SUMS = {len(self.segments)}, CARRIED = {len(self.carried)}, "
+            f"SUMS = {len(self.sums)}, SEGMENT_SUMS = {len(self.segments)}, "
+            f"TOTALS = {len(self._sums_of_all())}, CARRIED = {len(self.carried)}, "
             "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
             f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
             f"WEIGHTED = {str(bool(weights(self.problem))).lower()};", *self._layouts(),
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
-            *self._reductions(), *self._store_row(), *self._segment_of()])
+            *self._reductions(), *self._store_row(), *self._of_totals(), *self._segment_of()])
         return Source("rows", text, params, tuple(values for _, values in fields))
 
     def _fields(self) -> list[tuple[Field, Values]]:
@@ -105,6 +110,7 @@ class Text:
                    (Field("unsigned long long chunks", U64), ("chunks",))] if self.sums else []
         fields += [(pointer("acc_t", "partials", const=False), ("partials",)),
                    (Field("unsigned segments", "I"), ("segments",))] if self.segments else []
+        fields += [(pointer("unsigned", "arrived", const=False), ("arrived",))] if self.totals else []
         fields += pointwise.random_fields(problem)
         fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
         fields += [*self.of_columns.fields, *self.of_rows.fields,
@@ -126,7 +132,8 @@ class Text:
                  f"BLOCKS_A_ROW = {made.blocks_a_row}, STAGES = {max(1, made.stages)}, "
                  f"MIN_BLOCKS = {made.blocks}, PART = {made.part or made.packs};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
-                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
+                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()}, "
+                 f"NEXT_EARLY = {str(made.next_early).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
                  f"CARRIES = {str(made.carries).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
@@ -208,7 +215,8 @@ class Text:
                 f"({self.of_columns.offset(self.inner[operand])})).data[0]);", "}"]
 
     def _store_row(self) -> list[str]:
-        stored = [k for k in self.stored if self.modes[self.problem.outputs[k]] == "row"]
+        stored = [k for k in self.stored
+                  if self.modes[self.problem.outputs[k]] == "row" and k not in self.totals]
         roots = [self.roots[k] for k in stored]
         statements, results = emit(roots, "const auto {} = {};", self._at_hand(roots))
         values = ARRAY.format("values")
@@ -217,6 +225,37 @@ class Text:
                 *(f"    *row.{self.problem.outputs[k].name} = "
                   f"from_acc<{self.problem.outputs[k].dtype}_t>({result});"
                   for k, result in zip(stored, results, strict=True)), "}"]
+
+    def _sums_of_all(self) -> list[Expr]:
+        return [n for n in toposort([self.roots[k] for k in self.totals]) if n.op == "total"]
+
+    def _of_totals(self) -> list[str]:
+        """`add_row` and `store_totals`, see rows_totals.cuh. What has one value a row is read anew: outputs,
+        which other blocks have stored, not through the read-only path."""
+        if not self.totals:
+            return []
+        found, roots = self._sums_of_all(), [self.roots[k] for k in self.totals]
+        one_a_row = [k for k in self.stored if self.modes[self.problem.outputs[k]] == "row"]
+        stored = {self.roots[k]: argument(self.problem.outputs[k].name, True)
+                  for k in one_a_row if k not in self.totals}
+        operands = substitute([n.args[0] for n in found if isinstance(n.args[0], Expr)], stored)
+        read = {str(n.args[0]) for n in toposort(operands) if n.op == "arg"}
+        place = {o: f"p.{o.name} + ({self.of_rows.offset(self.outer[o])})" for o in self.outer}
+        reads = [f"const acc_t {o.name} = to_acc({load}<1>({place[o]}).data[0]);"
+                 for load, each in (("load_pack", self.problem.inputs), ("fresh_pack", self.problem.outputs))
+                 for o in each if o.name in read]
+        names = {n: name.removeprefix("row.") for n, name in self._at_hand(operands).items()}
+        each_row, terms = emit(operands, "const auto {} = {};", names)
+        known = self._at_hand(roots) | {n: f"sums[{i}]" for i, n in enumerate(found)}
+        in_the_end, results = emit(roots, "const auto {} = {};", known)
+        outputs, sums = [self.problem.outputs[k] for k in self.totals], f"acc_t (&sums)[{len(found)}]"
+        return [f"{INLINE} void add_row(const Params& p, unsigned r, {sums}) {{",
+                *("    " + line for line in (*self.of_rows.coordinates("r"), *reads, *each_row)),
+                *(f"    sums[{i}] += {term};" for i, term in enumerate(terms)), "}",
+                f"{INLINE} void store_totals(const Params& p, const {sums}) {{",
+                *("    " + line for line in in_the_end),
+                *(f"    *p.{o.name} = from_acc<{o.dtype}_t>({result});"
+                  for o, result in zip(outputs, results, strict=True)), "}"]
 
     def _segment_of(self) -> list[str]:
         """That of a column, which is its place in the sums of a row's."""
@@ -232,11 +271,11 @@ class Text:
     def _tile(self) -> list[str]:
         """`Tile`: what changes from row to row; how it is read, from either memory, and `hide`, which makes
         the compiler forget it. Weights are read where they are used: they stay in the cache, or in shared
-        memory."""
-        modes = {o: self.modes[o] for o in held(self.problem)}
+        memory; or, `at_once`, together with the row."""
+        modes = {o: self.modes[o] for o in (*held(self.problem), *self.at_once)}
         head = "template <int W> " + INLINE
         staged = [f"    tile.{o.name} = shared_pack<W>(reinterpret_cast<const {o.dtype}_t*>"
-                  f"(stage + {o.name}_AT) + within);" for o, mode in modes.items() if mode == "vector"]
+                  f"(stage + {o.name}_AT) + within);" for o in held(self.problem) if modes[o] == "vector"]
         return ["template <int W> struct Tile {",
                 *(f"    {_pack(o, mode)} {o.name};" for o, mode in modes.items()), "};",
                 f"{head} Tile<W> load_tile(const Params& p, const Row& row, column_t column) {{",
@@ -334,7 +373,8 @@ class Text:
         needed = toposort(roots, names)
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
-        of_columns = {o: self.modes[o] for o in inputs if o in weights(self.problem)}
+        apart = [o for o in weights(self.problem) if o not in self.at_once]
+        of_columns = {o: self.modes[o] for o in inputs if o in apart}
         full = [self.problem.outputs[k] for k in written if k in self.stored]
         lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in of_columns.items()),
                  *self._reads(of_columns, "{}_pack", "pack_in<WEIGHTS_STAGED, {}>"),

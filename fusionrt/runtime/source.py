@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
             "int16": 2, "int32": 4, "int64": 8, "bool": 1, "mask": 1}
 # Template -> headers beside the prelude.
-HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reductions.cuh", "copies.cuh"),
-           "join_partials": ("reductions.cuh",), "pointwise_resident": ("reductions.cuh", "resident.cuh"),
-           "pointwise_planes": ("reductions.cuh", "resident.cuh", "copies.cuh", "hopper.cuh"),
+HEADERS = {"rows": ("reductions.cuh", "hopper.cuh", "arrivals.cuh"),
+           "pointwise_reduce": ("reductions.cuh", "copies.cuh", "arrivals.cuh"),
+           "join_partials": ("reductions.cuh",), "pointwise_resident": ("reductions.cuh", "arrivals.cuh"),
+           "pointwise_planes": ("reductions.cuh", "arrivals.cuh", "copies.cuh", "hopper.cuh"),
            "rotary": ("indices.cuh", "rotary.cuh"),
            "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
            "tokens": ("indices.cuh",), "squeeze_excite": ("hopper.cuh",),
@@ -32,7 +33,7 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh"), "pointwise_reduce": ("reduc
            **dict.fromkeys(("depthwise_mma", "depthwise_mma_backward"),
                            ("depthwise.cuh", "copies.cuh", "mma.cuh")), "window": ("copies.cuh",)}
 # Template -> what it shares with others of what builds on the specialisation's constants.
-PARTS = {"rows": ("rows_exchange.cuh",), "depthwise": ("depthwise_turns.cuh",),
+PARTS = {"rows": ("rows_exchange.cuh", "rows_totals.cuh"), "depthwise": ("depthwise_turns.cuh",),
          "depthwise_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh"),
          "depthwise_tiles": ("depthwise_turns.cuh", "depthwise_copies.cuh", "depthwise_blocks.cuh"),
          "depthwise_tiles_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh", "depthwise_copies.cuh",

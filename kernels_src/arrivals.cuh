@@ -1,4 +1,5 @@
-// For blocks that stay until all of a grid have met: they read what others of the same launch have written.
+// For blocks that read what others of the same launch have written: those that stay until all of a grid have met, or
+// the one that ends last.
 
 namespace fusionrt {
 
@@ -38,20 +39,38 @@ template <typename T, int W> __device__ __forceinline__ void store_passing(T* to
     }
 }
 
-// Until all blocks of the grid have arrived. The top bit of the counter changes with the last of them; its other bits are
-// zero before and after.
+// A block's thread has arrived: the counter before and after. Its top bit changes with the last block of the grid; its
+// other bits are zero before the first and after the last.
+struct Arrival { unsigned before, after; };
+__device__ __forceinline__ bool differ_in_top_bit(unsigned a, unsigned b) { return (a ^ b) >> 31; }
+__device__ __forceinline__ Arrival arrive(unsigned* arrived) {
+    const unsigned mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived), "r"(mine) : "memory");
+    return {before, before + mine};
+}
+// Until all blocks of the grid have arrived.
 __device__ __forceinline__ void meet(unsigned* arrived) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        const unsigned mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        unsigned before, now;
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(arrived), "r"(mine) : "memory");
+        const unsigned before = arrive(arrived).before;
+        unsigned now;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-        } while (((before ^ now) & 0x80000000u) == 0);
+        } while (!differ_in_top_bit(before, now));
     }
     __syncthreads();
+}
+// Whether this block is the last one of the grid to come here: what the others wrote before is there.
+__device__ __forceinline__ bool is_last(unsigned* arrived) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const Arrival arrival = arrive(arrived);
+        last = differ_in_top_bit(arrival.before, arrival.after);
+    }
+    __syncthreads();
+    return last;
 }
 
 }  // namespace fusionrt

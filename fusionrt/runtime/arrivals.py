@@ -1,0 +1,43 @@
+"""Where the blocks of a launch count themselves: to meet, or for the last one to add up what all left."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from fusionrt.runtime import device as cuda
+
+COUNTERS = 1 << 14  # of a device
+
+_local = threading.local()
+_lock = threading.Lock()
+_free: dict[int, list[int]] = {}  # of a device, the addresses of counters that nobody has
+_more: list[torch.Tensor] = []    # when there are none
+
+
+def counter(device: int, stream: int) -> int:
+    """Its address. Launches of one stream follow each other and share it; each that a graph holds has its
+    own, as graphs run beside each other."""
+    return _next(device) if torch.cuda.is_current_stream_capturing() else of_stream(device, stream)
+
+
+def of_stream(device: int, stream: int) -> int:
+    """This thread's, whatever is captured."""
+    known = _local.__dict__.setdefault("counters", {})
+    found: int | None = known.get((device, stream))
+    if found is None:
+        found = known[device, stream] = _next(device)
+    return found
+
+
+def _next(device: int) -> int:
+    with _lock:
+        if device not in _free:
+            address = cuda.zeros(4 * COUNTERS)
+            _free[device] = list(range(address, address + 4 * COUNTERS, 4))
+        if _free[device]:
+            return _free[device].pop()
+    more = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")  # a graph does so in each replay
+    _more.append(more)
+    return int(more.data_ptr())
