@@ -22,7 +22,7 @@
 //   STAGES, STAGE_BYTES, PART     rows of a team in shared memory, or parts of them; bytes of one, its packs
 //   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
 //                                 first pass of the next one then comes before the last one of this
-//   NEXT_EARLY                    whether the next kernel may begin as soon as all blocks of this one have
+//   p.early                       whether the next kernel may begin as soon as all blocks of this one have
 //   WEIGHTS_STAGED, WEIGHTS_IN    whether the block's part of what is alike in all rows stays there as well; the
 //                                 first pass that reads it
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
@@ -514,7 +514,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : blockIdx.x % BLOCKS_A_ROW;
     const unsigned block = blockIdx.x / BLOCKS_A_ROW, blocks = gridDim.x / BLOCKS_A_ROW;
     open(exchange);
-    if constexpr (NEXT_EARLY) next_may_begin();
+    if (p.early) next_may_begin();
     wait_for_kernel_before();
     SumsOfColumns sums = {};
     if constexpr (KIND == STAGED && PARTS > 1 && !MOVED) walk_in_parts(p, block, blocks, rank, sums, exchange);

@@ -96,3 +96,32 @@ def test_rows_a_little_shorter_than_their_layout_come_in_parts_of_one_pack():
 def test_few_rows_do_not_wait_for_blocks_that_stay():
     made = row_choice.layout(problems(norm, 262_144, F32, 4, 2)[0], 16, True)
     assert not made.moved
+
+
+def small(op, rows, columns, dtype, weights=0):
+    problem = problems(op, columns, dtype, rows, weights)[0]
+    return problem, row_choice.layout(problem, 16, True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(512, 1024), (682, 768), (170, 768), (256, 2048)])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_little_has_few_blocks(rows, columns, dtype):
+    """Each begins some nanoseconds after another one."""
+    _, made = small(frt.softmax, rows, columns, dtype)
+    assert made.kind == "registers" and made.packs > 1
+    assert -(-rows // made.rows) <= 2 * row_layout.MULTIPROCESSORS
+
+
+def test_rows_of_two_operands_begin_at_once():
+    """With fewer threads than their packs would have if blocks came one after the other."""
+    problem, made = small(lambda x, w: frt.add_norm(x, x.clone(), w)[0], 2048, 2048, BF16, weights=1)
+    assert (made.threads, made.packs) == (32, 8)
+    assert -(-2048 // made.rows) <= made.blocks * row_layout.MULTIPROCESSORS
+    assert row_layout.asks_every(problem, made) == 1  # registers are full
+
+
+@pytest.mark.parametrize(("rows", "columns", "early"), [(512, 1024, False), (4096, 1024, True),
+                                                        (1 << 17, 1024, False)])
+def test_the_next_kernel_begins_early_where_there_are_many_blocks(rows, columns, early):
+    problem, made = small(frt.softmax, rows, columns, BF16)
+    assert row_layout.lets_next_begin(problem, made) == early

@@ -298,6 +298,7 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
     at_a_time = text.at_a_time(source, layout.block, layout.blocks, shared, layout.cluster)
     blocks = row_layout.grid(problem, layout, at_a_time)
     values |= {"span": str(row_layout.span(problem, layout)),
+               "early": str(int(row_layout.lets_next_begin(problem, layout))),
                "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
     values |= text.arrived()
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]

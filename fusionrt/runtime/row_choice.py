@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 
 from fusionrt.problem import Problem
-from fusionrt.runtime.row_layout import Layout, can_be_staged, has_room_to_carry, lets_next_begin, looks
+from fusionrt.runtime.row_layout import Layout, can_be_staged, has_room_to_carry, looks
 from fusionrt.runtime.row_operands import columns, held, segment_sums, segments, sums, width
 from fusionrt.runtime.row_registers import in_pieces, in_registers, is_alone, streamed
 from fusionrt.runtime.row_staged import staged
@@ -30,7 +30,7 @@ MOST_SEGMENTS, SHORTEST_SEGMENT = 64, 8    # of a row; packs of one, so that few
 def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     """`clusters`: of an architecture that has them, and the copy engine."""
     made = _layout(problem, alignment, clusters)
-    return made._replace(carries=has_room_to_carry(problem, made), next_early=lets_next_begin(problem, made))
+    return made._replace(carries=has_room_to_carry(problem, made))
 
 
 def _layout(problem: Problem, alignment: int, clusters: bool) -> Layout:

@@ -55,7 +55,6 @@ class Layout(NamedTuple):
     overlaps: bool = False   # if so: the first pass of the next row comes before the last one of this
     ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
     carries: bool = False    # what passes leave to later ones waits in registers
-    next_early: bool = False  # the next kernel may begin as soon as all blocks of this one have
     pieces: int = 0          # of a row, each for a block, which tells the others nothing
 
     @property
@@ -112,8 +111,9 @@ def has_room_to_carry(problem: Problem, made: Layout) -> bool:
 
 
 def lets_next_begin(problem: Problem, made: Layout) -> bool:
-    """Blocks of the next kernel take the places that are left and lie less evenly: 3 to 12 % less time where
-    there are many, up to a half more of one or two for each multiprocessor (and of pointwise ops)."""
+    """Whether the next kernel may begin as soon as all blocks of this one have. Its blocks take the places
+    that are left and lie less evenly: 3 to 12 % less time where there are many, up to a half more of one or
+    two for each multiprocessor (and of pointwise ops)."""
     passing = made.kind != "staged" and made.blocks_a_row == 1 and not (made.persistent or made.pieces)
     return passing and is_small(problem) and n_rows(problem) > MANY_BLOCKS * made.rows
 

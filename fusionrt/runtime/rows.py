@@ -114,7 +114,7 @@ class Text:
         fields += pointwise.random_fields(problem)
         fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
         fields += [*self.of_columns.fields, *self.of_rows.fields,
-                   (Field("unsigned rows", "I"), (n_rows(problem),))]
+                   (Field("unsigned rows", "I"), (n_rows(problem),)), (Field("int early", "i"), ("early",))]
         fields += [(Field("unsigned ahead", "I"), ("ahead",))] if self.ahead else []
         return sorted(fields, key=lambda f: -struct.calcsize("=" + f[0].format[0]))
 
@@ -132,8 +132,7 @@ class Text:
                  f"BLOCKS_A_ROW = {made.blocks_a_row}, STAGES = {max(1, made.stages)}, "
                  f"MIN_BLOCKS = {made.blocks}, PART = {made.part or made.packs};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
-                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()}, "
-                 f"NEXT_EARLY = {str(made.next_early).lower()};",
+                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
                  f"CARRIES = {str(made.carries).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
