@@ -156,10 +156,10 @@ def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str
 @per_call
 def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int) -> Callable[..., Any]:
     """The kernel over the losses of all rows: their sum or mean, how many classes are wrong, and what the
-    gradient of a mean reads."""
+    gradient of a mean reads. A last argument `wrong` is memory for the second, see `over`."""
 
     def expression(loss: Expr, target: Any = None, ignore_index: float = 0, n_classes: float = 0,
-                   share: Any = None, factor: float = 1) -> tuple[Expr, ...]:
+                   share: Any = None, factor: float = 1, wrong: Any = None) -> tuple[Expr, ...]:
         if target is None:
             return (_rounded(row_sum(loss) * factor, dtype),)
         n_wrong = cast(row_sum(where(_is_wrong(target, ignore_index, n_classes), 1, 0)), "int64")

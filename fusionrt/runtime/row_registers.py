@@ -132,7 +132,8 @@ def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     if sums_alone and one_turn <= 8 and n_rows(problem) >= MANY_ROWS:
         fit = blocks_of(max(40, 24 + packs * of_row), block)
         return Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
-    threads = _threads(packs_a_row, FEW_PACKS if is_small(problem) else 1, 512)
+    few_blocks = is_small(problem) and n_rows(problem) > MULTIPROCESSORS
+    threads = _threads(packs_a_row, FEW_PACKS if few_blocks else 1, 512)
     if n_rows(problem) >= 1024:  # four turns, or eight where blocks would be large
         threads = max(line, min(256, one_turn // 4), min(512, one_turn // 8))
     rows = max(1, block // threads)
