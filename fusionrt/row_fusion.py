@@ -66,13 +66,17 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     return _made[key]
 
 
-def finished(op: str, y: Expr, epilogue: Epilogue) -> Any:
+def as_epilogue(op: str, epilogue: Any) -> Epilogue:
+    """For whoever asks for an operator by it: what is no function may have no hash either."""
+    if epilogue is None or callable(epilogue):
+        return epilogue
+    raise TypeError(f"{op}: epilogue must be a function of one traced value, got {type(epilogue).__name__}")
+
+
+def finished(y: Expr, epilogue: Epilogue) -> Any:
     """The epilogue of y."""
     if epilogue is None:
         return y
-    if not callable(epilogue):
-        raise TypeError(f"{op}: epilogue must be a function of one traced value, got "
-                        f"{type(epilogue).__name__}")
     result = epilogue(y)
     if isinstance(result, numbers.Real) or (isinstance(result, Expr) and result.uniform and not y.uniform):
         return where(y == y, result, result)  # of every element, whatever that is

@@ -86,6 +86,8 @@ def test_errors_of_others():
             (frt.optimized_cpu_attention, (q, q, q, 0), "chunk_size must be at least 1, got 0")):
         with pytest.raises(ValueError, match=text):
             function(*args)
+    with pytest.raises(TypeError, match="optimized_cpu_attention: chunk_size must be an integer, got 'a'"):
+        frt.optimized_cpu_attention(q, q, q, "a")
     with pytest.raises(TypeError, match="attention_apply: v must be a tensor or an array, got int"):
         frt.attention_apply(x, 3)
 

@@ -518,6 +518,13 @@ ERRORS = {
         torch.zeros(1, 1, L, E), *[torch.zeros(L, E)] * 2), ValueError,
         "FusedMultiheadAttention: query, key and value must all have 2 or all 3 dimensions, got query of "
         r"shape \(1, 1, 5, 16\)"),
+    "columns": (lambda: fnn.FusedMultiheadAttention(E, HEADS)(
+        torch.zeros(L, E), torch.zeros(L, E - 1), torch.zeros(L, E)), ValueError,
+        r"FusedMultiheadAttention: key must have 16 columns, got shape \(5, 15\)"),
+    "lengths": (lambda: fnn.FusedMultiheadAttention(E, HEADS)(
+        torch.zeros(L, E), torch.zeros(S, E), torch.zeros(L, E)), ValueError,
+        r"FusedMultiheadAttention: key and value must have one length and one batch size, got shapes "
+        r"\(7, 16\) and \(5, 16\)"),
     "causality": (lambda: fnn.FusedMultiheadAttention(E, HEADS, causal=True)(
         torch.randn(L, E), *[torch.randn(S, E)] * 2), ValueError,
         "FusedMultiheadAttention: causality without an attn_mask needs as many queries as keys, got 5 and 7"),

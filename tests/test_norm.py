@@ -507,6 +507,8 @@ X, W = torch.randn(4, 16), torch.randn(16)
      "dropout_add_layer_norm: p must be a probability in [0, 1], got -1"),
     (lambda: frt.layer_norm(X, 16, epilogue="relu"), TypeError,
      "layer_norm: epilogue must be a function of one traced value, got str"),
+    (lambda: frt.layer_norm(X, 16, epilogue=[frt.relu]), TypeError,
+     "layer_norm: epilogue must be a function of one traced value, got list"),
     (lambda: frt.layer_norm(X, 16, epilogue=lambda y: "y"), frt.TraceError,
      "layer_norm: must return traced values, got str"),
     (lambda: frt.layer_norm_gelu(X, 16, approximate="erf"), ValueError,

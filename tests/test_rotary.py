@@ -496,6 +496,8 @@ T = torch.ones(5, 4)
         ),
         ((Q,), {"rotary_dim": 10}, ValueError, "got 10"),
         ((Q[..., :7],), {}, ValueError, "rotary_dim must be even .* got 7"),
+        ((Q,), {"base": None}, TypeError, "base must be a number, got None"),
+        ((Q.to_sparse(),), {}, TypeError, "q must be a dense tensor, got torch.sparse_coo"),
         ((Q,), {"base": -1.0}, ValueError, "base and scaling must be positive numbers, got -1.0 and 1.0"),
         ((Q, K, T), {}, TypeError, "cos and sin must both be tensors or arrays, or both None, got sin None"),
         ((Q, K, T, T.long()), {}, TypeError, "sin must have a floating dtype, got torch.int64"),

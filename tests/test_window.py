@@ -361,6 +361,7 @@ X = torch.zeros(3, 10)
     (lambda: sliding_window([1.0], 2), TypeError, "x must be a tensor or an array, got list"),
     (lambda: sliding_window(X.int(), 2), TypeError,
      r"x must be of a floating dtype \(torch.float16, .*\), got torch.int32: cast it first"),
+    (lambda: sliding_window(X.to_sparse(), 2), TypeError, "x must be a dense tensor, got torch.sparse_coo"),
     (lambda: sliding_window(X, 2, "median"), ValueError,
      "op must be one of sum, mean, min, max, var, std, got 'median'"),
     (lambda: sliding_window(X, 11), ValueError, "window must be at most 10, dim 1 with its padding, got 11"),

@@ -76,6 +76,8 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
 def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"sliding_window: x must be a tensor or an array, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"sliding_window: x must be a dense tensor, got {x.layout}")
     if x.dtype not in DTYPES:
         raise TypeError(f"sliding_window: x must be of a floating dtype ({', '.join(map(str, DTYPES))}), "
                         f"got {x.dtype}: cast it first")

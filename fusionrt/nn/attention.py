@@ -101,7 +101,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
                 is_causal: bool = False, *, position_ids: Tensor | None = None
                 ) -> tuple[Tensor, Tensor | None]:
         batched, batch_first = query.dim() == 3, self.batch_first or query.dim() == 2
-        _check_inputs(query, key, value)
+        _check_inputs(query, key, value, (self.embed_dim, self.kdim, self.vdim))
         if position_ids is not None and self.rotary is None:
             raise ValueError("FusedMultiheadAttention: position_ids are of a module with rotary")
         if query is key and key is value and self.in_proj_weight is not None:
@@ -203,14 +203,19 @@ def _rotary_options(rotary: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     return options
 
 
-def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, ...]) -> None:
     name = "FusedMultiheadAttention"
-    for argument, t in (("query", query), ("key", key), ("value", value)):
+    for argument, t, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
         if t.is_nested:
             raise TypeError(f"{name}: {argument} must not be a nested tensor")
         if t.dim() not in (2, 3) or t.dim() != query.dim():
             raise ValueError(f"{name}: query, key and value must all have 2 or all 3 dimensions, got "
                              f"{argument} of shape {tuple(t.shape)} with a query of {tuple(query.shape)}")
+        if t.shape[-1] != width:
+            raise ValueError(f"{name}: {argument} must have {width} columns, got shape {tuple(t.shape)}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"{name}: key and value must have one length and one batch size, got shapes "
+                         f"{tuple(key.shape)} and {tuple(value.shape)}")
 
 
 def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

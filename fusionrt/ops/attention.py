@@ -14,7 +14,7 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.errors import as_float, as_int, is_int
+from fusionrt.errors import as_count, as_float, as_int, is_int
 from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated
@@ -364,9 +364,7 @@ def optimized_cpu_attention(q: Any, k: Any, v: Any, chunk_size: int = 64, mask: 
         optimized_cpu_attention(q, k, v, chunk_size=128)
     """
     op = "optimized_cpu_attention"
-    if chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
-    return _on_cpu(op, q, k, v, mask, scale, chunk_size)
+    return _on_cpu(op, q, k, v, mask, scale, as_count(op, "chunk_size", chunk_size, 1))
 
 
 def _on_cpu(op: str, q: Any, k: Any, v: Any, mask: Any, scale: float | None, chunk_size: int | None) -> Any:

@@ -26,7 +26,7 @@ from fusionrt.layout import lie_apart
 from fusionrt.op import unpack
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
-from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
 
 IMAGES = (32, 256, 56, 56)  # of the examples
@@ -55,7 +55,7 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
             y = (x - mean) * rsqrt(var + eps)
         y = y if weight is None else y * weight
         y = y if bias is None else y + bias
-        return finished(op, y if residual is None else y + residual, epilogue), *more
+        return finished(y if residual is None else y + residual, epilogue), *more
 
     uniform = ("mean", "var", "rstd", *(("weight", "bias") if per_channel else ()))
     return row_operator(expression, ("x", *names, "eps"), name=op, row_dims=row_dims,
@@ -77,6 +77,7 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
     if residual is not None:
         tensors["residual"] = residual.permute(order)
     recorded, tracked = _is_recorded(x, weight, bias, residual), running[0] is not None
+    epilogue = as_epilogue(op, epilogue)
     run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked)
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
@@ -289,7 +290,7 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
         tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual}
         recorded = _is_recorded(x, weight, bias, residual)
-        each = _operator(op, tuple(tensors), x.dim() - 2, True, epilogue, recorded, tracked)
+        each = _operator(op, tuple(tensors), x.dim() - 2, True, as_epilogue(op, epilogue), recorded, tracked)
         out = each(x, *tensors.values(), eps)
         if tracked and x.numel():
             mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
@@ -325,7 +326,8 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
                    for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
         recorded = _is_recorded(x, weight, bias, residual)
-        each = _operator("group_norm", tuple(tensors), x.dim() - 1, False, epilogue, recorded, False)
+        each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
+                         as_epilogue("group_norm", epilogue), recorded, False)
         return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
     return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)

@@ -25,7 +25,7 @@ from fusionrt.fusion import kept
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
-from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
 
 EPS = {True: torch.finfo(torch.float64).eps, False: torch.finfo(torch.float32).eps}
@@ -47,7 +47,7 @@ def _operator(op: str, present: tuple[bool, ...], row_dims: int, norm: str, epil
         y, *stats = standardize(total, eps) if norm == "layer" else rms_scale(total, eps)
         y = y if weight is None else y * (weight + 1 if norm == "rms of 1 +" else weight)
         y = y if bias is None else y + bias
-        return finished(op, y, epilogue), *([total] if with_sum else []), *(stats if with_stats else [])
+        return finished(y, epilogue), *([total] if with_sum else []), *(stats if with_stats else [])
 
     names = [name for name, there in zip(("weight", "bias", "residual"), tensors, strict=True) if there]
     params = ("x", *names, "eps", *(("p", "scale") if dropout else ()))
@@ -77,7 +77,8 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
         for a in tensors:
             recorded = recorded or getattr(a, "requires_grad", False)
     present = weight is not None, bias is not None, residual is not None, scale is not None
-    run = _operator(op, present, len(shape), norm, epilogue, return_sum, return_stats or recorded)
+    run = _operator(op, present, len(shape), norm, as_epilogue(op, epilogue), return_sum,
+                    return_stats or recorded)
     out = run(*tensors, eps) if scale is None else run(*tensors, eps, dropout_p, scale)
     if return_stats or not recorded:
         return out

@@ -406,7 +406,7 @@ def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
         1: ("sum", absolute),
         math.inf: ("max", absolute),
     }
-    if p not in kinds:
+    if not isinstance(p, (int, float)) or p not in kinds:
         raise ValueError(f"norm: p must be 1, 2 or inf, got {p!r}")
     kind, map = kinds[p]
     return _reduce("norm", kind, x, dim, keepdim, map)

@@ -181,7 +181,7 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
         raise ValueError(f"{op}: layout must be 'bshd' or 'bhsd', got {layout!r}")
     _check_tensors(op, q, k, layout)
     rotary_dim = checked_dim(op, rotary_dim, q.shape[-1])
-    check_angles(op, base, scaling)
+    check_angles(op, as_float(op, "base", base), scaling)
     length = q.shape[-2 if layout == "bhsd" else -3]
     batch = q.shape[0] if q.dim() == 4 else 1
     position_ids = checked_positions(op, position_ids, offset, batch, length, q.device)
@@ -207,6 +207,8 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {t.layout}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")

@@ -23,7 +23,7 @@ from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
 
 # -- what the kernels compute ----------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
         else:
             y, *terms = rowwise.softmax(z if passed is None else rowwise.above_masked(z), passed)
         y = where(kept(p), y * scale, 0) if dropped else y
-        return finished(op, y, epilogue), *(terms if with_terms else [])
+        return finished(y, epilogue), *(terms if with_terms else [])
 
     there = {"factor": scaled == "factor", "mask": masked is not None, "last": causal,
              "number": scaled == "number", "p": dropped, "scale": dropped}
@@ -92,7 +92,8 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     behind = epilogue is not None or kept_scale is not None
     recorded = behind and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     out = _operator(op, None if scale is None else "number" if isinstance(scale, (int, float)) else "factor",
-                    _kind(op, mask), causal, epilogue, kept_scale is not None, recorded)(*tensors, *numbers)
+                    _kind(op, mask), causal, as_epilogue(op, epilogue), kept_scale is not None,
+                    recorded)(*tensors, *numbers)
     out = out[0] if recorded else out
     return out if is_last else out.movedim(-1, dim)
 
