@@ -73,8 +73,10 @@ def written(device: torch.device, launch: Callable[[torch.Tensor], Result], mess
 
 def _place() -> tuple[_Host, int]:
     global _host
-    with _lock():
-        host = _host = _host or _Host()
+    host = _host
+    if host is None:
+        with _lock():
+            host = _host = _host or _Host()
     while True:
         with contextlib.suppress(IndexError):
             return host, host.free.popleft()

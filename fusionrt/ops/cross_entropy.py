@@ -169,6 +169,8 @@ def _repeated(call: Call, in_place: bool) -> Run:
     names = call.params[2:]
     rest = [None if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
     weight_at, columns_at = (names.index(name) if name in names else None for name in ("weight", "columns"))
+    if of_classes and call.args[0].dim() == 2 and weight_at is columns_at is None and not in_place:
+        return lambda input, target, weight: run(input, target.unsqueeze(-1), *rest)
 
     def again(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> Any:
         more = rest.copy()
@@ -212,9 +214,10 @@ def _in_one(call: Call, with_gradient: bool) -> Run:
     mean, dtype = call.reduction == "mean", str(call.dtype).removeprefix("torch.")
     kernel = planned_once(reduced(call.params, with_gradient, mean, dtype))
     n = len(losses_of(call.params, with_gradient, False).operator.outputs)
+    message = functools.partial(_wrong_classes, call.op, call.n_classes, call.args[2], None)
 
     def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
-        found = deferred.written(args[0].device, lambda wrong: kernel(*args, wrong), _message(call, args))
+        found = deferred.written(args[0].device, lambda wrong: kernel(*args, wrong), message)
         return found[n], found[n + 1] if mean else 1, found[:n]
 
     return run
