@@ -335,6 +335,7 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
 // each team asks for them.
 constexpr int PARTS = PACKS / PART;
 static_assert(KIND != STAGED || PACKS % PART == 0, "parts are alike");
+static_assert(KIND != STAGED || MOVED || PARTS == 1 || PART == 1, "walk_in_parts takes parts of one pack");
 
 struct Ring {
     char* memory;
