@@ -241,14 +241,7 @@ def test_one_kernel_each_way():
     """Reads the logits, the target and two values a row; writes the gradient."""
     kernel = cross_entropy_rows.gradient_of(("input", "target", "ignore_index"), False, True, False)
     assert kernel.operator.params == (
-        "input",
-        "target",
-        "ignore_index",
-        "output1",
-        "output2",
-        "grad_output0",
-        "count",
-    )
+        "input", "target", "ignore_index", "output1", "output2", "grad_output0", "count")
     assert len(kernel.operator.outputs) == 1
     assert not [n for n in frt.expr.toposort(kernel.operator.outputs) if n.op in frt.expr.REDUCTIONS]
 
