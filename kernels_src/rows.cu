@@ -12,9 +12,9 @@
 // of their columns in registers, and leave one row of partial sums each, which `sum_partials` adds up. Those of
 // channels' weights, where rows are groups of channels, are sums over segments of the rows: each row leaves
 // what its segments have, which `sum_partials` adds up as well.
-// No atomics on results: two runs give the same bits. Blocks that keep their part of the weights stay as well. How threads of a
-// row tell each other what they found is in rows_exchange.cuh; sums over all rows of what has one value a row in
-// rows_totals.cuh.
+// No atomics on results: two runs give the same bits. Blocks that keep their part of the weights stay as well. How
+// threads of a row tell each other what they found is in rows_exchange.cuh; sums over all rows of what has one value a
+// row in rows_totals.cuh.
 //
 // The prologue defines the constants above, KIND being one of the three, and
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import struct
 import sys
@@ -17,9 +18,10 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt import dispatch
-from fusionrt.op import OPERATORS
+from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
-from fusionrt.runtime import native
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import launch, native
 from fusionrt.runtime.source import Field, Params
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
@@ -163,6 +165,53 @@ def test_blocks_count_themselves_in_memory_of_the_stream(driver: Driver, monkeyp
 def test_what_cannot_be_stays_in_python(driver: Driver) -> None:
     assert settled(driver, (*PACKED[:6], "rng[0]"))()[0] == "general"
     assert settled(driver, (*PACKED[:6], "p_b0"))()[0] == "general"
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("call", "is_one_launch"), [
+    (lambda: frt.add_relu(empty(64, 64), empty(64, 64)), True),
+    (lambda: frt.sum(empty(512, 512)), True),  # the parts of all blocks are memory for the kernel alone
+    (lambda: frt.mse_loss(empty(64, 64), empty(64, 64)), True),
+    (lambda: frt.cross_entropy(empty(64, 64), empty(64, dtype=torch.int64)), True),  # as is that of the host
+    (lambda: frt.sum(empty(6, 256, 8).permute(2, 0, 1), 1), False),  # its result is put in order afterwards
+    (lambda: frt.sum(empty(1 << 20, 64), 0), False),
+])
+def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any],
+                                         is_one_launch: bool) -> None:
+    """Those of one launch with nothing after it: what would follow is Python's, and is not called then."""
+    found, real = [], Operator.compile
+
+    def compile(self: Operator, args: Any, shape: Any, problem: Any, outputs: Any, alignment: int) -> Any:
+        found.append(launch.Call(problem, outputs, len(args), 0))
+        return real(self, args, shape, problem, outputs, alignment)
+
+    monkeypatch.setattr(Operator, "compile", compile)
+    answers = {"function": 1, "allow": None, "has_dependent_launches": False, "multiprocessors": 132,
+               "has_clusters": True, "clusters_at_a_time": 0}
+    for name, answer in answers.items():
+        monkeypatch.setattr(launch.cuda, name, lambda *_, answer=answer: answer)
+    with collecting("cuda"):
+        call()
+    (planned,) = found
+    assert hasattr(launch._write(planned, 16, lambda *args: None), "settled") == is_one_launch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [
+    lambda: (frt.sum, torch.randn(512, 512, device="cuda")),
+    lambda: (functools.partial(frt.sum, dim=1), torch.randn(6, 256, 8, device="cuda").permute(2, 0, 1)),
+    lambda: (functools.partial(frt.mean, dim=1, keepdim=True), torch.randn(8, 6, 256, device="cuda")),
+    lambda: (lambda x: frt.mse_loss(x, x + 1), torch.randn(64, 64, device="cuda")),
+])
+def test_reductions_stay_as_they_were_when_they_settle(make: Callable[[], Any]) -> None:
+    function, x = make()
+    first = function(x)
+    for _ in range(dispatch.SETTLED_AFTER + 20):
+        last = function(x)
+    assert torch.equal(last, first) and (last.shape, last.stride()) == (first.shape, first.stride())
 
 
 class Generator:

@@ -16,7 +16,7 @@ from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
 from fusionrt.rowwise import softmax_terms, taken, total
 
-HALF = "float16", "bfloat16"
+_HALF = "float16", "bfloat16"
 N_CLASSES = node("row_size", "row_size")
 
 
@@ -148,7 +148,7 @@ def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str
         parameters=[*of_losses.parameters.values(), wrong])
     made: Any = row_operator(expression, (*params, "wrong"), name="cross_entropy", uniform=uniform,
                              targets=[None] * n + [SCALAR] * (last + 1 - n), untold=(last,),
-                             rounded=(last, *((n,) if dtype in HALF else ())))
+                             rounded=(last, *((n,) if dtype in _HALF else ())))
     operator: Operator = made.operator.over({last: len(params)})
     return operator
 
@@ -174,7 +174,7 @@ def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int)
 
 
 def _rounded(result: Expr, dtype: str) -> Expr:
-    return cast(result, dtype) if dtype in HALF else result
+    return cast(result, dtype) if dtype in _HALF else result
 
 
 def _count_wrong(target: Expr, ignore_index: float, n_classes: float) -> Expr:

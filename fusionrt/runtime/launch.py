@@ -63,6 +63,7 @@ class Text:
         self.depends = cuda.has_dependent_launches(call.device)
         self.allocated: list[native.Allocated] = []
         self.launched: list[native.Launched] = []
+        self.end = 0  # of the lines, when the last kernel was launched
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
                  ) -> None:
@@ -106,9 +107,10 @@ class Text:
                 f"{ctypes.addressof(pointers)}{last})")
         if together or not self.depends:
             self.lines.append(line)
-            return
-        self.scope[f"depend{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
-        self.lines += [f"depend{k}(at)"] if waits else [f"if captured: depend{k}(at)", f"else: {line}"]
+        else:
+            self.scope[f"depend{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
+            self.lines += [f"depend{k}(at)"] if waits else [f"if captured: depend{k}(at)", f"else: {line}"]
+        self.end = len(self.lines)
 
     def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
         """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
@@ -194,11 +196,12 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
     returned = list(problem.returned) or [o.name for o in problem.outputs]
+    is_one_launch = len(text.launched) == 1 and len(text.lines) == text.end  # and nothing after it
     text.lines.append("return " + ", ".join(returned))
     run = text.compile(names)
     first = [o.name for o in text.allocated[:len(returned)]]
     is_plain = alignment == 16 and not masks and problem.then is None and returned == first
-    return text.settles(run, names, len(returned)) if is_plain and len(text.launched) == 1 else run
+    return text.settles(run, names, len(returned)) if is_plain and is_one_launch else run
 
 
 def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:

@@ -56,7 +56,7 @@ def _threads(packs_a_row: int, packs: int, most: int) -> int:
 
 def _packs_wanted(problem: Problem, pack: int, of_row: int) -> int:
     if is_small(problem) and not sums(problem):
-        return FEW_PACKS if n_rows(problem) * -(-columns(problem) // pack) <= LITTLE else SOME_PACKS
+        return FEW_PACKS if _is_little(problem, pack) else SOME_PACKS
     if n_rows(problem) < 1024:
         return 1
     narrowest = min((ITEMSIZE[o.dtype] for o in held(problem)), default=4)
@@ -74,9 +74,12 @@ def _of_small(problem: Problem, pack: int, threads: int) -> Layout:
     while not _begins_at_once(problem, fewer) and 2 * fewer.packs <= most and fewer.threads > 8:
         fewer = _of_registers(problem, pack, fewer.threads // 2, 128)
     made = fewer if _begins_at_once(problem, fewer) else made
-    packs = n_rows(problem) * -(-columns(problem) // pack)
-    two = packs <= LITTLE and 2 * n_rows(problem) > 3 * MULTIPROCESSORS * made.rows
+    two = _is_little(problem, pack) and 2 * n_rows(problem) > 3 * MULTIPROCESSORS * made.rows
     return _of_registers(problem, pack, made.threads, 256) if two else made
+
+
+def _is_little(problem: Problem, pack: int) -> bool:
+    return n_rows(problem) * -(-columns(problem) // pack) <= LITTLE
 
 
 def _begins_at_once(problem: Problem, made: Layout) -> bool:
