@@ -128,9 +128,21 @@ class Sites(threading.local):
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
             if len(self.known) >= self.KEPT:
                 self.known.clear()
-            check = guard(*[t for t in tensors if t is not None])
-            self.known[key, torch.is_grad_enabled()] = guard_all(check, tensors), run
+            check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
+            self.known[key, torch.is_grad_enabled()] = check, self._settling(key, check, run)
         return run
+
+    def _settling(self, key: tuple[Any, ...], check: Check, run: Run) -> Run:
+        if not hasattr(run, "settled"):
+            return run
+
+        def counted(*args: Any) -> Any:
+            made = settle(run)
+            if made is not None:
+                self.known[key, torch.is_grad_enabled()] = check, made
+            return run(*args)
+
+        return counted
 
 
 def planned_once(operator: Operator) -> Run:

@@ -92,7 +92,7 @@ class Operator(Definition):
             if torch.compiler.is_dynamo_compiling():
                 Dispatched.allow()
             return Dispatched.call(self.handle, *args)
-        run = self._run(args)
+        run = self.way(args)
         if tensors[0].device.type != "meta":
             if len(self.local.sites) >= _PLANS_KEPT:
                 self.local.sites.clear()
@@ -113,12 +113,14 @@ class Operator(Definition):
                 True, dispatch.guard_all(check, args), settled)
         return run(*args)
 
-    def _run(self, args: Args) -> Callable[..., Any]:
-        """The plan, with what a call of these arguments needs beside it: random numbers, a gradient."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    def way(self, args: Args, now: bool = False) -> Callable[..., Any]:
+        """The plan, with what a call of these arguments needs beside it: random numbers, a gradient; where
+        `now` holds, whether gradients are recorded is as it is now."""
+        self._refuse_sparse(args)
+        tensors = self._check_types(args)
         streams = bool(self.streams)
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
-        if not any(t.requires_grad for t in tensors):
+        if not any(t.requires_grad for t in tensors) or (now and not torch.is_grad_enabled()):
             plan = self.plan(args)
             return dispatch.drawing(plan, draw, self.counters) if draw else plan
         from fusionrt.mask import masking
@@ -133,11 +135,13 @@ class Operator(Definition):
                 return self.launch(args, rng)
             return recording.plan(*args, rng) if streams else recording.plan(*args)
 
-        def settled() -> Callable[..., Any]:
-            recording.plan = dispatch.settled(recording.plan)
-            return recorded
+        made = functools.partial(record, recording, None) if now and not draw else recorded
 
-        return dispatch.settles(recorded, settled)
+        def settled() -> Callable[..., Any]:
+            recording.settle()
+            return made
+
+        return dispatch.settles(made, settled)
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""

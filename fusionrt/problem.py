@@ -44,8 +44,10 @@ class Output(NamedTuple):
 
     @property
     def walk_strides(self) -> Ints:
-        """Of its memory, in the order in which the domain is walked."""
-        return self.over[len(self.over) - len(self.shape):]
+        """Of its memory, in the order in which the domain is walked. Where there is one element, its own."""
+        walked = self.over[len(self.over) - len(self.shape):]
+        return tuple(own if size == 1 else walk for size, own, walk in
+                     zip(self.shape, self.strides, walked, strict=True))
 
 
 class Problem(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fusionrt.dispatch import guard
+from fusionrt.dispatch import guard, settled
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
@@ -46,6 +46,14 @@ class Recording:
         self.order: tuple[int, ...] | None = None  # of the walk, if random numbers were drawn
         self.described: list[Any] = []  # what is known of an argument that is not saved; None: it is
         self.known: dict[int, list[Run]] = {}  # of a thread, whose plans they run
+        self.is_settled = False
+
+    def settle(self) -> None:
+        """For many calls: its plans in machine code, and those of its backward passes."""
+        self.plan, self.is_settled = settled(self.plan), True
+        for runs in self.known.values():
+            for run in runs:
+                _settle(run.__globals__)
 
     def _save_first(self, ctx: Any, rng: Any, args: Sequence[Any], out: Any) -> Any:
         results = out[0] if self.op.masking else out
@@ -108,6 +116,8 @@ class Recording:
         own = [i for i, o in enumerate(made.origin) if i == o]
         if made.gradient is not None:
             scope["plan"] = made.gradient.plan(made.inputs)
+            if self.is_settled:
+                _settle(scope)
             drawn = ["(0, 0, saved[-1])" if masking else "rng"] if made.gradient.streams else []
             lines.append(f"    out = plan({', '.join([*names, *drawn])})")
         results = {i: f"out[{k}]" if len(own) > 1 else "out" for k, i in enumerate(own)}
@@ -134,3 +144,8 @@ class Recording:
                 names.append(f"unread{i}")
         places = {k: read + at for at, k in enumerate(self.op.read_by_backward(self.needed)[1])}
         return names + [f"saved[{places[k]}]" for k in made.saved]
+
+
+def _settle(scope: dict[str, Any]) -> None:
+    if "plan" in scope:
+        scope["plan"] = settled(scope["plan"])

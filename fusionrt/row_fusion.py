@@ -111,6 +111,24 @@ def per_call(make: Run) -> Run:
     return chosen
 
 
+def found(run: Run, args: Sequence[Any], params: tuple[str, ...], given: Sequence[bool], told: str = ""
+          ) -> Run:
+    """For `Sites` what `run`, an operator's function, does with plain tensors like these and these numbers,
+    as a function of `params`, the given ones of which it passes on; `told`: what of the result ("[0]")."""
+    operator: Operator = run.operator  # type: ignore[attr-defined]
+    write, numbers = _passing(params, tuple(given), told), args[sum(given):]
+    way = operator.way(args, now=True)
+    return dispatch.settles(write(way, numbers), lambda: write(dispatch.settled(way), numbers))
+
+
+@functools.lru_cache(256)
+def _passing(params: tuple[str, ...], given: tuple[bool, ...], told: str) -> Callable[[Run, Any], Run]:
+    names = [name for name, is_given in zip(params, given, strict=True) if is_given]
+    call = f"way({', '.join([*names, '*numbers'])}){told}"
+    made: Callable[[Run, Any], Run] = eval(f"lambda way, numbers: lambda {', '.join(params)}: {call}")
+    return made
+
+
 def _constant(flag: Any) -> Any:
     """Dynamo makes a number of a module a variable of its program where sizes are, before torch 2.13 also one
     that changes; as the key of a dictionary (before 2.13) and in a set it is a constant again."""

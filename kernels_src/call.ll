@@ -1,7 +1,7 @@
-; A plan of one launch as Python calls it: a builtin function (METH_FASTCALL) whose `self` is a tuple that
+; A plan of launches as Python calls it: a builtin function (METH_FASTCALL) whose `self` is a tuple that
 ; begins with the address of the plan. It asks the inputs for their addresses, allocates the outputs and
 ; launches. Whatever is not as planned, and every error, is left to the plan's general callable, which begins
-; anew: nothing has been written by then.
+; anew: only the driver may have refused a later launch by then, as it will again.
 ;
 ; Only functions of Python's stable interface are called, found by name in the process, and torch's data_ptr
 ; for what Inductor compiles, which takes an object: Python's method costs ten times as much. It must be given
@@ -10,19 +10,23 @@
 
 %Input = type { i32, i32 }               ; which argument; where its address stands in the parameters
 %Number = type { i32, i32, i64 }         ; which argument; where it stands; whether in double precision
-%Output = type { ptr, ptr, ptr, i64 }    ; shape, strides, dtype; where its address stands
+%Output = type { ptr, ptr, ptr, i64 }    ; shape, strides, dtype; its place in the result, or -1: it has none
+%Place = type { i32, i32, i64 }          ; which value (of outputs the address, then the seed and the counter of
+                                         ; random numbers); where it stands in the parameters; what is added to it
+%Launch = type { ptr, ptr, i32, i32, i32, i32, i32, i32 }  ; kernel, attributes, how many; grid, layers, block,
+                                         ; bytes of shared memory; where its parameters begin
+%Config = type { i32, i32, i32, i32, i32, i32, i32, i32, i64, ptr, i32 }  ; CUlaunchConfig, its padding written out
 %Plan = type {
     ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr of C, empty_strided, current stream, device
-    ptr, ptr, ptr,                       ;  5 cuLaunchKernel, cuStreamIsCapturing, kernel
-    i32, i32, i32, i32,                  ;  8 grid, layers, block, bytes of shared memory
-    i64, i64, i64, i64,                  ; 12 how many arguments, inputs, numbers, outputs
-    ptr, ptr, ptr,                       ; 16 inputs, numbers, outputs
-    ptr, i64,                            ; 19 the parameters, as far as they are known; their bytes
-    i64,                                 ; 21 how many outputs are given, the first ones
-    ptr, ptr, ptr, ptr, ptr,             ; 22 a lock's acquire (or null) and release; get_offset, set_offset and
+    ptr, ptr,                            ;  5 cuLaunchKernelEx, cuStreamIsCapturing
+    i64, i64, i64, i64, i64, i64,        ;  7 how many arguments, inputs, numbers, outputs, places, launches
+    ptr, ptr, ptr, ptr, ptr,             ; 13 inputs, numbers, outputs, places, launches
+    ptr, i64,                            ; 18 the parameters, as far as they are known; their bytes
+    i64,                                 ; 20 how many outputs are given
+    ptr, ptr, ptr, ptr, ptr,             ; 21 a lock's acquire (or null) and release; get_offset, set_offset and
                                          ;    initial_seed of the generator that it guards
-    i64, i64, i64,                       ; 27 by how much to move it on; where seed and offset stand
-    i64, i64                             ; 30 whether the parameters are those of one stream; that stream
+    i64,                                 ; 26 by how much to move it on
+    i64, i64                             ; 27 whether the parameters are those of one stream; that stream
 }
 
 declare ptr @PyTuple_GetItem(ptr, i64)
@@ -71,25 +75,27 @@ define ptr @call(ptr %self, ptr %arguments, i64 %n) {
     %parameters = alloca [4096 x i8], align 64   ; all that a kernel can have
     %parameters.at = alloca ptr
     %objects = alloca [8 x ptr]                  ; native.OUTPUTS
+    %values = alloca [10 x i64]
+    %config = alloca %Config
     %capturing = alloca i32
     %plan.boxed = call ptr @PyTuple_GetItem(ptr %self, i64 0)
     %plan = call ptr @PyLong_AsVoidPtr(ptr %plan.boxed)
-    %n.at = getelementptr %Plan, ptr %plan, i32 0, i32 12
+    %n.at = getelementptr %Plan, ptr %plan, i32 0, i32 7
     %n.planned = load i64, ptr %n.at
     %is_planned = icmp eq i64 %n, %n.planned
     br i1 %is_planned, label %fill, label %general
 
 fill:
-    %bytes.at = getelementptr %Plan, ptr %plan, i32 0, i32 20
+    %bytes.at = getelementptr %Plan, ptr %plan, i32 0, i32 19
     %bytes = load i64, ptr %bytes.at
-    %known.at = getelementptr %Plan, ptr %plan, i32 0, i32 19
+    %known.at = getelementptr %Plan, ptr %plan, i32 0, i32 18
     %known = load ptr, ptr %known.at
     call void @llvm.memcpy.p0.p0.i64(ptr %parameters, ptr %known, i64 %bytes, i1 false)
     %data_ptr.at = getelementptr %Plan, ptr %plan, i32 0, i32 1
     %data_ptr = load ptr, ptr %data_ptr.at
-    %inputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 13
+    %inputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 8
     %inputs.n = load i64, ptr %inputs.n.at
-    %inputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 16
+    %inputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 13
     %inputs = load ptr, ptr %inputs.at
     br label %input.next
 
@@ -117,9 +123,9 @@ inputs.done:
     br i1 %is_aligned, label %numbers, label %general
 
 numbers:
-    %numbers.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 14
+    %numbers.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 9
     %numbers.n = load i64, ptr %numbers.n.at
-    %numbers.at = getelementptr %Plan, ptr %plan, i32 0, i32 17
+    %numbers.at = getelementptr %Plan, ptr %plan, i32 0, i32 14
     %numbers.first = load ptr, ptr %numbers.at
     br label %number.next
 number.next:
@@ -173,9 +179,9 @@ stream.ask:
     %stream.fine = icmp eq i32 %stream.odd, 0
     br i1 %stream.fine, label %own, label %general
 own:
-    %own.has.at = getelementptr %Plan, ptr %plan, i32 0, i32 30
+    %own.has.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
     %own.has = load i64, ptr %own.has.at
-    %own.stream.at = getelementptr %Plan, ptr %plan, i32 0, i32 31
+    %own.stream.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
     %own.stream = load i64, ptr %own.stream.at
     %own.matters = icmp ne i64 %own.has, 0
     %own.differs = icmp ne i64 %own.stream, %stream.value
@@ -183,27 +189,27 @@ own:
     br i1 %own.other, label %general, label %random
 
 random:
-    %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
+    %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
     %acquire = load ptr, ptr %acquire.at
     %draws = icmp ne ptr %acquire, null
     br i1 %draws, label %draw, label %outputs
 draw:
-    %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
+    %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
     %seed_of = load ptr, ptr %seed_of.at
     %seed = call i64 @number(ptr %seed_of)
     %acquired = call ptr @PyObject_Vectorcall(ptr %acquire, ptr null, i64 0, ptr null)
-    %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
+    %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
     %offset_of = load ptr, ptr %offset_of.at
     %offset = call i64 @number(ptr %offset_of)
-    %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
+    %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
     %step = load i64, ptr %step.at
     %offset.next = add i64 %offset, %step
     %offset.object = call ptr @PyLong_FromLongLong(i64 %offset.next)
     store ptr %offset.object, ptr %objects
-    %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
+    %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
     %move = load ptr, ptr %move.at
     %moved = call ptr @PyObject_Vectorcall(ptr %move, ptr %objects, i64 1, ptr null)
-    %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
+    %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
     %release = load ptr, ptr %release.at
     %released = call ptr @PyObject_Vectorcall(ptr %release, ptr null, i64 0, ptr null)
     call void @Py_DecRef(ptr %acquired)
@@ -214,29 +220,25 @@ draw:
     %drawn = icmp eq ptr %draw.error, null
     br i1 %drawn, label %draw.store, label %general
 draw.store:
-    %seed.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
-    %seed.place = load i64, ptr %seed.place.at
-    %seed.to = getelementptr i8, ptr %parameters, i64 %seed.place
+    %seed.to = getelementptr i64, ptr %values, i64 8
     store i64 %seed, ptr %seed.to
     %counter = lshr i64 %offset, 2               ; Philox gives four numbers for each
-    %counter.place.at = getelementptr %Plan, ptr %plan, i32 0, i32 29
-    %counter.place = load i64, ptr %counter.place.at
-    %counter.to = getelementptr i8, ptr %parameters, i64 %counter.place
+    %counter.to = getelementptr i64, ptr %values, i64 9
     store i64 %counter, ptr %counter.to
     br label %outputs
 
 outputs:
     %empty.at = getelementptr %Plan, ptr %plan, i32 0, i32 2
     %empty = load ptr, ptr %empty.at
-    %outputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 15
+    %outputs.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 10
     %outputs.n = load i64, ptr %outputs.n.at
-    %outputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 18
+    %outputs.at = getelementptr %Plan, ptr %plan, i32 0, i32 15
     %outputs.first = load ptr, ptr %outputs.at
     br label %output.next
 output.next:
     %output.k = phi i64 [ 0, %outputs ], [ %output.k.next, %output.some ]
     %output.is = icmp ult i64 %output.k, %outputs.n
-    br i1 %output.is, label %output, label %launch
+    br i1 %output.is, label %output, label %places
 output:
     %output.like = getelementptr %Output, ptr %outputs.first, i64 %output.k, i32 0
     %output.object = call ptr @PyObject_Vectorcall(ptr %empty, ptr %output.like, i64 3, ptr null)
@@ -245,37 +247,88 @@ output:
     %output.none = icmp eq ptr %output.object, null
     br i1 %output.none, label %undo, label %output.some
 output.some:
-    %output.place.at = getelementptr %Output, ptr %outputs.first, i64 %output.k, i32 3
-    %output.place = load i64, ptr %output.place.at
     %output.value = call i64 %data_ptr(ptr %output.object)
-    %output.to = getelementptr i8, ptr %parameters, i64 %output.place
+    %output.to = getelementptr i64, ptr %values, i64 %output.k
     store i64 %output.value, ptr %output.to
     %output.k.next = add i64 %output.k, 1
     br label %output.next
 
-launch:
-    store ptr %parameters, ptr %parameters.at
+places:
+    %places.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 11
+    %places.n = load i64, ptr %places.n.at
+    %places.at = getelementptr %Plan, ptr %plan, i32 0, i32 16
+    %places.first = load ptr, ptr %places.at
+    br label %place.next
+place.next:
+    %place.k = phi i64 [ 0, %places ], [ %place.k.next, %place ]
+    %place.is = icmp ult i64 %place.k, %places.n
+    br i1 %place.is, label %place, label %launches
+place:
+    %place.which.at = getelementptr %Place, ptr %places.first, i64 %place.k, i32 0
+    %place.which = load i32, ptr %place.which.at
+    %place.where.at = getelementptr %Place, ptr %places.first, i64 %place.k, i32 1
+    %place.where = load i32, ptr %place.where.at
+    %place.more.at = getelementptr %Place, ptr %places.first, i64 %place.k, i32 2
+    %place.more = load i64, ptr %place.more.at
+    %place.from = getelementptr i64, ptr %values, i32 %place.which
+    %place.begin = load i64, ptr %place.from
+    %place.value = add i64 %place.begin, %place.more
+    %place.to = getelementptr i8, ptr %parameters, i32 %place.where
+    store i64 %place.value, ptr %place.to
+    %place.k.next = add i64 %place.k, 1
+    br label %place.next
+
+launches:
     %launch.at = getelementptr %Plan, ptr %plan, i32 0, i32 5
     %launch.function = load ptr, ptr %launch.at
-    %kernel.at = getelementptr %Plan, ptr %plan, i32 0, i32 7
-    %kernel = load ptr, ptr %kernel.at
-    %grid.at = getelementptr %Plan, ptr %plan, i32 0, i32 8
-    %grid = load i32, ptr %grid.at
-    %layers.at = getelementptr %Plan, ptr %plan, i32 0, i32 9
-    %layers = load i32, ptr %layers.at
-    %block.at = getelementptr %Plan, ptr %plan, i32 0, i32 10
-    %block = load i32, ptr %block.at
-    %shared.at = getelementptr %Plan, ptr %plan, i32 0, i32 11
-    %shared = load i32, ptr %shared.at
+    %launches.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 12
+    %launches.n = load i64, ptr %launches.n.at
+    %launches.at = getelementptr %Plan, ptr %plan, i32 0, i32 17
+    %launches.first = load ptr, ptr %launches.at
+    store %Config { i32 0, i32 0, i32 1, i32 0, i32 1, i32 1, i32 0, i32 0, i64 0, ptr null, i32 0 }, ptr %config
+    %config.grid = getelementptr %Config, ptr %config, i32 0, i32 0
+    %config.layers = getelementptr %Config, ptr %config, i32 0, i32 1
+    %config.block = getelementptr %Config, ptr %config, i32 0, i32 3
+    %config.shared = getelementptr %Config, ptr %config, i32 0, i32 6
+    %config.stream = getelementptr %Config, ptr %config, i32 0, i32 8
+    %config.attributes = getelementptr %Config, ptr %config, i32 0, i32 9
+    %config.n = getelementptr %Config, ptr %config, i32 0, i32 10
+    store i64 %stream.value, ptr %config.stream
     %thread = call ptr @PyEval_SaveThread()      ; a launch waits where the queue is full
-    %status = call i32 %launch.function(ptr %kernel, i32 %grid, i32 %layers, i32 1, i32 %block, i32 1, i32 1,
-                                        i32 %shared, i64 %stream.value, ptr %parameters.at, ptr null)
+    br label %launch
+launch:
+    %launch.k = phi i64 [ 0, %launches ], [ %launch.k.next, %launch.more ]
+    %launch.this = getelementptr %Launch, ptr %launches.first, i64 %launch.k
+    %this = load %Launch, ptr %launch.this
+    %kernel = extractvalue %Launch %this, 0
+    %attributes = extractvalue %Launch %this, 1
+    %attributes.n = extractvalue %Launch %this, 2
+    %grid = extractvalue %Launch %this, 3
+    %layers = extractvalue %Launch %this, 4
+    %block = extractvalue %Launch %this, 5
+    %shared = extractvalue %Launch %this, 6
+    %begin = extractvalue %Launch %this, 7
+    store ptr %attributes, ptr %config.attributes
+    store i32 %attributes.n, ptr %config.n
+    store i32 %grid, ptr %config.grid
+    store i32 %layers, ptr %config.layers
+    store i32 %block, ptr %config.block
+    store i32 %shared, ptr %config.shared
+    %parameters.these = getelementptr i8, ptr %parameters, i32 %begin
+    store ptr %parameters.these, ptr %parameters.at
+    %status = call i32 %launch.function(ptr %config, ptr %kernel, ptr %parameters.at, ptr null)
+    %launch.fine = icmp eq i32 %status, 0
+    br i1 %launch.fine, label %launch.more, label %launched
+launch.more:
+    %launch.k.next = add i64 %launch.k, 1
+    %launch.is = icmp ult i64 %launch.k.next, %launches.n
+    br i1 %launch.is, label %launch, label %launched
+launched:
     call void @PyEval_RestoreThread(ptr %thread)
-    %launched = icmp eq i32 %status, 0
-    br i1 %launched, label %give, label %undo
+    br i1 %launch.fine, label %give, label %undo
 
 undo:
-    %undo.n = phi i64 [ %output.k, %output ], [ %outputs.n, %launch ]
+    %undo.n = phi i64 [ %output.k, %output ], [ %outputs.n, %launched ]
     br label %undo.next
 undo.next:
     %undo.k = phi i64 [ 0, %undo ], [ %undo.k.next, %undo.one ]
@@ -289,40 +342,39 @@ undo.one:
     br label %undo.next
 
 give:
-    %given.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
+    %given.n.at = getelementptr %Plan, ptr %plan, i32 0, i32 20
     %given.n = load i64, ptr %given.n.at
-    br label %drop.next
-drop.next:                                       ; what was for the kernel alone
-    %drop.k = phi i64 [ %given.n, %give ], [ %drop.k.next, %drop ]
-    %drop.is = icmp ult i64 %drop.k, %outputs.n
-    br i1 %drop.is, label %drop, label %give.some
-drop:
-    %drop.slot = getelementptr ptr, ptr %objects, i64 %drop.k
-    %drop.object = load ptr, ptr %drop.slot
-    call void @Py_DecRef(ptr %drop.object)
-    %drop.k.next = add i64 %drop.k, 1
-    br label %drop.next
-give.some:
     %is_one = icmp eq i64 %given.n, 1
-    br i1 %is_one, label %give.one, label %give.several
-give.one:
-    %only = load ptr, ptr %objects
-    ret ptr %only
+    br i1 %is_one, label %give.next, label %give.several
 give.several:
-    %tuple = call ptr @PyTuple_New(i64 %given.n)
+    %tuple.new = call ptr @PyTuple_New(i64 %given.n)
     br label %give.next
 give.next:
-    %give.k = phi i64 [ 0, %give.several ], [ %give.k.next, %give.each ]
-    %give.is = icmp ult i64 %give.k, %given.n
+    %result.now = phi ptr [ null, %give ], [ %tuple.new, %give.several ], [ %result.next, %give.done ]
+    %give.k = phi i64 [ 0, %give ], [ 0, %give.several ], [ %give.k.next, %give.done ]
+    %give.is = icmp ult i64 %give.k, %outputs.n
     br i1 %give.is, label %give.each, label %given
 give.each:
     %give.slot = getelementptr ptr, ptr %objects, i64 %give.k
     %give.object = load ptr, ptr %give.slot
-    %set = call i32 @PyTuple_SetItem(ptr %tuple, i64 %give.k, ptr %give.object)
+    %give.at = getelementptr %Output, ptr %outputs.first, i64 %give.k, i32 3
+    %give.place = load i64, ptr %give.at
+    %is_given = icmp sge i64 %give.place, 0
+    br i1 %is_given, label %give.this, label %drop
+drop:                                            ; what was for kernels alone
+    call void @Py_DecRef(ptr %give.object)
+    br label %give.done
+give.this:
+    br i1 %is_one, label %give.done, label %give.in_tuple
+give.in_tuple:
+    %set = call i32 @PyTuple_SetItem(ptr %result.now, i64 %give.place, ptr %give.object)
+    br label %give.done
+give.done:
+    %result.next = phi ptr [ %result.now, %drop ], [ %give.object, %give.this ], [ %result.now, %give.in_tuple ]
     %give.k.next = add i64 %give.k, 1
     br label %give.next
 given:
-    ret ptr %tuple
+    ret ptr %result.now
 
 general:
     call void @PyErr_Clear()

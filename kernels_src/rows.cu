@@ -335,7 +335,8 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
 // each team asks for them.
 constexpr int PARTS = PACKS / PART;
 static_assert(KIND != STAGED || PACKS % PART == 0, "parts are alike");
-static_assert(KIND != STAGED || MOVED || PARTS == 1 || PART == 1, "walk_in_parts takes parts of one pack");
+static_assert(KIND != STAGED || MOVED || PARTS == 1 || (PART == 1 && STAGES > PACKS),
+              "walk_in_parts takes parts of one pack, and has places for all of a row");
 
 struct Ring {
     char* memory;

@@ -1,5 +1,5 @@
 // Sums over all rows of what has one value a row: the block that ends last adds up what all have left, always in the same
-// order, and writes what follows from that. For few blocks: they count themselves one after the other, in 2 ns each.
+// order, and writes what follows from that. For few blocks: each ends only when it has counted itself.
 //
 // The prologue defines
 //   TOTALS                        how many sums
@@ -7,11 +7,22 @@
 //   store_totals(p, sums)         what follows from them
 //   p.arrived                     where blocks are counted: see arrivals.cuh
 
+constexpr unsigned AT_ONCE = BLOCK < 1024 ? 1024 / BLOCK : 1;  // rows of which a thread asks for the values at a time
+
 template <typename P>  // whose members exist only where there are totals
 __device__ __noinline__ void add_up_rows(const P& p) {  // inline it made a kernel of full registers spill
     if (!is_last(p.arrived)) return;
     acc_t sums[TOTALS] = {};
-    for (unsigned r = threadIdx.x; r < p.rows; r += BLOCK) add_row(p, r, sums);
+    for (unsigned first = threadIdx.x; first < p.rows; first += AT_ONCE * BLOCK) {
+#pragma unroll
+        for (unsigned i = 0; i < AT_ONCE; ++i) {
+            const unsigned r = first + i * BLOCK;
+            acc_t of_row[TOTALS] = {};
+            add_row(p, min(r, p.rows - 1), of_row);  // not under a condition, which the next ones would wait for
+#pragma unroll
+            for (int k = 0; k < TOTALS; ++k) sums[k] += r < p.rows ? of_row[k] : acc_t(0);
+        }
+    }
     static_assert(BLOCK % 32 == 0, "warps are whole");
     __shared__ acc_t of_warps[TOTALS][BLOCK / 32];
 #pragma unroll
@@ -20,9 +31,11 @@ __device__ __noinline__ void add_up_rows(const P& p) {  // inline it made a kern
         if (threadIdx.x % 32 == 0) of_warps[k][threadIdx.x / 32] = sums[k];
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x >= 32) return;
 #pragma unroll
-    for (int k = 0; k < TOTALS; ++k)
-        for (int warp = 1; warp < BLOCK / 32; ++warp) sums[k] += of_warps[k][warp];
-    store_totals(p, sums);
+    for (int k = 0; k < TOTALS; ++k) {
+        sums[k] = threadIdx.x < BLOCK / 32 ? of_warps[k][threadIdx.x] : acc_t(0);
+        join_lanes_sum<32>(sums[k]);
+    }
+    if (threadIdx.x == 0) store_totals(p, sums);
 }

@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +21,10 @@ from fusionrt import dispatch
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import launch, native
+from fusionrt.runtime import device, launch, native
 from fusionrt.runtime.source import Field, Params
 
-LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(device._LaunchConfig), *[ctypes.c_void_p] * 3)
 CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 FIELDS = [*(Field(f"float* {name}", "Q") for name in ("x", "y", "out", "sum")), Field("double d", "d"),
           Field("float f", "f"), Field("unsigned n", "I")]
@@ -32,19 +32,22 @@ PACKED = ("p_a0", "p_a1", "out.data_ptr()", "total.data_ptr()", "a2", "a3", "77"
 
 
 class Driver:
-    """Of launches: their first arguments and the parameters."""
+    """Of launches: kernel, configuration (ending in how many attributes) and parameters."""
 
     def __init__(self, params: Params) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.status = self.captured = self.stream = 0
+        self.refused = 1  # launch from which on `status` is given
         self.failing = False
 
-        def launch(*args: Any) -> int:
-            parameters = ctypes.c_void_p.from_address(args[9]).value
-            assert parameters is not None
-            self.launches.append((*args[:9], params.packer.unpack(
+        def launch(config: Any, kernel: int, pointers: int, extra: None) -> int:
+            parameters = ctypes.c_void_p.from_address(pointers).value
+            assert parameters is not None and extra is None
+            of = {name: getattr(config[0], name) for name, _ in config[0]._fields_}
+            self.attributes = of.pop("attributes")
+            self.launches.append((kernel, *of.values(), params.packer.unpack(
                 ctypes.string_at(parameters, params.packer.size))))
-            return self.status
+            return self.status if len(self.launches) >= self.refused else 0
 
         def capturing(stream: int, status: Any) -> int:
             status[0] = self.captured
@@ -73,13 +76,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
-            returned: int = 2) -> Callable[..., Any]:
+            returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = ()
+            ) -> Callable[..., Any]:
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
-    launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed)
+    launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
     functions = {"empty": driver.empty, "stream": driver.current}
     return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
-                                      returned, launched, 3, functions, taking))
+                                      returned, [launched, *more], 3, functions, taking))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,20 +98,20 @@ def test_launches_what_was_planned(driver: Driver) -> None:
 
     assert out.shape == (4, 2) and out.stride() == (1, 4) and out.dtype == torch.float32
     assert total.shape == () and total.dtype == torch.float64
-    assert driver.launches == [(1234, 5, 2, 1, 64, 1, 1, 1024, None, (
+    assert driver.launches == [(1234, 5, 2, 1, 64, 1, 1, 1024, None, 0, (
         x.data_ptr(), y.data_ptr(), out.data_ptr(), total.data_ptr(), 0.1, 2.0, 77))]
     run(x, y, True, 1e300)  # no float32: what C makes of it
-    assert driver.launches[1][9][4:6] == (1.0, float("inf"))
+    assert driver.launches[1][-1][4:6] == (1.0, float("inf"))
     run(x, y, -1.0, -1)     # which is also how C tells of an error
-    assert driver.launches[2][9][4:6] == (-1.0, -1.0)
+    assert driver.launches[2][-1][4:6] == (-1.0, -1.0)
 
 
 def test_one_output_comes_alone(driver: Driver) -> None:
     x, y = tensors()
     params = Params(FIELDS[:3])
     run = native.settled(native.Plan(
-        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)], 1,
-        native.Launched(1, 1, 1, 32, 0, params, PACKED[:3]), 3,
+        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)], ["out"],
+        [native.Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3,
         {"empty": driver.empty, "stream": driver.current}))
 
     out = run(x, y)
@@ -115,10 +119,55 @@ def test_one_output_comes_alone(driver: Driver) -> None:
     assert isinstance(out, torch.Tensor) and out.dtype == torch.int8
 
 
-def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver) -> None:
-    out = settled(driver, returned=1)(*tensors(), 1.0, 1.0)
-    assert isinstance(out, torch.Tensor) and out.shape == (4, 2)
-    assert driver.launches[0][9][2] == out.data_ptr() and driver.launches[0][9][3]
+@pytest.mark.parametrize("name", ["out", "total"])
+def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver, name: str) -> None:
+    out = settled(driver, returned=(name,))(*tensors(), 1.0, 1.0)
+    assert isinstance(out, torch.Tensor) and out.shape == ((4, 2) if name == "out" else ())
+    assert driver.launches[0][-1][2:4][name == "total"] == out.data_ptr()
+    total, out = settled(driver, returned=("total", "out"))(*tensors(), 1.0, 1.0)
+    assert out.shape == (4, 2) and total.shape == ()
+
+
+def test_several_launches(driver: Driver) -> None:
+    """The second one may begin before the first has ended; it reads what that one leaves, from an address
+    on."""
+    x, y = tensors()
+    begins_early = device._attribute(device._PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    second = native.Launched(77, 3, 1, 32, 0, Params(FIELDS), (
+        "p_total + 48", "out.data_ptr()", "p_a1", "total.data_ptr()", "a3", "a2", "78"), 2, begins_early)
+    run = settled(driver, returned=("out",), more=(second,))
+
+    out = run(x, y, 0.5, 2.0)
+
+    (_, *_, first), (kernel, *config, then) = driver.launches
+    assert (kernel, *config) == (77, 3, 1, 1, 32, 1, 1, 0, None, 1)
+    assert driver.attributes == ctypes.addressof(begins_early)
+    assert first == (x.data_ptr(), y.data_ptr(), out.data_ptr(), first[3], 0.5, 2.0, 77)
+    assert then == (first[3] + 48, out.data_ptr(), y.data_ptr(), first[3], 2.0, 0.5, 78)
+    driver.status, driver.refused = 1, 4  # the second launch of the next call
+    assert run(x, y, 0.5, 2.0)[0] == "general" and len(driver.launches) == 4
+
+
+def test_where_values_stand() -> None:
+    params = Params([Field("Map map", "128s"), Field("int* out[2]", "2Q"), Field("double d", "d"),
+                     Field("float f", "f"), Field("unsigned n[2]", "2I")])
+    values = b"m" * 128, 1, 2, 3.0, 1e300, 5, 6
+    packed = params.packer.pack(*params.converted(*values))
+    places = params.places()
+    assert [code for code, _ in places] == [*"sQQdfII"]
+    assert [struct.unpack_from("=" + code, packed, place)[0] for code, place in places[1:]] == [
+        1, 2, 3.0, float("inf"), 5, 6]
+
+
+def test_a_later_output_may_have_the_name_of_an_earlier_one(driver: Driver) -> None:
+    params = Params(FIELDS[:2])
+    parts = [native.Allocated("partials", (size,), (1,), torch.float32) for size in (8, 16)]
+    launches = [native.Launched(k, 1, 1, 32, 0, params, ("p_a0", "p_partials"), k) for k in (1, 2)]
+    run = native.settled(native.Plan(lambda *args: "general", ["a0"], parts, [], launches, 3,
+                                     {"empty": driver.empty, "stream": driver.current}))
+
+    assert run(torch.randn(4)) == ()
+    assert len({parameters[1] for *_, parameters in driver.launches}) == 2
 
 
 @pytest.mark.parametrize("what", ["misaligned", "more arguments", "no number", "captured", "no memory",
@@ -158,7 +207,7 @@ def test_blocks_count_themselves_in_memory_of_the_stream(driver: Driver, monkeyp
     run(*args)
     driver.stream = 0
 
-    assert driver.launches[0][9][6] == 3064
+    assert driver.launches[0][-1][6] == 3064
     assert run(*args)[0] == "general" and len(driver.launches) == 1
 
 
@@ -171,17 +220,27 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize(("call", "is_one_launch"), [
+def gradients(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> None:
+    y = function(*(a.requires_grad_() for a in args))
+    torch.autograd.grad(y, args, torch.empty_like(y))
+
+
+@pytest.mark.parametrize(("call", "is_machine_code"), [
     (lambda: frt.add_relu(empty(64, 64), empty(64, 64)), True),
     (lambda: frt.sum(empty(512, 512)), True),  # the parts of all blocks are memory for the kernel alone
     (lambda: frt.mse_loss(empty(64, 64), empty(64, 64)), True),
     (lambda: frt.cross_entropy(empty(64, 64), empty(64, dtype=torch.int64)), True),  # as is that of the host
     (lambda: frt.sum(empty(6, 256, 8).permute(2, 0, 1), 1), False),  # its result is put in order afterwards
-    (lambda: frt.sum(empty(1 << 20, 64), 0), False),
+    (lambda: frt.sum(empty(1 << 20, 64), 0), True),  # of two launches
+    (lambda: gradients(frt.tanh, empty(64, 64)), True),
+    (lambda: gradients(frt.bias_gelu, empty(64, 64), empty(64)), True),
+    (lambda: gradients(lambda x, w, b: frt.layer_norm(x, 64, w, b), empty(512, 64), empty(64), empty(64)),
+     True),
+    (lambda: gradients(lambda x, w: frt.rms_norm(x, 4096, w), empty(8192, 4096), empty(4096)), True),
 ])
 def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any],
-                                         is_one_launch: bool) -> None:
-    """Those of one launch with nothing after it: what would follow is Python's, and is not called then."""
+                                         is_machine_code: bool) -> None:
+    """Those with nothing after their launches: what would follow is Python's, and is not called then."""
     found, real = [], Operator.compile
 
     def compile(self: Operator, args: Any, shape: Any, problem: Any, outputs: Any, alignment: int) -> Any:
@@ -189,14 +248,18 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
         return real(self, args, shape, problem, outputs, alignment)
 
     monkeypatch.setattr(Operator, "compile", compile)
-    answers = {"function": 1, "allow": None, "has_dependent_launches": False, "multiprocessors": 132,
+    answers = {"function": 1, "allow": None, "has_dependent_launches": True, "multiprocessors": 132,
                "has_clusters": True, "clusters_at_a_time": 0}
+    attribute = SimpleNamespace(attribute=(ctypes.c_uint * 18)())
+    monkeypatch.setattr(launch.cuda, "DependentLaunch", lambda *_: attribute)
     for name, answer in answers.items():
         monkeypatch.setattr(launch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(native, "_driver", lambda: (1, 1))
+    monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
     with collecting("cuda"):
         call()
-    (planned,) = found
-    assert hasattr(launch._write(planned, 16, lambda *args: None), "settled") == is_one_launch
+    run = dispatch.settled(launch._write(found[-1], 16, lambda *args: None))
+    assert isinstance(run, BuiltinFunctionType) == is_machine_code
 
 
 @pytest.mark.gpu
@@ -242,7 +305,7 @@ def test_draws(driver: Driver) -> None:
                   generator.taking())
     for offset in (10, 12):
         run(x, y, 1.0, 1.0)
-        assert driver.launches.pop()[9][:2] == (2**64 - 1, offset)
+        assert driver.launches.pop()[-1][:2] == (2**64 - 1, offset)
     assert generator.offset == 56 and not generator.lock.locked()
     driver.stream = driver.captured = 1
     assert run(x, y, 1.0, 1.0)[0] == "general" and generator.offset == 56
@@ -279,7 +342,7 @@ def test_owns_what_it_reads(driver: Driver) -> None:
     junk = [struct.pack("64Q", *range(64)) for _ in range(1000)]
     for run in runs:
         run(x, y, 1.0, 1.0)
-    assert len(junk) == 1000 and len({launch[9][:2] for launch in driver.launches}) == 1
+    assert len(junk) == 1000 and len({launch[-1][:2] for launch in driver.launches}) == 1
 
 
 def test_settles_after_many_calls() -> None:
@@ -355,6 +418,28 @@ def test_of_a_recorded_call(soon: None) -> None:
         torch.testing.assert_close(grad, (x + y > 0).float())
         with torch.no_grad():
             torch.testing.assert_close(frt.add_relu(x, y), torch.relu(x + y), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_of_a_backward_pass(soon: None, rows: int) -> None:
+    """Of which the first launch leaves parts of the weight's gradient, the second one adds them."""
+    x = torch.randn(rows, 512, device="cuda", requires_grad=True)
+    w, b = (torch.randn(512, device="cuda", requires_grad=True) for _ in range(2))
+    g = torch.randn(rows, 512, device="cuda")
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(frt.layer_norm(x, 512, w, b), (x, w, b), g)
+
+    first = grads()
+    for _ in range(6):
+        last = grads()
+    for one, other in zip(first, last, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    recorded = [r for o in OPERATORS.values() if o.name == "layer_norm"
+                for r in o.local.__dict__.get("recordings", {}).values() if r.is_settled]
+    plans = [run.__globals__["plan"] for r in recorded for runs in r.known.values() for run in runs]
+    assert plans and all(isinstance(plan, BuiltinFunctionType) for plan in plans)
 
 
 @pytest.mark.gpu

@@ -18,12 +18,14 @@ from fusionrt import rowwise
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
+from fusionrt.dispatch import Sites
 from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.layout import is_among
+from fusionrt.op import seen_by_torch
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, found, per_call, row_operator
 
 # -- what the kernels compute ----------------------------------------------------------------------
 
@@ -62,9 +64,21 @@ def _dropout(x: Expr, p: float, scale: float) -> Expr:
 
 # -- arguments -------------------------------------------------------------------------------------
 
+TENSORS = "x", "factor", "mask"
+sites = Sites()
+
+
 def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Epilogue = None,
            p: float = 0.0, kept_scale: float | None = None) -> Any:
     """The op along a dimension, which becomes the last one: strides are followed, nothing is copied."""
+    key = None
+    factor, number = (None, scale) if scale is None or isinstance(scale, (int, float)) else (scale, None)
+    if not torch.compiler.is_dynamo_compiling():  # which warns of caches
+        # With the type, as 1.0, which is refused, and True equal 1.
+        key = (op, dim, type(dim), number, causal, epilogue, p, kept_scale)
+        run = sites.find(key, (x, factor, mask))
+        if run is not None:
+            return run(x, factor, mask)
     if is_foreign(x):
         x, restore = to_torch(x, op, "x")
         return restore(_along(op, x, dim, scale, mask, causal, epilogue, p, kept_scale))
@@ -75,25 +89,23 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
     if not -rank <= as_int(op, "dim", dim) < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
-    tensors, numbers = [x], []
-    if isinstance(scale, (int, float)):
-        numbers.append(scale)
-    elif scale is not None:
-        tensors.append(_fitting(op, "scale", scale, x))
-    if mask is not None:
-        tensors.append(_fitting(op, "mask", mask, x))
+    others = [_fitting(op, name, t, x) for name, t in (("scale", factor), ("mask", mask)) if t is not None]
+    tensors, numbers = [x, *others], [number] if number is not None else []
     is_last = is_among(dim, -1, rank - 1)
     if not is_last:
         tensors = [_movable(t, rank).movedim(dim, -1) for t in tensors]
-    if causal:
-        tensors.append(_last_columns(op, x, is_last))
-    if kept_scale is not None:
-        numbers += [p, kept_scale]
+    tensors += [_last_columns(op, x, is_last)] if causal else []
+    numbers += [] if kept_scale is None else [p, kept_scale]
     behind = epilogue is not None or kept_scale is not None
     recorded = behind and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    out = _operator(op, None if scale is None else "number" if isinstance(scale, (int, float)) else "factor",
-                    _kind(op, mask), causal, as_epilogue(op, epilogue), kept_scale is not None,
-                    recorded)(*tensors, *numbers)
+    scaled = "number" if number is not None else "factor" if factor is not None else None
+    run = _operator(op, scaled, _kind(op, mask), causal, as_epilogue(op, epilogue), kept_scale is not None,
+                    recorded)
+    if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
+        given, told = (True, factor is not None, mask is not None), "[0]" if recorded else ""
+        made = found(run, (*tensors, *numbers), TENSORS, given, told)
+        return sites.keep(key, (x, factor, mask), made)(x, factor, mask)
+    out = run(*tensors, *numbers)
     out = out[0] if recorded else out
     return out if is_last else out.movedim(-1, dim)
 

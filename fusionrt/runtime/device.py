@@ -144,10 +144,9 @@ class DependentLaunch:
 
     def __init__(self, function: int, grid: tuple[int, int], block: int, shared: int, parameters: Any
                  ) -> None:
-        self._attribute = (ctypes.c_uint * 18)()  # CUlaunchAttribute: id, padding, a union of 64 bytes
-        self._attribute[0], self._attribute[2] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+        self.attribute = _attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         self._config = _LaunchConfig(*grid, 1, block, 1, 1, shared, None,
-                                     ctypes.addressof(self._attribute), 1)
+                                     ctypes.addressof(self.attribute), 1)
         self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
@@ -158,12 +157,16 @@ class DependentLaunch:
             raise RuntimeError(f"cuLaunchKernelEx: CUDA driver error {status}")
 
 
+def _attribute(kind: int, *value: int) -> Any:
+    """A CUlaunchAttribute: its kind, padding, a union of 64 bytes."""
+    return (ctypes.c_uint * 18)(kind, 0, *value)
+
+
 @functools.cache
 def clusters_at_a_time(function: int, block: int, shared: int, cluster: int) -> int:
     """How many clusters of blocks the device holds: fewer than its multiprocessors suggest, as each lies
     within one of their groups."""
-    attribute = (ctypes.c_uint * 18)()  # CUlaunchAttribute: id, padding, a union of 64 bytes
-    attribute[0], attribute[2], attribute[3], attribute[4] = _CLUSTER_DIMENSION, cluster, 1, 1
+    attribute = _attribute(_CLUSTER_DIMENSION, cluster, 1, 1)
     config = _LaunchConfig(cluster, 1, 1, block, 1, 1, shared, None, ctypes.addressof(attribute), 1)
     found = ctypes.c_int()
     status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(

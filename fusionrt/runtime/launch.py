@@ -63,7 +63,7 @@ class Text:
         self.depends = cuda.has_dependent_launches(call.device)
         self.allocated: list[native.Allocated] = []
         self.launched: list[native.Launched] = []
-        self.end = 0  # of the lines, when the last kernel was launched
+        self.is_launches_alone = True  # beside allocations there is nothing more to do
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
                  ) -> None:
@@ -99,7 +99,8 @@ class Text:
         cuda.allow(function, shared, cluster)
         each = [values.get(v, v) if isinstance(v, str) else str(v) for field in source.values for v in field]
         packed = ", ".join(each)
-        self.launched.append(native.Launched(function, grid, layers, block, shared, source.params, each))
+        launched = native.Launched(function, grid, layers, block, shared, source.params, each,
+                                   len(self.allocated))
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
@@ -107,10 +108,18 @@ class Text:
                 f"{ctypes.addressof(pointers)}{last})")
         if together or not self.depends:
             self.lines.append(line)
+            self.is_launches_alone &= not together
         else:
-            self.scope[f"depend{k}"] = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
+            depend = cuda.DependentLaunch(function, (grid, layers), block, shared, pointers)
+            self.scope[f"depend{k}"] = depend
             self.lines += [f"depend{k}(at)"] if waits else [f"if captured: depend{k}(at)", f"else: {line}"]
-        self.end = len(self.lines)
+            launched = launched._replace(attribute=depend.attribute if waits else None)
+        self.launched.append(launched)
+
+    def more(self, line: str) -> None:
+        """What Python alone can do."""
+        self.lines.append(line)
+        self.is_launches_alone = False
 
     def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
         """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
@@ -127,12 +136,13 @@ class Text:
         run: Run = self.scope["run"]
         return run
 
-    def settles(self, run: Run, arguments: Sequence[str], returned: int) -> Run:
-        """`run`, which is compiled from this, is one launch and gives the first tensors that it allocates, so
-        that it can be machine code; where it is given random numbers, together with whoever draws them."""
-        (launched,), device = self.launched, self.call.device
-        given = [a for a in arguments if a != "rng"]
-        plan = native.Plan(run, given, self.allocated, returned, launched, device, self.scope)
+    def settles(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
+        """`run`, which is compiled from this, so that it can be machine code if it gives what it allocates;
+        where it is given random numbers, together with whoever draws them."""
+        device, given = self.call.device, [a for a in arguments if a != "rng"]
+        if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
+            return run
+        plan = native.Plan(run, given, self.allocated, returned, self.launched, device, self.scope)
         if len(given) == len(arguments):
             return dispatch.settles(run, lambda: native.settled(plan))
         vars(run)["settled_drawing"] = lambda drawn, counters: native.settled(
@@ -165,7 +175,8 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     inputs = list(problem.inputs)
     masks = [o.name for o in inputs if o.dtype == MASK]
     names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams or masks else [])
-    text.lines += [f"{name} = rng[2]" for name in masks]
+    for name in masks:
+        text.more(f"{name} = rng[2]")
     if problem.then is not None:
         here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
         inputs += [o for o in problem.then.inputs if o.name not in here]
@@ -196,12 +207,9 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         for launch in reversed(pointwise.split(problem)):
             _write_launch(text, launch, alignment, values)
     returned = list(problem.returned) or [o.name for o in problem.outputs]
-    is_one_launch = len(text.launched) == 1 and len(text.lines) == text.end  # and nothing after it
     text.lines.append("return " + ", ".join(returned))
     run = text.compile(names)
-    first = [o.name for o in text.allocated[:len(returned)]]
-    is_plain = alignment == 16 and not masks and problem.then is None and returned == first
-    return text.settles(run, names, len(returned)) if is_plain and is_one_launch else run
+    return text.settles(run, names, returned) if alignment == 16 else run
 
 
 def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:
@@ -262,9 +270,9 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     if parted:
         text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
                     values, waits=True)
-    text.lines += [f"{operand.name} = {operand.name}.contiguous()"
-                   for operand, result in zip(part.outputs, text.call.results, strict=True)
-                   if tuple(result.walk_strides) != tuple(result.strides)]
+    for operand, result in zip(part.outputs, text.call.results, strict=True):
+        if tuple(result.walk_strides) != tuple(result.strides):
+            text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
 def _write_joined(text: Text, problem: Problem, values: dict[str, str]) -> None:
@@ -361,10 +369,9 @@ def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> No
     if rows is not None and _kept(operand, part) != rows.kept:
         text.scope |= {f"rows{k}": rows, f"strides{k}": operand.strides, f"sizes{k}": part.sizes,
                        f"result{k}": result}
-        text.lines.append(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, "
-                          f"result{k})")
+        text.more(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, result{k})")
     if tuple(result.walk_strides) != tuple(result.strides):
-        text.lines.append(f"{operand.name} = {operand.name}.contiguous()")
+        text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
 def sources(problem: Problem) -> list[pointwise.Source]:

@@ -1,4 +1,4 @@
-"""A plan of one launch as a builtin function of Python's, in machine code: kernels_src/call.ll.
+"""A plan of launches as a builtin function of Python's, in machine code: kernels_src/call.ll.
 
 The same in Python takes a third of a call's own time: frames, numbers as objects, packing. LLVM, which
 compiles kernels for a CPU as well, takes 40 ms for it once a process, most of them its import, so a
@@ -12,7 +12,6 @@ import ctypes
 import functools
 import logging
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +21,12 @@ from fusionrt.random import Taking
 from fusionrt.runtime import arrivals, llvm, source
 
 OUTPUTS = 8
+MOST_BYTES = 4096  # of the parameters of all launches
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _FASTCALL = 0x0080  # METH_FASTCALL
 _OF_PYTHON = re.compile(r"^declare .* @(Py\w+)", re.MULTILINE)
-_FIELD = re.compile(r"\d+s|\d*x|[a-zA-Z]")  # of a format of `struct`
+_ADDRESS = re.compile(r"(?:p_(\w+)|(\w+)\.data_ptr\(\))(?: \+ (\d+))?")
 _log = logging.getLogger(__name__)
 
 
@@ -34,17 +34,21 @@ def _struct(title: str, **fields: Any) -> type[ctypes.Structure]:
     return type(title, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-_object, _address, _u32, _u64 = ctypes.py_object, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_object, _address = ctypes.py_object, ctypes.c_void_p
+_u32, _u64, _i64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
 _Input = _struct("Input", argument=_u32, place=_u32)
 _Number = _struct("Number", argument=_u32, place=_u32, is_double=_u64)
-_Output = _struct("Output", shape=_object, strides=_object, dtype=_object, place=_u64)
+_Output = _struct("Output", shape=_object, strides=_object, dtype=_object, position=_i64)
+_Place = _struct("Place", value=_u32, place=_u32, added=_u64)
+_Launch = _struct("Launch", kernel=_address, attributes=_address, n_attributes=_u32, grid=_u32, layers=_u32,
+                  block=_u32, shared=_u32, parameters=_u32)
 _Plan = _struct(
     "Plan", general=_object, data_ptr=_address, empty=_object, stream=_object, device=_object,
-    launch=_address, is_capturing=_address, kernel=_address, grid=_u32, layers=_u32, block=_u32, shared=_u32,
-    n_arguments=_u64, n_inputs=_u64, n_numbers=_u64, n_outputs=_u64, inputs=_address, numbers=_address,
-    outputs=_address, parameters=_address, n_bytes=_u64, n_returned=_u64,
-    acquire=_object, release=_object, get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64,
-    seed_place=_u64, offset_place=_u64, has_stream=_u64, own_stream=_u64)
+    launch=_address, is_capturing=_address, n_arguments=_u64, n_inputs=_u64, n_numbers=_u64, n_outputs=_u64,
+    n_places=_u64, n_launches=_u64, inputs=_address, numbers=_address, outputs=_address, places=_address,
+    launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
+    get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
+    own_stream=_u64)
 _MethodDef = _struct("MethodDef", name=ctypes.c_char_p, function=_address, flags=ctypes.c_int,
                      doc=ctypes.c_char_p)
 
@@ -69,6 +73,8 @@ class Launched(NamedTuple):
     shared: int
     params: source.Params
     packed: Sequence[str]
+    n_allocated: int       # outputs that there were by then: a later one may have the name of one of these
+    attribute: Any = None  # of the launch: a CUlaunchAttribute of ctypes
 
 
 class Plan(NamedTuple):
@@ -76,48 +82,63 @@ class Plan(NamedTuple):
 
     general: Callable[..., Any]
     arguments: Sequence[str]
-    outputs: Sequence[Allocated]  # of which those after the first `returned` are for the kernel alone
-    returned: int
-    launched: Launched
+    outputs: Sequence[Allocated]
+    returned: Sequence[str]  # the others are for the kernels alone
+    launched: Sequence[Launched]
     device: int
     functions: Mapping[str, Any]  # empty, stream
     random: Taking | None = None  # for what is known as rng
 
 
+class _Parameters:
+    """Of all launches: their bytes with zeros for what each call finds out, and where that stands."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.known = plan, bytearray()
+        self.begins: list[int] = []
+        self.inputs: list[Any] = []
+        self.numbers: list[Any] = []
+        self.places: list[Any] = []
+        self.has_stream = False
+        for launched in plan.launched:
+            self.known += bytes(-len(self.known) % 64)
+            self.begins.append(len(self.known))
+            fields = zip(launched.packed, launched.params.places(), strict=True)
+            values = [self._value(text, code, self.begins[-1] + place, launched)
+                      for text, (code, place) in fields]
+            self.known += launched.params.packer.pack(*launched.params.converted(*values))
+        if len(self.known) > MOST_BYTES:
+            raise ValueError(f"{len(self.known)} bytes of parameters")
+
+    def _value(self, text: str, code: str, place: int, launched: Launched) -> Any:
+        plan = self.plan
+        arguments = {name: k for k, name in enumerate(plan.arguments)}
+        outputs = {o.name: k for k, o in enumerate(plan.outputs[:launched.n_allocated])}
+        address = _ADDRESS.fullmatch(text)
+        name, added = (address[1] or address[2], int(address[3] or 0)) if address else ("", 0)
+        if name in outputs:
+            self.places.append(_Place(outputs[name], place, added))
+        elif name in arguments and not added:
+            self.inputs.append(_Input(arguments[name], place))
+        elif text in arguments and code in "fd":
+            self.numbers.append(_Number(arguments[text], place, code == "d"))
+        elif plan.random is not None and text in (SEED, OFFSET):
+            self.places.append(_Place(OUTPUTS + (text == OFFSET), place, 0))
+        elif text == ARRIVED.format(device=plan.device):
+            self.has_stream = True
+            return arrivals.of_stream(plan.device, _stream(plan))
+        elif plan.random is None or text != STATE:
+            return ast.literal_eval(text)
+        return 0
+
+
 def settled(plan: Plan) -> Callable[..., Any]:
     """The plan in machine code; its general callable where that cannot be."""
     try:
-        inputs, numbers, places, known = _parameters(plan)
-        return _builtin(plan, inputs, numbers, places, known)
+        return _builtin(plan, _Parameters(plan))
     except Exception as error:  # of LLVM, of a Python that lacks a function: none may fail a call
         _log.debug("a plan stays in Python: %s", error)
         return plan.general
-
-
-def _parameters(plan: Plan) -> tuple[list[Any], list[Any], dict[str, int], bytes]:
-    """Inputs, numbers, the places of outputs' addresses and of random numbers; the parameters with zeros for
-    all these."""
-    params, packed = plan.launched.params, plan.launched.packed
-    inputs, numbers, places, known = [], [], {}, []
-    arguments = {name: k for k, name in enumerate(plan.arguments)}
-    outputs = {f"{o.name}.data_ptr()": o.name for o in plan.outputs}
-    for text, (code, place) in zip(packed, _fields(params.packer.format), strict=True):
-        if text.removeprefix("p_") in arguments and text.startswith("p_"):
-            inputs.append(_Input(arguments[text.removeprefix("p_")], place))
-        elif text in arguments and code in "fd":
-            numbers.append(_Number(arguments[text], place, code == "d"))
-        elif text in outputs and outputs[text] not in places:
-            places[outputs[text]] = place
-        elif plan.random is not None and text in (SEED, OFFSET):
-            places[text] = place
-        elif text == ARRIVED.format(device=plan.device):
-            known.append(arrivals.of_stream(plan.device, _stream(plan)))
-            continue
-        elif plan.random is None or text != STATE:
-            known.append(ast.literal_eval(text))
-            continue
-        known.append(0)
-    return inputs, numbers, places, params.packer.pack(*params.converted(*known))
 
 
 def _stream(plan: Plan) -> int:
@@ -125,36 +146,28 @@ def _stream(plan: Plan) -> int:
     return current
 
 
-def _fields(format: str) -> list[tuple[str, int]]:
-    """Of each value its code and its place."""
-    found, place = [], 0
-    for code in _FIELD.findall(format):
-        if not code.endswith("x"):
-            found.append((code, place))
-        place += struct.calcsize("=" + code)
-    return found
-
-
-def _builtin(plan: Plan, inputs: Sequence[Any], numbers: Sequence[Any], places: Mapping[str, int],
-             known: bytes) -> Callable[..., Any]:
+def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
     if len(plan.outputs) > OUTPUTS:
         raise ValueError(f"{len(plan.outputs)} outputs")
-    launched = plan.launched
-    outputs = [_Output(tuple(o.shape), tuple(o.strides), o.dtype, places[o.name]) for o in plan.outputs]
-    tables = [(type(rows[0]) * len(rows))(*rows) if rows else None for rows in (inputs, numbers, outputs)]
-    parameters = ctypes.create_string_buffer(known, len(known))
+    position = {name: k for k, name in enumerate(plan.returned)}
+    outputs = [_Output(tuple(o.shape), tuple(o.strides), o.dtype, position.get(o.name, -1))
+               for o in plan.outputs]
+    launches = [_Launch(of.kernel, of.attribute and ctypes.addressof(of.attribute), of.attribute is not None,
+                        of.grid, of.layers, of.block, of.shared, begin)
+                for of, begin in zip(plan.launched, parameters.begins, strict=True)]
+    tables = [(type(rows[0]) * len(rows))(*rows) if rows else None for rows in (
+        parameters.inputs, parameters.numbers, outputs, parameters.places, launches)]
+    known = ctypes.create_string_buffer(bytes(parameters.known), len(parameters.known))
     made = _Plan(plan.general, _data_ptr(), plan.functions["empty"], plan.functions["stream"], plan.device,
-                 *_driver(), launched.kernel, launched.grid, launched.layers, launched.block, launched.shared,
-                 len(plan.arguments), len(inputs), len(numbers), len(outputs),
-                 *(table and ctypes.addressof(table) for table in tables), ctypes.addressof(parameters),
-                 len(known), plan.returned)
+                 *_driver(), len(plan.arguments), *(len(table or ()) for table in tables),
+                 *(table and ctypes.addressof(table) for table in tables), ctypes.addressof(known),
+                 len(known), len(plan.returned))
     if plan.random is not None:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
-        made.seed_place, made.offset_place = places[SEED], places[OFFSET]
-    made.has_stream, made.own_stream = ARRIVED.format(device=plan.device) in launched.packed, _stream(plan)
+    made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
     method, _ = _method()
-    owned = ctypes.addressof(made), made, *tables, parameters
+    owned = ctypes.addressof(made), made, *tables, known, plan.launched
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.restype, create.argtypes = _object, (_address, _object, _address)
     function: Callable[..., Any] = create(ctypes.addressof(method), owned, None)
@@ -170,7 +183,7 @@ def _data_ptr() -> int:
 
 def _driver() -> tuple[int | None, int | None]:
     driver = ctypes.CDLL("libcuda.so.1")
-    functions = driver.cuLaunchKernel, driver.cuStreamIsCapturing
+    functions = driver.cuLaunchKernelEx, driver.cuStreamIsCapturing
     launch, is_capturing = (ctypes.cast(function, _address).value for function in functions)
     return launch, is_capturing
 

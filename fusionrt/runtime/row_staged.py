@@ -58,6 +58,11 @@ class Choice(NamedTuple):
 
 # By columns.
 GRADIENTS = Choice(4096, 256, 2, 2, 2), Choice(32768, 256, 4, 2, 3), Choice(math.inf, 512, 4, 1, 2)
+CARRYING = {  # the same that carry, by packs
+    4: (Choice(512, 128, 4, 4, 2), Choice(1024, 128, 4, 3, 2), Choice(2048, 256, 8, 1, 2),
+        Choice(4096, 512, 4, 1, 2), Choice(8192, 256, 8, 1, 2), Choice(math.inf, 512, 4, 1, 2)),
+    8: (Choice(512, 128, 4, 4, 2), Choice(1024, 256, 4, 2, 2, ahead=True), Choice(2048, 256, 8, 1, 2),
+        Choice(4096, 512, 4, 1, 2), Choice(8192, 256, 4, 2, 2, ahead=True), Choice(math.inf, 512, 4, 1, 2))}
 # By packs. The first number is the elements of one: of 16 bits there are twice as many instructions a byte.
 PASSING: dict[str, Any] = {"weights": False, "ahead": True}
 MOVED: dict[str, Any] = {"moved": True, "ahead": True}
@@ -74,15 +79,17 @@ MOMENTS = {
 SEVERAL = {  # operands
     4: (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
         Choice(8192, 512, 4, 3, 1, **PASSING), Choice(16384, 256, 8, 1, 1, ahead=True, **OVERLAPPED),
-        Choice(32768, 1024, 2, 1, 4, part=1, **MOVED), Choice(math.inf, 256, 16, 1, 3, part=4, moved=True)),
+        Choice(32768, 1024, 2, 1, 4, part=1, ahead=True, **OVERLAPPED),
+        Choice(math.inf, 256, 16, 1, 3, part=4, moved=True)),
     8: (Choice(2048, 512, 4, 3, 1, **PASSING), Choice(4096, 256, 4, 6, 1, **PASSING),
         Choice(8192, 512, 4, 3, 1, **PASSING), Choice(16384, 1024, 2, 1, 1, **MOVED),
-        Choice(math.inf, 512, 4, 1, 4, part=1, **OVERLAPPED))}
+        Choice(math.inf, 512, 4, 1, 2, ahead=True))}
 HEAVY = {  # moments, and more instructions than LIGHT
     4: (Choice(8192, 512, 8, 1, 1, **MOVED), Choice(16384, 128, 16, 6, 1, **PASSING),
         Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED)),
     8: (Choice(math.inf, 512, 8, 1, 1, ahead=True, **OVERLAPPED),)}
-UNWEIGHTED = {8: (Choice(math.inf, 256, 16, 1, 1, weights=False, **MOVED),)}  # others gain nothing
+UNWEIGHTED = {4: (Choice(math.inf, 256, 16, 1, 2, weights=False, **MOVED),),  # shorter ones gain nothing
+              8: (Choice(math.inf, 256, 16, 1, 3, weights=False, **MOVED),)}
 LONG_HEAVY, LONG_UNWEIGHTED = 4096, 1 << 17  # packs, or columns, from which on these are taken
 LONG_GRADIENTS = 4096      # columns from which on
 SHORT_GRADIENTS = 1024     # the same of many rows, whose blocks are then as many teams as make 768 threads
@@ -170,8 +177,7 @@ def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
 def _carrying(problem: Problem, pack: int) -> tuple[Choice, ...]:
     """Gradients that carry: packs for few threads, as many as registers allow."""
     if columns(problem) >= LONG_GRADIENTS:
-        return (Choice(512 * pack, 128, 4, 4, 2), Choice(1024 * pack, 128, 4, 3, 2),
-                Choice(2048 * pack, 256, 8, 1, 2), Choice(math.inf, 512, 4, 1, 2))
+        return tuple(c._replace(most=c.most * pack) for c in CARRYING[8 if pack > 4 else 4])
     packs, together = (4, 384) if pack > 4 else (2, 768)
     threads = max(32, power(-(-columns(problem) // (packs * pack))))
     if columns(problem) < LEAST_CARRYING or threads > 256 or n_rows(problem) < MANY_ROWS:

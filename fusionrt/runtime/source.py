@@ -99,8 +99,18 @@ class Params:
 
     def converted(self, *values: Any) -> list[Any]:
         """Numbers beyond float32 as infinities, which C makes of them and Python refuses."""
-        codes = re.findall(r"\d+s|[a-wyzA-Z]", self.packer.format)
-        return [_single(v) if code == "f" else v for v, code in zip(values, codes, strict=True)]
+        return [_single(v) if code == "f" else v
+                for v, (code, _) in zip(values, self.places(), strict=True)]
+
+    def places(self) -> list[tuple[str, int]]:
+        """Of each value that is packed its code and the byte where it stands."""
+        found, place = [], 0
+        for count, code in re.findall(r"(\d*)([a-zA-Z])", self.packer.format):
+            each, times = (count + code, 1) if code in "sx" else (code, int(count or 1))
+            for _ in range(times):
+                found += [(code, place)] if code != "x" else []
+                place += struct.calcsize("=" + each)
+        return found
 
 
 def _single(number: float) -> float:
