@@ -1,4 +1,4 @@
-"""Autograd for every operator, of any order: one `torch.autograd.Function`."""
+"""Autograd for every operator, of any order; `replay` makes a `torch.autograd.Function` of what is here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt import layout, rehearsal
-from fusionrt.replay import Pass, Recording
+from fusionrt.replay import Pass, Recording, dispatch_modes, transforms_active
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
-    from fusionrt.random import Rng
 
 
 Call = Callable[["Operator", list[Any], Any], Any]
@@ -29,37 +28,14 @@ class Dispatched:
     allow: Callable[[], bool]   # before `call` where Dynamo traces
 
 
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-class Recorded(torch.autograd.Function):
-    """An operator on ordinary tensors; intercepted calls are recorded by `library`."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: Recording, rng: Rng | None, *args: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        out = recording.plan(*args, rng) if recording.op.streams else recording.plan(*args)
-        return recording.save(ctx, rng, args, out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        recording, rng, numbers = ctx.kept
-        saved = ctx.saved_tensors  # once: hooks of checkpoints compute them anew
-        # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
-        if not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes()
-                or transforms_active()):
-            found = recording.again(saved, numbers, grads, rng)
-            if found is not None:
-                return found
-        return None, None, *_backward(recording, rng, numbers, saved, grads)
-
-
-def _backward(recording: Recording, rng: Any, numbers: Sequence[Any], saved: Sequence[Any],
-              grads: Sequence[Any]) -> list[Any]:
+def repeated(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]) -> Any:
+    """The gradients of a recorded call's arguments, which the recording keeps a way to if nobody watches."""
     op, call, needed = recording.op, type(recording.op).apply, recording.needed
+    rng = kept[0] if op.streams else None
     watched = is_watched()
     plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
     own = saved
@@ -70,12 +46,13 @@ def _backward(recording: Recording, rng: Any, numbers: Sequence[Any], saved: Seq
         device = next((g.device for g in grads if g is not None), None)
         call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
         plain = False
-    made = backward_pass(op, restore(own, recording.others(numbers)), grads, needed, recording.order)
-    if made is None:
-        return [None] * len(op.params)
-    if plain:
-        recording.keep(made, saved, grads)
-    return run_pass(made, rng, call)
+    made = backward_pass(op, restore(own, recording.others(kept)), grads, needed, recording.order)
+    found = [None] * len(op.params)
+    if made is not None:
+        if plain:
+            recording.keep(made, saved, grads)
+        found = run_pass(made, rng, call)
+    return (*found, None) if op.streams else tuple(found)
 
 
 def no_forward_mode(op: str) -> NoReturn:
@@ -182,15 +159,3 @@ def _origins(gradient: Operator, inputs: list[Any], needed: Sequence[bool]) -> l
                 origin[i] = j
                 break
     return origin
-
-
-def straight(function: Any) -> Callable[..., Any]:
-    """`function.apply`, which otherwise first unwraps functorch's dead wrappers in Python, two fifths of its
-    cost: for calls outside of functorch's transforms. And a node calls `backward` itself, not what looks for
-    that or a `vjp` in each pass."""
-    function._backward_cls.apply = function.backward
-    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, function).apply
-    return apply
-
-
-record = straight(Recorded)

@@ -17,7 +17,7 @@ import torch
 
 from fusionrt import dispatch, layout, random, rehearsal
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_watched, record
+from fusionrt.autograd import Dispatched, is_watched, repeated
 from fusionrt.definition import SCALAR, Definition
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
@@ -128,20 +128,18 @@ class Operator(Definition):
         recording = operator.recording(args)
 
         def recorded(*args: Any) -> Any:
-            rng = draw() if draw else None
+            drawn = (draw(),) if draw else ()
             if torch.is_grad_enabled():
-                return record(recording, rng, *args)
+                return recording.apply(*args, *drawn)
             if operator is not self:  # which leaves a mask as well
-                return self.launch(args, rng)
-            return recording.plan(*args, rng) if streams else recording.plan(*args)
-
-        made = functools.partial(record, recording, None) if now and not draw else recorded
+                return self.launch(args, *drawn)
+            return recording.plan(*args, *drawn)
 
         def settled() -> Callable[..., Any]:
             recording.settle()
-            return made
+            return recording.apply if now and not draw else recorded
 
-        return dispatch.settles(made, settled)
+        return dispatch.settles(recorded, settled)
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""
@@ -152,7 +150,7 @@ class Operator(Definition):
         if made is None:
             if len(recordings) >= _PLANS_KEPT:
                 recordings.clear()
-            made = recordings[plan, needed] = Recording(self, plan, needed)
+            made = recordings[plan, needed] = Recording(self, args, plan, needed, repeated)
         return made
 
     def draw(self, device: torch.device) -> random.Rng:
@@ -166,7 +164,7 @@ class Operator(Definition):
     def apply(self, args: Args, rng: random.Rng | None) -> Any:
         """Run with given random numbers, and record a gradient if one will be needed."""
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return record(self.recording(args), rng, *args)
+            return self.recording(args).apply(*args, *((rng,) if self.streams else ()))
         return self.launch(args, rng)
 
     def launch(self, args: Args, rng: random.Rng | None = None) -> Any:

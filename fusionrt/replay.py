@@ -1,4 +1,4 @@
-"""What autograd does again for a kind of call that was made before, written out as functions.
+"""What autograd does again for a kind of call that was made before, as a Function of its own.
 
 What a call saves is the same for all calls of one kind. What `autograd.backward` finds out (which gradients,
 from what, by which plan) is so too, where tensors of the same kind are saved and received: a guard, the plan,
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from fusionrt.dispatch import guard, settled
 
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
-NUMBER = object()
+NUMBER, UNKNOWN = object(), object()
 _KEPT = 8  # backward passes of one kind of call, as gradients come in several layouts
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Guards see other watchers, but no keys of modes and transforms in the thread of a device.
+WATCHED = "grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes() or transforms_active()"
 
 
 class Pass(NamedTuple):
@@ -37,115 +42,133 @@ class Pass(NamedTuple):
 
 class Recording:
     """A kind of call that is recorded: of this operator, by this plan (so of one thread), where these
-    arguments need gradients. `save(ctx, rng, args, out)` keeps what the backward pass reads, and gives what
-    the caller gets."""
+    arguments need gradients. `apply` takes the arguments, and random numbers where the operator
+    draws some. `backward(recording, saved, kept, grads)` gives the gradients of a kind of backward pass that
+    was not met before."""
 
-    def __init__(self, op: Operator, plan: Run, needed: tuple[bool, ...]) -> None:
-        self.op, self.plan, self.needed = op, plan, needed
-        self.save = self._save_first
-        self.order: tuple[int, ...] | None = None  # of the walk, if random numbers were drawn
-        self.described: list[Any] = []  # what is known of an argument that is not saved; None: it is
-        self.known: dict[int, list[Run]] = {}  # of a thread, whose plans they run
+    def __init__(self, op: Operator, args: Sequence[Any], plan: Run, needed: tuple[bool, ...], backward: Run
+                 ) -> None:
+        self.op, self.needed = op, needed
+        reads, self.saved_outputs = op.read_by_backward(needed)
+        # What is known of an argument that is not saved; None: it is.
+        self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
+                          (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
+        self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
+        self.bodies: list[str] = []  # of backward passes that were met, as text
         self.is_settled = False
+        self.scope: dict[str, Any] = {
+            "plan": plan, "recording": self, "UNKNOWN": UNKNOWN, "general": backward,
+            "grad_enabled": torch.is_grad_enabled, "forward_ad": forward_ad, "thread": threading.get_ident,
+            "dispatch_modes": dispatch_modes, "transforms_active": transforms_active}
+        self.function: Any = type(op.name, (torch.autograd.Function,), {
+            "forward": staticmethod(self._forward()), "backward": staticmethod(self._backward())})
+        self.apply = straight(self.function)
+
+    @property
+    def plan(self) -> Run:
+        plan: Run = self.scope["plan"]
+        return plan
 
     def settle(self) -> None:
         """For many calls: its plans in machine code, and those of its backward passes."""
-        self.plan, self.is_settled = settled(self.plan), True
-        for runs in self.known.values():
-            for run in runs:
-                _settle(run.__globals__)
+        self.is_settled = True
+        for name in [name for name in self.scope if name.startswith("plan")]:
+            self.scope[name] = settled(self.scope[name])
 
-    def _save_first(self, ctx: Any, rng: Any, args: Sequence[Any], out: Any) -> Any:
-        results = out[0] if self.op.masking else out
-        self.order = self.op.drawn(args, results if isinstance(results, tuple) else (results,))
-        reads, _ = self.op.read_by_backward(self.needed)
-        self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
-                          (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
-        self.save = self._write_saving(isinstance(results, tuple))
-        return self.save(ctx, rng, args, out)
+    def see(self, args: Sequence[Any], out: Any) -> None:
+        self.order = self.op.drawn(args, out if isinstance(out, tuple) else (out,))
 
-    def _write_saving(self, several: bool) -> Run:
-        result = "out[{}]" if several else "out"
-        kept = [f"args[{i}]" for i, known in enumerate(self.described) if known is None]
-        kept += [result.format(k) for k in self.op.read_by_backward(self.needed)[1]]
-        kept += ["mask"] if self.op.masking else []
-        fixed = [result.format(k) for k, graded in enumerate(self.op.graded(self.needed)) if not graded]
-        numbers = [f"args[{i}]," for i, known in enumerate(self.described) if known is NUMBER]
-        lines = ["def save(ctx, rng, args, out):", *(["    out, mask = out"] if self.op.masking else []),
-                 f"    ctx.save_for_backward({', '.join(kept)})",
-                 f"    ctx.kept = recording, rng, ({' '.join(numbers)})",
-                 *([f"    ctx.mark_non_differentiable({', '.join(fixed)})"] if fixed else []),
-                 "    return out"]
-        scope: dict[str, Any] = {"recording": self}
-        exec("\n".join(lines), scope)
-        save: Run = scope["save"]
-        return save
+    def _forward(self) -> Run:
+        op, n = self.op, len(self.described)
+        several = len(op.outputs) - op.masking > 1
+        result, args = "out[{}]" if several else "out", [f"a{i}" for i in range(n)]
+        given = ", ".join([*args, "rng"] if op.streams else args)
+        saved = [name for name, known in zip(args, self.described, strict=True) if known is None]
+        saved += [result.format(k) for k in self.saved_outputs] + ["mask"] * op.masking
+        kept = ["rng"] * bool(op.streams)
+        kept += [name for name, known in zip(args, self.described, strict=True) if known is NUMBER]
+        fixed = [result.format(k) for k, graded in enumerate(op.graded(self.needed)) if not graded]
+        lines = [f"def forward(ctx, {given}):", "ctx.set_materialize_grads(False)", f"out = plan({given})"]
+        lines += ["out, mask = out"] * op.masking
+        if self.order is UNKNOWN:
+            lines.append(f"if recording.order is UNKNOWN: recording.see(({', '.join(args)},), out)")
+        lines.append(f"ctx.save_for_backward({', '.join(saved)})")
+        lines += [f"ctx.kept = {', '.join(kept)},"] * bool(kept)
+        lines += [f"ctx.mark_non_differentiable({', '.join(fixed)})"] * bool(fixed)
+        self.kept = "ctx.kept" if kept else "()"
+        return self._function([*lines, "return out"])
 
-    def others(self, numbers: Sequence[Any]) -> list[Any]:
+    def _backward(self) -> Run:
+        # Saved tensors are asked for once: hooks of checkpoints compute them anew.
+        lines = ["def backward(ctx, *grads):", f"saved, kept = ctx.saved_tensors, {self.kept}"]
+        if self.bodies:
+            lines.append(f"here = None if {WATCHED} else thread()")
+        for body in self.bodies:
+            lines += body.splitlines()
+        return self._function([*lines, "return general(recording, saved, kept, grads)"])
+
+    def _function(self, lines: Sequence[str]) -> Run:
+        exec("\n    ".join(lines), self.scope)
+        function: Run = self.scope[lines[0].removeprefix("def ").partition("(")[0]]
+        return function
+
+    def others(self, kept: Sequence[Any]) -> list[Any]:
         """What `autograd.restore` needs beside the saved tensors."""
-        left = iter(numbers)
-        saved_outputs = self.op.read_by_backward(self.needed)[1]
-        return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(saved_outputs)
-
-    def again(self, saved: Sequence[Any], numbers: Sequence[Any], grads: Sequence[Any], rng: Any) -> Any:
-        """What `backward` returns, or None for tensors of kinds that it was not given before."""
-        for run in self.known.get(threading.get_ident(), ()):
-            found = run(saved, numbers, grads, rng)
-            if found is not None:
-                return found
-        return None
+        left = iter(kept[bool(self.op.streams):])
+        return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(self.saved_outputs)
 
     def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
-        known = self.known.setdefault(threading.get_ident(), [])
+        """What is done in this backward pass, for others of its kind."""
         rehearsed = any(t.is_meta for t in (*saved, *grads) if t is not None)  # each is to be heard
-        if len(known) < _KEPT and not rehearsed:
-            known.append(self._write(made, saved, grads))
+        if len(self.bodies) < _KEPT and not rehearsed:
+            self.bodies.append("\n".join(self._body(made, saved, grads)))
+            self.function.backward = staticmethod(self._backward())
+            straight(self.function)
 
-    def _write(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Run:
-        n, masking = len(self.op.params), self.op.masking
-        given = [k for k, g in enumerate(grads) if g is not None]
-        names = [*self._names(made), *(f"grads[{k}]" for k in given if self.op.differentiable[k])]
-        conditions = [f"check({', '.join(['*saved', *(f'grads[{k}]' for k in given)])})"]
-        conditions += [f"grads[{k}] is None" for k, g in enumerate(grads) if g is None]
-        scope: dict[str, Any] = {"check": guard(*saved, *(grads[k] for k in given)),
-                                 **{f"unread{i}": a for i, a in enumerate(made.inputs[:n])
-                                    if isinstance(self.described[i], tuple)}}
-        lines = ["def run(saved, numbers, grads, rng):", "    try:",
-                 f"        if not ({' and '.join(conditions)}): return None",
-                 "    except TypeError:", "        return None"]
+    def _body(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> list[str]:
+        n, k = len(self.op.params), len(self.bodies)
+        given = [i for i, g in enumerate(grads) if g is not None]
+        names = [*self._names(made, k), *(f"grads[{i}]" for i in given if self.op.differentiable[i])]
+        conditions = [f"here == {threading.get_ident()}",
+                      f"check{k}({', '.join(['*saved', *(f'grads[{i}]' for i in given)])})"]
+        conditions += [f"grads[{i}] is None" for i, g in enumerate(grads) if g is None]
+        self.scope[f"check{k}"] = guard(*saved, *(grads[i] for i in given))
+        lines = [f"try: fits = {' and '.join(conditions)}", "except TypeError: fits = False", "if fits:"]
         own = [i for i, o in enumerate(made.origin) if i == o]
         if made.gradient is not None:
-            scope["plan"] = made.gradient.plan(made.inputs)
-            if self.is_settled:
-                _settle(scope)
-            drawn = ["(0, 0, saved[-1])" if masking else "rng"] if made.gradient.streams else []
-            lines.append(f"    out = plan({', '.join([*names, *drawn])})")
+            plan = made.gradient.plan(made.inputs)
+            self.scope[f"plan{k}"] = settled(plan) if self.is_settled else plan
+            drawn = ["(0, 0, saved[-1])" if self.op.masking else "kept[0]"] if made.gradient.streams else []
+            lines.append(f"    out = plan{k}({', '.join([*names, *drawn])})")
         results = {i: f"out[{k}]" if len(own) > 1 else "out" for k, i in enumerate(own)}
         returned = ["None" if o is None else results[o] if o < n else names[o] if
                     made.inputs[o].shape == made.inputs[i].shape else
                     f"{names[o]}.expand({tuple(made.inputs[i].shape)})" for i, o in enumerate(made.origin)]
-        lines.append(f"    return None, None, {', '.join(returned)}")
-        exec("\n".join(lines), scope)
-        run: Run = scope["run"]
-        return run
+        returned += ["None"] * bool(self.op.streams)
+        return [*lines, f"    return {', '.join(returned)},"]
 
-    def _names(self, made: Pass) -> list[str]:
-        """What the arguments and the saved outputs are called in `run`."""
+    def _names(self, made: Pass, k: int) -> list[str]:
+        """What the arguments and the saved outputs are called in body k."""
         names: list[str] = []
-        read = number = 0
+        read, number = 0, int(bool(self.op.streams))
         for i, known in enumerate(self.described):
             if known is None:
                 names.append(f"saved[{read}]")
                 read += 1
             elif known is NUMBER:
-                names.append(f"numbers[{number}]")
+                names.append(f"kept[{number}]")
                 number += 1
             else:
-                names.append(f"unread{i}")
-        places = {k: read + at for at, k in enumerate(self.op.read_by_backward(self.needed)[1])}
-        return names + [f"saved[{places[k]}]" for k in made.saved]
+                names.append(f"unread{k}_{i}")
+                self.scope[names[-1]] = made.inputs[i]
+        places = {output: read + at for at, output in enumerate(self.saved_outputs)}
+        return names + [f"saved[{places[output]}]" for output in made.saved]
 
 
-def _settle(scope: dict[str, Any]) -> None:
-    if "plan" in scope:
-        scope["plan"] = settled(scope["plan"])
+def straight(function: Any) -> Run:
+    """`function.apply`, which otherwise first unwraps functorch's dead wrappers in Python, two fifths of its
+    cost: for calls outside of functorch's transforms. And a node calls `backward` itself, not what looks for
+    that or a `vjp` in each pass."""
+    function._backward_cls.apply = function.backward
+    apply: Run = super(torch.autograd.function._SingleLevelFunction, function).apply
+    return apply

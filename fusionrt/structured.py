@@ -13,7 +13,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionrt.autograd import is_batched, is_watched, no_forward_mode, straight, transforms_active
+from fusionrt.autograd import is_batched, is_watched, no_forward_mode, transforms_active
+from fusionrt.replay import straight
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -119,11 +119,27 @@ def test_one_output_comes_alone(driver: Driver) -> None:
     assert isinstance(out, torch.Tensor) and out.dtype == torch.int8
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("name", ["out", "total"])
-def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver, name: str) -> None:
-    out = settled(driver, returned=(name,))(*tensors(), 1.0, 1.0)
-    assert isinstance(out, torch.Tensor) and out.shape == ((4, 2) if name == "out" else ())
-    assert driver.launches[0][-1][2:4][name == "total"] == out.data_ptr()
+def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str,
+                                                   kept: bool) -> None:
+    """It is the same for all calls of a stream, unless it is large."""
+    monkeypatch.setattr(native, "MOST_KEPT", 32 if kept else 0)
+    args: tuple[Any, ...] = (*tensors(), 1.0, 1.0)
+    run = settled(driver, returned=(name,))
+    outs = [run(*args), run(*args)]
+    assert [tuple(out.shape) for out in outs] == [(4, 2) if name == "out" else ()] * 2
+    told = [launch[-1][2:4][name == "total"] for launch in driver.launches]
+    alone = [launch[-1][2:4][name == "out"] for launch in driver.launches]
+    assert told == [out.data_ptr() for out in outs]
+    driver.stream = 4096
+    if kept:
+        assert alone[0] == alone[1] and run(*args)[0] == "general"
+    else:
+        assert run(*args).shape == outs[0].shape
+
+
+def test_outputs_come_in_any_order(driver: Driver) -> None:
     total, out = settled(driver, returned=("total", "out"))(*tensors(), 1.0, 1.0)
     assert out.shape == (4, 2) and total.shape == ()
 
@@ -254,6 +270,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(launch.cuda, "DependentLaunch", lambda *_: attribute)
     for name, answer in answers.items():
         monkeypatch.setattr(launch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(launch, "empty_strided", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(native, "_driver", lambda: (1, 1))
     monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
     with collecting("cuda"):
@@ -438,8 +455,8 @@ def test_of_a_backward_pass(soon: None, rows: int) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     recorded = [r for o in OPERATORS.values() if o.name == "layer_norm"
                 for r in o.local.__dict__.get("recordings", {}).values() if r.is_settled]
-    plans = [run.__globals__["plan"] for r in recorded for runs in r.known.values() for run in runs]
-    assert plans and all(isinstance(plan, BuiltinFunctionType) for plan in plans)
+    plans = [plan for r in recorded for name, plan in r.scope.items() if name.startswith("plan")]
+    assert len(plans) >= 2 and all(isinstance(plan, BuiltinFunctionType) for plan in plans)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ import torch
 
 from fusionrt import deferred
 from fusionrt.array import check_writeable, converted, is_foreign
-from fusionrt.autograd import is_batched, is_watched, straight
+from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, planned_once
@@ -32,6 +32,7 @@ from fusionrt.errors import as_int, check_number
 from fusionrt.op import seen_by_torch, unpack
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.rehearsal import device_type
+from fusionrt.replay import straight
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
 FEW_ROWS = 1 << 15      # whose losses one block of threads adds

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusionrt.activation import activated, by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import straight
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
@@ -32,6 +31,7 @@ from fusionrt.ops.linear import check
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.ops.reduction import sum as sum_over
 from fusionrt.random import Rng
+from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator
 
 Tensor = torch.Tensor

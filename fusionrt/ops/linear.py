@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_batched, is_watched, straight
+from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites, planned_once
 from fusionrt.errors import CaptureError
@@ -32,6 +32,7 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
+from fusionrt.replay import straight
 from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
 

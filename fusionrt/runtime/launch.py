@@ -157,7 +157,12 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
         run = _write(call, alignment, misaligned)
     if cuda.device_count() == 1:
         return run
-    return dispatch.settles(_guarded(run, call.device), lambda: _guarded(dispatch.settled(run), call.device))
+
+    def settled() -> Run:
+        with torch.cuda.device(call.device):
+            return _guarded(dispatch.settled(run), call.device)
+
+    return dispatch.settles(_guarded(run, call.device), settled)
 
 
 def _guarded(run: Run, device: int) -> Run:

@@ -11,6 +11,7 @@ import ast
 import ctypes
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from fusionrt.runtime import arrivals, llvm, source
 
 OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
+MOST_KEPT = 8 << 20  # bytes of memory for kernels alone that a plan has for all its calls
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _FASTCALL = 0x0080  # METH_FASTCALL
@@ -91,15 +93,20 @@ class Plan(NamedTuple):
 
 
 class _Parameters:
-    """Of all launches: their bytes with zeros for what each call finds out, and where that stands."""
+    """Of all launches: their bytes with zeros for what each call finds out, and where that stands. Memory for
+    the kernels alone is allocated once, where it is not large: calls of one stream follow each other."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.known = plan, bytearray()
+        alone = [k for k, o in enumerate(plan.outputs) if o.name not in plan.returned and
+                 math.prod(o.shape) * o.dtype.itemsize <= MOST_KEPT]
+        self.memory = {k: plan.functions["empty"](*plan.outputs[k][1:]) for k in alone}
+        self.outputs = [k for k in range(len(plan.outputs)) if k not in self.memory]  # of each call
+        self.has_stream = bool(alone)
         self.begins: list[int] = []
         self.inputs: list[Any] = []
         self.numbers: list[Any] = []
         self.places: list[Any] = []
-        self.has_stream = False
         for launched in plan.launched:
             self.known += bytes(-len(self.known) % 64)
             self.begins.append(len(self.known))
@@ -114,10 +121,13 @@ class _Parameters:
         plan = self.plan
         arguments = {name: k for k, name in enumerate(plan.arguments)}
         outputs = {o.name: k for k, o in enumerate(plan.outputs[:launched.n_allocated])}
-        address = _ADDRESS.fullmatch(text)
-        name, added = (address[1] or address[2], int(address[3] or 0)) if address else ("", 0)
+        found = _ADDRESS.fullmatch(text)
+        name, added = (found[1] or found[2], int(found[3] or 0)) if found else ("", 0)
+        if name in outputs and outputs[name] in self.memory:
+            address: int = self.memory[outputs[name]].data_ptr()
+            return address + added
         if name in outputs:
-            self.places.append(_Place(outputs[name], place, added))
+            self.places.append(_Place(self.outputs.index(outputs[name]), place, added))
         elif name in arguments and not added:
             self.inputs.append(_Input(arguments[name], place))
         elif text in arguments and code in "fd":
@@ -147,11 +157,11 @@ def _stream(plan: Plan) -> int:
 
 
 def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
-    if len(plan.outputs) > OUTPUTS:
-        raise ValueError(f"{len(plan.outputs)} outputs")
+    if len(parameters.outputs) > OUTPUTS:
+        raise ValueError(f"{len(parameters.outputs)} outputs")
     position = {name: k for k, name in enumerate(plan.returned)}
     outputs = [_Output(tuple(o.shape), tuple(o.strides), o.dtype, position.get(o.name, -1))
-               for o in plan.outputs]
+               for o in (plan.outputs[k] for k in parameters.outputs)]
     launches = [_Launch(of.kernel, of.attribute and ctypes.addressof(of.attribute), of.attribute is not None,
                         of.grid, of.layers, of.block, of.shared, begin)
                 for of, begin in zip(plan.launched, parameters.begins, strict=True)]
@@ -167,7 +177,7 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
             setattr(made, name, value)
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
     method, _ = _method()
-    owned = ctypes.addressof(made), made, *tables, known, plan.launched
+    owned = ctypes.addressof(made), made, *tables, known, plan.launched, parameters.memory
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.restype, create.argtypes = _object, (_address, _object, _address)
     function: Callable[..., Any] = create(ctypes.addressof(method), owned, None)
