@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol, TypeVar, cast
 
-from fusionrt.dispatch import Usual, shortcut
+from fusionrt.dispatch import Sites, Usual, front, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
 from fusionrt.op_names import MODULE
 
@@ -75,14 +75,15 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
     return _register(fuse_named(function, function.__name__), example)
 
 
-def public(*, example: Example, usual: Usual | None = None, more: str = "") -> Callable[[F], F]:
-    """Declare an op that chooses between fused functions, or checks its arguments first. `more` stands in
-    its docstring as well."""
+def public(*, example: Example, usual: Usual | None = None, asks: tuple[Sites, str] | None = None,
+           more: str = "") -> Callable[[F], F]:
+    """Declare an op that chooses between fused functions, or checks its arguments first. `asks`: which sites
+    it asks, and with which tensors. `more` stands in its docstring as well."""
 
     def declare(function: F) -> F:
         names = list(inspect.signature(function).parameters)
         _say(more, function)
-        made = cast(Any, shortcut(function, usual) if usual else function)
+        made = cast(Any, shortcut(function, usual) if usual else front(function, *asks) if asks else function)
         made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
         return cast(F, _register(made, example))
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,6 +28,7 @@ Run = Callable[..., Any]
 Check = Callable[..., bool]
 SETTLED_AFTER = 100  # calls
 _NUMBERS = frozenset({int, float, bool})
+_EQUAL = frozenset({*_NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 TensorGuards: Any = None
 with contextlib.suppress(ImportError):  # private to torch: without it calls take the general path
@@ -115,34 +116,40 @@ class Sites(threading.local):
     KEPT = 1024
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[Check, Run]] = {}
+        self.known: dict[Any, Way] = {}
+        self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
-            check, run = self.known[key, torch.is_grad_enabled()]
-            return run if forward_ad._current_level < 0 and check(*tensors) else None
+            way = self.known[key, torch.is_grad_enabled()]
+            if forward_ad._current_level >= 0 or not way.check(*tensors):
+                return None
         except (KeyError, TypeError):
             return None
+        self.last = way, list(map(id, tensors))
+        return way.run
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
             if len(self.known) >= self.KEPT:
                 self.known.clear()
             check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
-            self.known[key, torch.is_grad_enabled()] = check, self._settling(key, check, run)
+            way = self.known[key, torch.is_grad_enabled()] = Way(check, run)
+            self.last = way, list(map(id, tensors))
         return run
 
-    def _settling(self, key: tuple[Any, ...], check: Check, run: Run) -> Run:
-        if not hasattr(run, "settled"):
-            return run
 
+class Way:
+    """What to run for tensors that pass a check; after many calls what costs less."""
+
+    __slots__ = "check", "run"
+
+    def __init__(self, check: Check, run: Run) -> None:
         def counted(*args: Any) -> Any:
-            made = settle(run)
-            if made is not None:
-                self.known[key, torch.is_grad_enabled()] = check, made
+            self.run = settle(run) or counted
             return run(*args)
 
-        return counted
+        self.check, self.run = check, counted if hasattr(run, "settled") else run
 
 
 def planned_once(operator: Operator) -> Run:
@@ -187,10 +194,48 @@ def shortcut(public: Run, usual: Usual) -> Run:
     """A function that checks its arguments and chooses an operator, with a short way to the usual one for
     numbers that are Python's: a quarter of a microsecond less."""
     params = list(inspect.signature(public).parameters.values())
-    passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in params)
-    made = _written(usual.operator, public.__name__, params, usual.given, public, passed,
+    made = _written(usual.operator, public.__name__, params, usual.given, public, _passed(params),
                     condition=usual.condition)
     return functools.update_wrapper(made, public)
+
+
+def front(public: Run, sites: Sites, asked: str) -> Run:
+    """A function that asks `sites`, and gives what they say, with a short way to what the thread asked for
+    last, for options as then: a microsecond less. `asked`: with which tensors, in its parameters."""
+    params, local = list(inspect.signature(public).parameters.values()), threading.local()
+    tensors = asked.split()
+    options = [p.name for p in params if p.name not in tensors]
+    values, kinds = ([f"_frt_{what}{k}" for k in range(len(options))] for what in ("value", "kind"))
+    known = [f"({name} is {value} or type({name}) is {kind} and {name} == {value})"
+             for name, value, kind in zip(options, values, kinds, strict=True)]
+    known += ["_frt_grad is _frt_grad_enabled()", f"_frt_way.check({', '.join(tensors)})"]
+    passed = _passed(params)
+    text = f"""def entry{_parameters(params)}:
+    if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
+        return _frt_general({passed})
+    try:
+        {', '.join([*values, *kinds, '_frt_grad', '_frt_way'])} = _frt_local.last
+        _frt_known = {' and '.join(known)}
+    except _frt_errors:
+        _frt_known = False
+    if _frt_known:
+        return _frt_way.run({', '.join(tensors)})
+    _frt_sites.last = None
+    _frt_result = _frt_general({passed})
+    _frt_remember([{', '.join(tensors)}], [{', '.join(options)}])
+    return _frt_result
+"""
+
+    def remember(tensors: Sequence[Any], options: Sequence[Any]) -> None:
+        kinds = [type(o) if type(o) in _EQUAL else None for o in options]  # others are known by identity
+        alike = all(kind is not None or isinstance(o, tuple) or callable(o)
+                    for o, kind in zip(options, kinds, strict=True))
+        if alike and sites.last is not None and sites.last[1] == list(map(id, tensors)):
+            local.last = (*options, *kinds, torch.is_grad_enabled(), sites.last[0])
+
+    scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
+             "_frt_grad_enabled": torch.is_grad_enabled}
+    return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
 def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter], given: Sequence[str],
@@ -216,13 +261,18 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
         _frt_known = False
     return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
 """
-    scope: dict[str, Any] = {
+    return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
+                                         "_frt_local": operator.local, "_frt_numbers": _NUMBERS})
+
+
+def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: Mapping[str, Any]) -> Run:
+    """The function `entry` of this text, by its name."""
+    known: dict[str, Any] = {
         "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
-        "_frt_type": type, "_frt_errors": (AttributeError, TypeError), "_frt_general": general,
-        "_frt_local": operator.local, "_frt_numbers": _NUMBERS, "inf": math.inf, "torch": torch,
-        **{f"_frt_default_{p.name}": p.default for p in params}}
-    exec(_compiled(text), scope)
-    made = scope["entry"]
+        "_frt_errors": (AttributeError, TypeError), "inf": math.inf, "torch": torch,
+        **{f"_frt_default_{p.name}": p.default for p in params}, **scope}
+    exec(_compiled(text), known)
+    made = known["entry"]
     made.__name__ = made.__qualname__ = name
     made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
         co_name=name, co_filename=f"<fusionrt entry of {name}>")
@@ -233,6 +283,10 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
 def _compiled(text: str) -> CodeType:
     """Many ops have the same parameters."""
     return compile(text, "<fusionrt entry>", "exec")
+
+
+def _passed(params: Sequence[inspect.Parameter]) -> str:
+    return ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in params)
 
 
 def _parameters(params: Sequence[inspect.Parameter]) -> str:

@@ -61,7 +61,8 @@ class Recording:
             "grad_enabled": torch.is_grad_enabled, "forward_ad": forward_ad, "thread": threading.get_ident,
             "dispatch_modes": dispatch_modes, "transforms_active": transforms_active}
         self.function: Any = type(op.name, (torch.autograd.Function,), {
-            "forward": staticmethod(self._forward()), "backward": staticmethod(self._backward())})
+            "recording": self, "forward": staticmethod(self._forward()),
+            "backward": staticmethod(self._backward())})
         self.apply = straight(self.function)
 
     @property

@@ -23,6 +23,7 @@
 //   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
 //                                 first pass of the next one then comes before the last one of this
 //   p.early                       whether the next kernel may begin as soon as all blocks of this one have
+//   LATE                          whether what only the last pass reads has no place in a stage
 //   WEIGHTS_STAGED, WEIGHTS_IN    whether the block's part of what is alike in all rows stays there as well; the
 //                                 first pass that reads it
 //   PASSES, VALUES, SUMS          passes over the row, uniform values that they find, sums over rows
@@ -31,6 +32,7 @@
 //   FINDS_MOMENTS, WEIGHTED       whether a pass finds moments; whether there are weights
 //   Row, load_row(p, r)           what belongs to one row: where it begins, its uniform operands
 //   Tile<W>, load_tile<W>(...)    the row's operands at W columns; staged_tile<W>(...) from shared memory
+//   load_late<W>(...)             into a tile what only the last pass reads, if it has no place in a stage
 //   fetch(p, row, first, end, ...)         have the copy engine bring columns of a row
 //   fetch_ahead(p, row, first, end)        have the L2 ask for those of a later one
 //   fetch_weights(...), find_weights(...)  the same of the weights; where they are then read
@@ -337,6 +339,7 @@ constexpr int PARTS = PACKS / PART;
 static_assert(KIND != STAGED || PACKS % PART == 0, "parts are alike");
 static_assert(KIND != STAGED || MOVED || PARTS == 1 || (PART == 1 && STAGES > PACKS),
               "walk_in_parts takes parts of one pack, and has places for all of a row");
+static_assert(!LATE || (KIND == STAGED && PARTS > 1 && !MOVED), "walk_in_parts alone reads in the last pass");
 
 struct Ring {
     char* memory;
@@ -477,7 +480,8 @@ __device__ __forceinline__ void look_at_parts(const Params& p, const Work& work,
         const column_t column = work.first + k * STEP;
         if (PASS == 0) ring.wait();
         if (has_pack(work, k)) {
-            const Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
+            Tile<VEC> tile[1] = {staged_tile<VEC>(ring.stage(), work.lane * VEC)};
+            if constexpr (PASS > 0) load_late(p, work.row, column, tile[0]);
             OfSegments none;
             take<PASS>(p, work, known, values, column, tile, held.carried + k, sums + k, none);
         }

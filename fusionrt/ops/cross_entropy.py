@@ -354,7 +354,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), make(ROWS, dtype=torch.int64, high=COLUMNS)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "input target weight"))
 def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int = -100,
                   reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
                   softcap: float | None = None, inplace_backward: bool = False) -> Any:

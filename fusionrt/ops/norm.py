@@ -138,7 +138,7 @@ def _typical(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), tuple(weight.shape), weight, make(COLUMNS)
 
 
-@public(example=_typical)
+@public(example=_typical, asks=(sites, "x weight bias residual"))
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
                residual: Any = None, dropout_p: float = 0.0, training: bool = True, epilogue: Epilogue = None,
                return_sum: bool = False, return_stats: bool = False) -> Any:
@@ -158,7 +158,7 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
                  epilogue, return_sum, return_stats)
 
 
-@public(example=lambda make: _typical(make)[:3])
+@public(example=lambda make: _typical(make)[:3], asks=(sites, "x weight None residual"))
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None, *,
              weight_offset: int = 0, residual: Any = None, dropout_p: float = 0.0, training: bool = True,
              epilogue: Epilogue = None, return_sum: bool = False, return_stats: bool = False) -> Any:
@@ -177,7 +177,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
 
 # -- with an activation ----------------------------------------------------------------------------
 
-@public(example=_typical)
+@public(example=_typical, asks=(sites, "x weight bias None"))
 def layer_norm_relu(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
                     ) -> Any:
     """relu(layer_norm(x, normalized_shape, weight, bias, eps)).
@@ -189,7 +189,7 @@ def layer_norm_relu(x: Any, normalized_shape: Any, weight: Any = None, bias: Any
     return _norm("layer_norm_relu", x, normalized_shape, weight, bias, eps, epilogue=relu)
 
 
-@public(example=_typical)
+@public(example=_typical, asks=(sites, "x weight bias None"))
 def layer_norm_gelu(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
                     approximate: str = "none") -> Any:
     """gelu(layer_norm(x, normalized_shape, weight, bias, eps)).
@@ -203,7 +203,7 @@ def layer_norm_gelu(x: Any, normalized_shape: Any, weight: Any = None, bias: Any
     return _norm("layer_norm_gelu", x, normalized_shape, weight, bias, eps, epilogue=activation)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS)))
+@public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS)), asks=(sites, "x weight None None"))
 def rms_norm_gelu(x: Any, weight: Any, eps: float | None = None, *, weight_offset: int = 0,
                   approximate: str = "none") -> Any:
     """gelu(rms_norm(x, weight, eps=eps)): over the last dimensions, those that the weight has.
@@ -229,7 +229,7 @@ def _shape(x: Any, weight: Any) -> Any:
     return getattr(weight, "shape", getattr(x, "shape", (0,))[-1:])
 
 
-@public(example=_with_residual)
+@public(example=_with_residual, asks=(sites, "x weight bias residual"))
 def add_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
              epilogue: Epilogue = None) -> Any:
     """(layer_norm(s, weight.shape, weight, bias, eps), s) of s = x + residual: a pre-norm block's step.
@@ -243,7 +243,7 @@ def add_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, eps: f
                  return_sum=True)
 
 
-@public(example=lambda make: _with_residual(make)[:3])
+@public(example=lambda make: _with_residual(make)[:3], asks=(sites, "x weight None residual"))
 def add_rms_norm(x: Any, residual: Any, weight: Any = None, eps: float | None = None, *,
                  weight_offset: int = 0, epilogue: Epilogue = None) -> Any:
     """(rms_norm(s, weight.shape, weight, eps), s) of s = x + residual: a pre-norm block's step.
@@ -257,7 +257,7 @@ def add_rms_norm(x: Any, residual: Any, weight: Any = None, eps: float | None = 
                  _rms("add_rms_norm", weight_offset), residual, epilogue=epilogue, return_sum=True)
 
 
-@public(example=_with_residual)
+@public(example=_with_residual, asks=(sites, "x weight bias residual"))
 def dropout_add_layer_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, p: float = 0.5,
                            training: bool = True, *, eps: float = 1e-5, return_sum: bool = False) -> Any:
     """layer_norm(s, weight.shape, weight, bias, eps) of s = dropout(x, p, training) + residual.

@@ -246,7 +246,7 @@ def _matrix(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), -1
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdim: bool = False) -> Any:
     """`op` of map(x) over `dim`: "sum", "mean", "max" or "min" of any function of the elements, in one pass.
 
@@ -269,7 +269,7 @@ def _square(x: Expr) -> Expr:
     return x * x
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def sum_squared(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The sum of x^2 over `dim`.
 
@@ -280,7 +280,7 @@ def sum_squared(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("sum_squared", "sum", x, dim, keepdim, _square)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The mean of |x| over `dim`; the derivative at 0 is 0. Of no elements it is NaN.
 
@@ -291,7 +291,7 @@ def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("mean_abs", "mean", x, dim, keepdim, absolute)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The sum of x over `dim`, in x's dtype.
 
@@ -302,7 +302,7 @@ def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("sum", "sum", x, dim, keepdim)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The mean of x over `dim`; NaN of no elements.
 
@@ -313,7 +313,7 @@ def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("mean", "mean", x, dim, keepdim)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The maximum of x over `dim`; NaN where there is one. Equal maxima share the gradient evenly.
 
@@ -324,7 +324,7 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("amax", "max", x, dim, keepdim)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The minimum of x over `dim`; NaN where there is one. Equal minima share the gradient evenly.
 
@@ -369,7 +369,7 @@ def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return _index_of("argmin", x, dim, keepdim)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
     """The variance over `dim`: the sum of (x - mean)^2 by (n - correction).
 
@@ -381,7 +381,7 @@ def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     return _reduce("var", "var", x, dim, keepdim, None, as_float("var", "correction", correction))
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
     """The square root of `var`; its derivative is 0 where it is 0.
 
@@ -392,7 +392,7 @@ def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     return _reduce("std", "std", x, dim, keepdim, None, as_float("std", "correction", correction))
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
     """The vector norm over `dim`: sqrt(sum of x^2) (p = 2), sum of |x| (1), maximum of |x| (inf).
 
@@ -412,7 +412,7 @@ def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
     return _reduce("norm", kind, x, dim, keepdim, map)
 
 
-@public(example=_matrix)
+@public(example=_matrix, asks=(sites, "x"))
 def logsumexp(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """log of the sum of e^x over `dim`, relative to the maximum; -inf of no elements.
 

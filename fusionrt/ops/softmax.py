@@ -151,7 +151,7 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
 
 # -- ops -------------------------------------------------------------------------------------------
 
-@public(example=lambda make: (make(ROWS, COLUMNS),))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"))
 def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
             epilogue: Epilogue = None) -> Any:
     """epilogue(e^z / sum(e^z)) along dim, of z = x * scale + mask.
@@ -167,7 +167,7 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
     return _along("softmax", x, dim, scale, mask, causal, epilogue)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"))
 def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
                 epilogue: Epilogue = None) -> Any:
     """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
@@ -179,7 +179,7 @@ def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, c
     return _along("log_softmax", x, dim, scale, mask, causal, epilogue)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "scores None mask"))
 def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, softmax: bool = True,
                       scale: Any = None, mask: Any = None, causal: bool = False) -> Any:
     """dropout(softmax(scores * scale + mask), p), over the last dimension; `softmax=False`: dropout alone.

@@ -13,6 +13,7 @@ from fusionrt.runtime.row_operands import (
     columns,
     held,
     is_dense,
+    late,
     n_rows,
     repeats,
     segment_sums,
@@ -56,6 +57,7 @@ class Layout(NamedTuple):
     ahead: bool = False      # whoever has a row fetched asks the L2 for a later one
     carries: bool = False    # what passes leave to later ones waits in registers
     pieces: int = 0          # of a row, each for a block, which tells the others nothing
+    late: bool = False       # what only the last pass reads is read there, and has no place in a stage
 
     @property
     def block(self) -> int:
@@ -144,7 +146,12 @@ def shared_bytes(problem: Problem, made: Layout) -> int:
 
 def stage_bytes(problem: Problem, made: Layout) -> int:
     """Of one row: its operands one after the other."""
-    return sum(operand_bytes(o, problem, made) for o in held(problem))
+    return sum(operand_bytes(o, problem, made) for o in in_stages(problem, made))
+
+
+def in_stages(problem: Problem, made: Layout) -> list[Operand]:
+    apart = late(problem) if made.late else []
+    return [o for o in held(problem) if o not in apart]
 
 
 def operand_bytes(operand: Operand, problem: Problem, made: Layout) -> int:

@@ -7,9 +7,10 @@ import functools
 import math
 from typing import NamedTuple
 
-from fusionrt.expr import toposort
+from fusionrt.expr import leaves, toposort
 from fusionrt.layout import dense
 from fusionrt.problem import Operand, Problem
+from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.source import ITEMSIZE
 
 
@@ -51,6 +52,15 @@ def held(problem: Problem) -> list[Operand]:
     """What a row consists of: operands that change all along it and from row to row."""
     return [o for o in problem.inputs
             if varies(o, problem) and not is_uniform(o, problem) and not repeats(o, problem)]
+
+
+def late(problem: Problem) -> list[Operand]:
+    """What of a row only the last pass reads: a residual's gradient."""
+    roots = with_sums(problem.roots)
+    *earlier, _ = schedule(roots)
+    read = leaves([n for one in earlier for n in (*(f.operand for f in one.found),
+                                                  *(roots[k] for k in one.outputs))], "arg")
+    return [o for o in held(problem) if o.name not in read]
 
 
 def weights(problem: Problem) -> list[Operand]:

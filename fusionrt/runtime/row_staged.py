@@ -32,9 +32,9 @@ from fusionrt.runtime.row_layout import (
     stage_bytes,
     word,
 )
-from fusionrt.runtime.row_operands import columns, held, n_rows, repeats, sums, weights
+from fusionrt.runtime.row_operands import columns, held, late, n_rows, repeats, sums, weights
 
-MOST_STAGES, MOST_BLOCKS = 4, 4
+MOST_STAGES, MOST_BLOCKS, MOST_AHEAD = 4, 4, 64
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
 LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
@@ -256,16 +256,20 @@ def _as_teams(problem: Problem, made: Layout) -> Layout:
 
 def _in_parts(problem: Problem, pack: int) -> Layout | None:
     """Rows of which the largest clusters hold one and parts of the next, beside the weights if they can.
-    (Sums gained nothing by more than two.)"""
-    carrying = how_many(problem.roots) > 0
-    threads, most = (256, 192) if carrying else (512, 64)  # registers that stay taken
-    packs, (_, staying) = -(-columns(problem) // (threads * pack * CLUSTERS[-1])), a_pack(problem, pack)
+    (Sums gained nothing by more than two; where something is late, or carried, more threads gain most, which
+    have registers for sums alone, and one part more.)"""
+    carrying, apart = how_many(problem.roots) > 0, bool(sums(problem) and late(problem))
+    if sums(problem) and (carrying or apart):
+        threads, most, most_ahead, staying = 1024, 32, 1, len(sums(problem)) * pack
+    else:
+        threads, most = (256, 192) if carrying else (512, 64)  # registers that stay taken
+        most_ahead, (_, staying) = 2 if sums(problem) else MOST_AHEAD, a_pack(problem, pack)
+    packs = -(-columns(problem) // (threads * pack * CLUSTERS[-1]))
     if len(schedule(with_sums(problem.roots))) != 2 or packs * staying > most or word(problem) > 1:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
-    most_ahead = 2 if sums(problem) else packs
-    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, 1, weights)
-              for weights in beside for ahead in range(most_ahead, 0, -1)]
+    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, 1, weights,
+                     late=apart) for weights in beside for ahead in range(min(packs, most_ahead), 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
 

@@ -13,7 +13,14 @@ from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
 from fusionrt.runtime.pointwise import Source
 from fusionrt.runtime.row_choice import layout
-from fusionrt.runtime.row_layout import Layout, asks_every, has_weights_at_once, operand_bytes, stage_bytes
+from fusionrt.runtime.row_layout import (
+    Layout,
+    asks_every,
+    has_weights_at_once,
+    in_stages,
+    operand_bytes,
+    stage_bytes,
+)
 from fusionrt.runtime.row_operands import (
     access_mode,
     columns,
@@ -55,7 +62,9 @@ class Text:
         for found in (f for p in self.passes for f in p.found):
             self.first[found] = self.values
             self.values += len(found.values)
-        self.ahead = layout(problem, alignment, True).ahead
+        made = layout(problem, alignment, True)
+        self.ahead, self.row = made.ahead, in_stages(problem, made)
+        self.late = [o for o in held(problem) if o not in self.row]
         at_once = all(has_weights_at_once(problem, layout(problem, alignment, c)) for c in (True, False))
         self.at_once = weights(problem) if at_once else []
         self._declare_geometry()
@@ -134,10 +143,10 @@ class Text:
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
                  f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
                  f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
-                 f"CARRIES = {str(made.carries).lower()};",
+                 f"CARRIES = {str(made.carries).lower()}, LATE = {str(made.late).lower()};",
                  f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
                  f"ASKS_EVERY = {asks_every(self.problem, made)}, WEIGHTS_IN = {self._weights_in()};"]
-        for together in (held(self.problem), weights(self.problem)):
+        for together in (self.row, weights(self.problem)):
             at = 0
             for o in together:
                 lines.append(f"constexpr int {o.name}_AT = {at};")
@@ -190,7 +199,9 @@ class Text:
         of_columns = weights(self.problem)
         return [f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
                 "        char* stage, Barrier* full) {", *coordinates,
-                *copies(held(self.problem), "stage", place),
+                *(f"    prefetch_bulk({place[o]} + first, (end - first) * {ITEMSIZE[o.dtype]});"
+                  for o in self.late),
+                *copies(self.row, "stage", place),
                 f"{INLINE} void fetch_ahead(const Params& p, unsigned r, column_t first, column_t end) {{",
                 *(self._asked(place, coordinates) if self.ahead else []), "}",
                 f"{INLINE} void fetch_weights(const Params& p, column_t first, column_t end, char* memory,",
@@ -203,7 +214,7 @@ class Text:
     def _asked(self, place: Mapping[Operand, str], coordinates: Sequence[str]) -> list[str]:
         return ["    if (p.rows - r <= p.ahead || first >= end) return;", "    r += p.ahead;", *coordinates,
                 *(f"    prefetch_bulk({place[o]} + first, (end - first) * {ITEMSIZE[o.dtype]});"
-                  for o in held(self.problem))]
+                  for o in self.row)]
 
     def _taken(self, operand: Operand) -> list[str]:
         return [f"{INLINE} acc_t taken_{operand.name}(const Params& p, const Row& row, acc_t at) {{",
@@ -268,19 +279,21 @@ class Text:
     # -- columns ---------------------------------------------------------------------------------
 
     def _tile(self) -> list[str]:
-        """`Tile`: what changes from row to row; how it is read, from either memory, and `hide`, which makes
-        the compiler forget it. Weights are read where they are used: they stay in the cache, or in shared
-        memory; or, `at_once`, together with the row."""
-        modes = {o: self.modes[o] for o in (*held(self.problem), *self.at_once)}
+        """`Tile`: what changes from row to row; how it is read, from either memory, some of it late, and
+        `hide`, which makes the compiler forget it. Weights are read where they are used: they stay in the
+        cache, or in shared memory; or, `at_once`, together with the row."""
+        modes = {o: self.modes[o] for o in (*self.row, *self.late, *self.at_once)}
         head = "template <int W> " + INLINE
         staged = [f"    tile.{o.name} = shared_pack<W>(reinterpret_cast<const {o.dtype}_t*>"
-                  f"(stage + {o.name}_AT) + within);" for o in held(self.problem) if modes[o] == "vector"]
+                  f"(stage + {o.name}_AT) + within);" for o in self.row if modes[o] == "vector"]
         return ["template <int W> struct Tile {",
                 *(f"    {_pack(o, mode)} {o.name};" for o, mode in modes.items()), "};",
                 f"{head} Tile<W> load_tile(const Params& p, const Row& row, column_t column) {{",
                 "    Tile<W> tile;", *self._reads(modes, "tile.{}"), "    return tile;", "}",
                 f"{head} Tile<W> staged_tile(const char* stage, column_t within) {{", "    Tile<W> tile;",
                 *staged, "    return tile;", "}",
+                f"{head} void load_late(const Params& p, const Row& row, column_t column, Tile<W>& tile) {{",
+                *self._reads({o: modes[o] for o in self.late}, "tile.{}"), "}",
                 f"{head} void hide(Tile<W>& tile) {{",
                 *(f"    hide_pack(tile.{o.name});" for o in modes), "}"]
 
@@ -372,8 +385,8 @@ class Text:
         needed = toposort(roots, names)
         used = {str(n.args[0]) for n in needed if n.op == "arg"}
         inputs = [o for o in self.problem.inputs if o.name in used and self.modes[o] != "row"]
-        apart = [o for o in weights(self.problem) if o not in self.at_once]
-        of_columns = {o: self.modes[o] for o in inputs if o in apart}
+        of_columns = {o: self.modes[o] for o in inputs
+                      if o in weights(self.problem) and o not in self.at_once}
         full = [self.problem.outputs[k] for k in written if k in self.stored]
         lines = [*(f"{_pack(o, mode)} {o.name}_pack;" for o, mode in of_columns.items()),
                  *self._reads(of_columns, "{}_pack", "pack_in<WEIGHTS_STAGED, {}>"),

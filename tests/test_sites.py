@@ -1,0 +1,158 @@
+"""Calls that are made again (dispatch.Sites, dispatch.front): a short way for equal calls, and no others."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import fusionrt as frt
+from fusionrt import dispatch
+from fusionrt.dispatch import Sites, front
+
+ROWS, COLUMNS = 6, 16
+
+
+def asked(op):
+    """What the op's entry function remembers in this thread."""
+    return op.__globals__["_frt_local"].__dict__.get("last")
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(ROWS, COLUMNS, device=device)
+
+
+def call(*args, **options):
+    return args, options
+
+
+def of_layer_norm(w):
+    return [call(COLUMNS), call(COLUMNS, w), call(COLUMNS, w, w), call(COLUMNS, w, w, 0.5),
+            call((ROWS, COLUMNS)), call(COLUMNS, epilogue=frt.relu), call(COLUMNS, epilogue=frt.silu),
+            call(COLUMNS, return_stats=True), call(COLUMNS, residual=w.expand(ROWS, COLUMNS)), call(COLUMNS)]
+
+
+def of_rms_norm(w):
+    return [call(COLUMNS, w), call(w), call(COLUMNS, w, weight_offset=1), call(COLUMNS, w, 0.5),
+            call(COLUMNS, w)]
+
+
+def of_add_norm(w):
+    residual = w.expand(ROWS, COLUMNS)
+    return [call(residual, w, w), call(residual), call(residual, w, w, 0.5)]
+
+
+def of_softmax(w):
+    return [call(), call(0), call(scale=2.0), call(scale=w), call(mask=w), call(mask=w > 0),
+            call(causal=True), call(-1), call(epilogue=frt.tanh), call()]
+
+
+def of_cross_entropy(w):
+    t = torch.arange(ROWS, device=w.device)
+    return [call(t), call(t, w.abs()), call(t, None, 3), call(t, reduction="sum"), call(t, reduction="none"),
+            call(t, label_smoothing=0.1), call(t, softcap=3.0), call(t)]
+
+
+# Of each op calls that differ in one thing from the one before: what was remembered would be another result.
+CALLS = {
+    frt.layer_norm: of_layer_norm, frt.rms_norm: of_rms_norm, frt.add_norm: of_add_norm,
+    frt.softmax: of_softmax, frt.log_softmax: of_softmax, frt.cross_entropy: of_cross_entropy,
+    frt.sum: lambda w: [call(), call(0), call(0, True), call(1), call((0, 1)), call([0, 1]), call()],
+    frt.var: lambda w: [call(-1), call(-1, 0), call(-1, 0.0), call(-1, 2), call(-1, 1, True)],
+    frt.norm: lambda w: [call(-1), call(-1, 1), call(-1, float("inf")), call(-1, keepdim=True)],
+    frt.row_reduce: lambda w: [call(-1), call(-1, frt.relu), call(-1, frt.silu), call(-1, None, "max")],
+}
+
+
+@pytest.mark.parametrize(("op", "calls"), CALLS.items(), ids=[op.__name__ for op in CALLS])
+def test_other_calls_in_between(op, calls, x):
+    """Each call, again and after all others, gives the bits of one in a thread that remembers nothing."""
+    w = torch.randn(COLUMNS, device=x.device)
+    listed = calls(w)
+    expected = []
+    for args, options in listed:
+        op.__globals__["_frt_local"].__dict__.clear()
+        op.__globals__["_frt_sites"].known.clear()
+        expected.append(op(x, *args, **options))
+    for _ in range(2):
+        for (args, options), first in zip(listed, expected, strict=True):
+            for _ in range(2):
+                assert_close(op(x, *args, **options), first, rtol=0, atol=0)
+
+
+def test_what_is_equal_may_still_be_refused(x):
+    for _ in range(3):
+        frt.layer_norm(x, COLUMNS), frt.softmax(x, 1), frt.sum(x, 1)
+        for call in (lambda: frt.layer_norm(x, float(COLUMNS)), lambda: frt.softmax(x, 1.0),
+                     lambda: frt.softmax(x, True), lambda: frt.sum(x, 1.0), lambda: frt.sum(x, True)):
+            with pytest.raises(TypeError, match="must be"):
+                call()
+
+
+def test_options_that_may_change_are_not_remembered(x):
+    frt.sum(x, 1)
+    assert asked(frt.sum) is not None
+    dims, before = [0], asked(frt.sum)
+    assert frt.sum(x, dims).shape == (COLUMNS,) and asked(frt.sum) is before
+    dims.append(1)
+    assert frt.sum(x, dims).shape == ()
+    frt.layer_norm(x, torch.ones(COLUMNS, device=x.device))
+    assert asked(frt.layer_norm) is None or torch.Tensor not in map(type, asked(frt.layer_norm))
+
+
+def test_gradients_are_recorded_where_they_are(x):
+    w = torch.randn(COLUMNS, device=x.device, requires_grad=True)
+    for _ in range(3):
+        assert frt.layer_norm(x, COLUMNS, w).requires_grad
+        with torch.no_grad():
+            assert not frt.layer_norm(x, COLUMNS, w).requires_grad
+        assert not frt.layer_norm(x, COLUMNS, w.detach()).requires_grad
+        grad, = torch.autograd.grad(frt.layer_norm(x, COLUMNS, w).sum(), w)
+        assert_close(grad, F.layer_norm(x, (COLUMNS,)).sum(0))
+
+
+def test_tensors_of_another_kind(x):
+    for _ in range(2):
+        for other in (x, x.double(), x[:3], x.t().contiguous().t(), x[:, :8].contiguous(), x[None]):
+            assert_close(frt.softmax(other), torch.softmax(other, -1))
+            assert_close(frt.layer_norm(other, other.shape[-1:]), F.layer_norm(other, other.shape[-1:]))
+
+
+def test_dropouts_draw_anew(x):
+    r = torch.zeros_like(x)
+    first, second = (frt.dropout_add_layer_norm(x, r, p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_what_another_op_was_told_is_not_taken(x):
+    """An op that asks by way of another one, for other tensors of the same kind."""
+    sites = Sites()
+
+    def of(x):
+        return sites.find((), (x,)) or sites.keep((), (x,), lambda x: x + 1)
+
+    def doubled(x):
+        twice = 2 * x
+        return of(twice)(twice)
+
+    for op in (front(doubled, sites, "x"), front(lambda x: of(x)(x), sites, "x")):
+        assert all(torch.equal(op(x), 2 * x + 1 if op.__name__ == "doubled" else x + 1) for _ in range(3))
+
+
+def test_settles_where_it_is(x, monkeypatch):
+    monkeypatch.setattr(dispatch, "SETTLED_AFTER", 2)
+    sites, made = Sites(), []
+
+    def run(x):
+        return "first"
+
+    def settled():
+        made.append(lambda x: "settled")
+        return made[-1]
+
+    def op(x):
+        return (sites.find((), (x,)) or sites.keep((), (x,), dispatch.settles(run, settled)))(x)
+
+    op = front(op, sites, "x")
+    assert [op(x) for _ in range(6)] == ["first"] * 4 + ["settled"] * 2
+    assert len(made) == 1
