@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Check = Callable[..., bool]
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 SETTLED_AFTER = 100  # calls
 _NUMBERS = frozenset({int, float, bool})
+# Whether torch must see each operation. Guards know other watchers, but not every mode.
+_SEEN = "_frt_is_compiling() or _frt_forward_ad._current_level >= 0 or _frt_modes()"
 _EQUAL = frozenset({*_NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 TensorGuards: Any = None
@@ -87,12 +90,17 @@ def settled(run: Run) -> Run:
 
 
 def settle(run: Run) -> Run | None:
-    """What to call from now on, for whoever asks at each call; None: to be asked again."""
+    """What to call from now on, for whoever asks at each call; None: to be asked again. Not during a capture,
+    whose memory is the graph's."""
     kept = getattr(run, "__dict__", {})
-    if "calls" in kept and kept["calls"] < SETTLED_AFTER:
+    if "calls" in kept and (kept["calls"] < SETTLED_AFTER or is_capturing()):
         kept["calls"] += 1
         return None
     return settled(run)
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
@@ -117,15 +125,17 @@ class Sites(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[Any, Way] = {}
+        self.numbers: dict[Any, Any] = {}
         self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
             way = self.known[key, torch.is_grad_enabled()]
-            if forward_ad._current_level >= 0 or not way.check(*tensors):
+            if forward_ad._current_level >= 0 or dispatch_modes() or not way.check(*tensors):
                 return None
         except (KeyError, TypeError):
             return None
+        way.run = settle(way.run) or way.run
         self.last = way, list(map(id, tensors))
         return way.run
 
@@ -138,18 +148,27 @@ class Sites(threading.local):
             self.last = way, list(map(id, tensors))
         return run
 
+    def are_as_before(self, kind: tuple[Any, ...], *numbers: Any) -> bool:
+        """Whether the last call of this kind had the same numbers: those that change each time (an annealed
+        temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
+        if not all(type(n) in _EQUAL for n in numbers):
+            return False
+        if len(self.numbers) >= self.KEPT:
+            self.numbers.clear()
+        try:
+            before, self.numbers[kind] = self.numbers.get(kind), numbers
+        except TypeError:  # an option that cannot be a key
+            return False
+        return before == numbers
+
 
 class Way:
-    """What to run for tensors that pass a check; after many calls what costs less."""
+    """What to run for tensors that pass a check."""
 
     __slots__ = "check", "run"
 
     def __init__(self, check: Check, run: Run) -> None:
-        def counted(*args: Any) -> Any:
-            self.run = settle(run) or counted
-            return run(*args)
-
-        self.check, self.run = check, counted if hasattr(run, "settled") else run
+        self.check, self.run = check, run
 
 
 def planned_once(operator: Operator) -> Run:
@@ -211,7 +230,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     known += ["_frt_grad is _frt_grad_enabled()", f"_frt_way.check({', '.join(tensors)})"]
     passed = _passed(params)
     text = f"""def entry{_parameters(params)}:
-    if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
+    if {_SEEN}:
         return _frt_general({passed})
     try:
         {', '.join([*values, *kinds, '_frt_grad', '_frt_way'])} = _frt_local.last
@@ -222,16 +241,18 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
         return _frt_way.run({', '.join(tensors)})
     _frt_sites.last = None
     _frt_result = _frt_general({passed})
-    _frt_remember([{', '.join(tensors)}], [{', '.join(options)}])
+    if _frt_sites.last:
+        _frt_remember([{', '.join(tensors)}], [{', '.join(options)}], *_frt_sites.last)
     return _frt_result
 """
 
-    def remember(tensors: Sequence[Any], options: Sequence[Any]) -> None:
+    def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
         kinds = [type(o) if type(o) in _EQUAL else None for o in options]  # others are known by identity
         alike = all(kind is not None or isinstance(o, tuple) or callable(o)
                     for o, kind in zip(options, kinds, strict=True))
-        if alike and sites.last is not None and sites.last[1] == list(map(id, tensors)):
-            local.last = (*options, *kinds, torch.is_grad_enabled(), sites.last[0])
+        counted = hasattr(way.run, "settled")  # by sites, until it is
+        if alike and not counted and asked == list(map(id, tensors)):
+            local.last = (*options, *kinds, torch.is_grad_enabled(), way)
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled}
@@ -252,7 +273,7 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     known = [*(f"_frt_type({n}) in _frt_numbers" for n in numbers), *filter(None, [condition]), *dense,
              f"_frt_check({', '.join(tensors)})"]
     text = f"""def entry{_parameters(params)}:
-    if _frt_is_compiling() or _frt_forward_ad._current_level >= 0:
+    if {_SEEN}:
         return _frt_general({passed})
     try:
         _frt_all, _frt_check, _frt_run = _frt_local.site
@@ -269,9 +290,10 @@ def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: M
     """The function `entry` of this text, by its name."""
     known: dict[str, Any] = {
         "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
+        "_frt_modes": dispatch_modes,
         "_frt_errors": (AttributeError, TypeError), "inf": math.inf, "torch": torch,
         **{f"_frt_default_{p.name}": p.default for p in params}, **scope}
-    exec(_compiled(text), known)
+    exec(compiled(text), known)
     made = known["entry"]
     made.__name__ = made.__qualname__ = name
     made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
@@ -280,7 +302,7 @@ def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: M
 
 
 @functools.lru_cache(256)
-def _compiled(text: str) -> CodeType:
+def compiled(text: str) -> CodeType:
     """Many ops have the same parameters."""
     return compile(text, "<fusionrt entry>", "exec")
 

@@ -113,14 +113,14 @@ class Operator(Definition):
                 True, dispatch.guard_all(check, args), settled)
         return run(*args)
 
-    def way(self, args: Args, now: bool = False) -> Callable[..., Any]:
-        """The plan, with what a call of these arguments needs beside it: random numbers, a gradient; where
-        `now` holds, whether gradients are recorded is as it is now."""
+    def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:
+        """The plan, with what a call of these arguments needs beside it: random numbers, a gradient;
+        `in_this_mode`: where gradients are recorded as they are now, or not."""
         self._refuse_sparse(args)
         tensors = self._check_types(args)
         streams = bool(self.streams)
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
-        if not any(t.requires_grad for t in tensors) or (now and not torch.is_grad_enabled()):
+        if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
             return dispatch.drawing(plan, draw, self.counters) if draw else plan
         from fusionrt.mask import masking
@@ -137,7 +137,7 @@ class Operator(Definition):
 
         def settled() -> Callable[..., Any]:
             recording.settle()
-            return recording.apply if now and not draw else recorded
+            return recording.apply if in_this_mode and not draw else recorded
 
         return dispatch.settles(recorded, settled)
 

@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt.dispatch import guard, settled
+from fusionrt import forks
+from fusionrt.dispatch import compiled, dispatch_modes, guard, is_capturing, settled
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
 NUMBER, UNKNOWN = object(), object()
-_KEPT = 8  # backward passes of one kind of call, as gradients come in several layouts
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_KEPT = 8  # backward passes of one kind of call in one thread, as gradients come in several layouts
+_KEPT_BY_ALL = 4 * _KEPT
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
 WATCHED = "grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes() or transforms_active()"
+
+
+_lock = forks.Lock()
 
 
 class Pass(NamedTuple):
@@ -40,44 +44,68 @@ class Pass(NamedTuple):
     origin: list[int | None]
 
 
+class Known(NamedTuple):
+    """A kind of backward pass: what is done, as lines in which {k} stands for its number among all; in which
+    thread, whose plan it is, where this check is true; the arguments that only were described."""
+
+    lines: list[str]
+    thread: int
+    check: Run
+    plan: Run | None
+    unread: list[Any]
+
+
 class Recording:
     """A kind of call that is recorded: of this operator, by this plan (so of one thread), where these
-    arguments need gradients. `apply` takes the arguments, and random numbers where the operator
-    draws some. `backward(recording, saved, kept, grads)` gives the gradients of a kind of backward pass that
-    was not met before."""
+    arguments need gradients. `apply` takes the arguments, and random numbers where the operator draws some.
+    `backward(recording, saved, kept, grads)` gives the gradients of a kind of backward pass that was not met
+    before, in any thread."""
 
     def __init__(self, op: Operator, args: Sequence[Any], plan: Run, needed: tuple[bool, ...], backward: Run
                  ) -> None:
-        self.op, self.needed = op, needed
+        self.op, self.needed, self.plan = op, needed, plan
         reads, self.saved_outputs = op.read_by_backward(needed)
         # What is known of an argument that is not saved; None: it is.
         self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
                           (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
         self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
-        self.bodies: list[str] = []  # of backward passes that were met, as text
+        self.passes: list[Known] = []
         self.is_settled = False
         self.scope: dict[str, Any] = {
-            "plan": plan, "recording": self, "UNKNOWN": UNKNOWN, "general": backward,
-            "grad_enabled": torch.is_grad_enabled, "forward_ad": forward_ad, "thread": threading.get_ident,
-            "dispatch_modes": dispatch_modes, "transforms_active": transforms_active}
+            "recording": self, "UNKNOWN": UNKNOWN, "general": backward, "grad_enabled": torch.is_grad_enabled,
+            "forward_ad": forward_ad, "thread": threading.get_ident, "dispatch_modes": dispatch_modes,
+            "transforms_active": transforms_active}
         self.function: Any = type(op.name, (torch.autograd.Function,), {
             "recording": self, "forward": staticmethod(self._forward()),
             "backward": staticmethod(self._backward())})
         self.apply = straight(self.function)
 
-    @property
-    def plan(self) -> Run:
-        plan: Run = self.scope["plan"]
-        return plan
-
     def settle(self) -> None:
         """For many calls: its plans in machine code, and those of its backward passes."""
-        self.is_settled = True
-        for name in [name for name in self.scope if name.startswith("plan")]:
-            self.scope[name] = settled(self.scope[name])
+        with _lock():
+            self.is_settled, self.plan = True, settled(self.plan)
+            self.passes = [known._replace(plan=known.plan and settled(known.plan)) for known in self.passes]
+            self._write()
 
     def see(self, args: Sequence[Any], out: Any) -> None:
         self.order = self.op.drawn(args, out if isinstance(out, tuple) else (out,))
+
+    def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
+        """What is done in this backward pass, for others of its kind in this thread."""
+        if any(t.is_meta for t in (*saved, *grads) if t is not None):
+            return  # each rehearsal is to be heard
+        known, here = self._known(made, saved, grads), threading.get_ident()
+        with _lock():
+            if sum(other.thread == here for other in self.passes) < _KEPT:
+                if self.is_settled and not is_capturing():
+                    known = known._replace(plan=known.plan and settled(known.plan))
+                self.passes = [*self.passes, known][-_KEPT_BY_ALL:]  # threads come and go
+                self._write()
+
+    def _write(self) -> None:
+        self.function.forward = staticmethod(self._forward())
+        self.function.backward = staticmethod(self._backward())
+        straight(self.function)
 
     def _forward(self) -> Run:
         op, n = self.op, len(self.described)
@@ -97,20 +125,24 @@ class Recording:
         lines += [f"ctx.kept = {', '.join(kept)},"] * bool(kept)
         lines += [f"ctx.mark_non_differentiable({', '.join(fixed)})"] * bool(fixed)
         self.kept = "ctx.kept" if kept else "()"
-        return self._function([*lines, "return out"])
+        return self._function([*lines, "return out"], {"plan": self.plan})
 
     def _backward(self) -> Run:
         # Saved tensors are asked for once: hooks of checkpoints compute them anew.
         lines = ["def backward(ctx, *grads):", f"saved, kept = ctx.saved_tensors, {self.kept}"]
-        if self.bodies:
-            lines.append(f"here = None if {WATCHED} else thread()")
-        for body in self.bodies:
-            lines += body.splitlines()
-        return self._function([*lines, "return general(recording, saved, kept, grads)"])
+        lines += [f"here = None if {WATCHED} else thread()"] * bool(self.passes)
+        scope: dict[str, Any] = {}
+        for k, known in enumerate(self.passes):
+            lines += [line.format(k=k) for line in known.lines]
+            scope |= {f"check{k}": known.check, f"plan{k}": known.plan, f"unread{k}": known.unread,
+                      f"thread{k}": known.thread}
+        return self._function([*lines, "return general(recording, saved, kept, grads)"], scope)
 
-    def _function(self, lines: Sequence[str]) -> Run:
-        exec("\n    ".join(lines), self.scope)
-        function: Run = self.scope[lines[0].removeprefix("def ").partition("(")[0]]
+    def _function(self, lines: Sequence[str], scope: dict[str, Any]) -> Run:
+        """In a scope of its own: another thread may be in the one that it replaces."""
+        scope |= self.scope
+        exec(compiled("\n    ".join(lines)), scope)
+        function: Run = scope[lines[0].removeprefix("def ").partition("(")[0]]
         return function
 
     def others(self, kept: Sequence[Any]) -> list[Any]:
@@ -118,41 +150,33 @@ class Recording:
         left = iter(kept[bool(self.op.streams):])
         return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(self.saved_outputs)
 
-    def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
-        """What is done in this backward pass, for others of its kind."""
-        rehearsed = any(t.is_meta for t in (*saved, *grads) if t is not None)  # each is to be heard
-        if len(self.bodies) < _KEPT and not rehearsed:
-            self.bodies.append("\n".join(self._body(made, saved, grads)))
-            self.function.backward = staticmethod(self._backward())
-            straight(self.function)
-
-    def _body(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> list[str]:
-        n, k = len(self.op.params), len(self.bodies)
+    def _known(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Known:
+        n = len(self.op.params)
         given = [i for i, g in enumerate(grads) if g is not None]
-        names = [*self._names(made, k), *(f"grads[{i}]" for i in given if self.op.differentiable[i])]
-        conditions = [f"here == {threading.get_ident()}",
-                      f"check{k}({', '.join(['*saved', *(f'grads[{i}]' for i in given)])})"]
+        names = [*self._names(made), *(f"grads[{i}]" for i in given if self.op.differentiable[i])]
+        conditions = ["here == thread{k}",
+                      f"check{{k}}({', '.join(['*saved', *(f'grads[{i}]' for i in given)])})"]
         conditions += [f"grads[{i}] is None" for i, g in enumerate(grads) if g is None]
-        self.scope[f"check{k}"] = guard(*saved, *(grads[i] for i in given))
         lines = [f"try: fits = {' and '.join(conditions)}", "except TypeError: fits = False", "if fits:"]
-        own = [i for i, o in enumerate(made.origin) if i == o]
+        own, plan = [i for i, o in enumerate(made.origin) if i == o], None
         if made.gradient is not None:
             plan = made.gradient.plan(made.inputs)
-            self.scope[f"plan{k}"] = settled(plan) if self.is_settled else plan
             drawn = ["(0, 0, saved[-1])" if self.op.masking else "kept[0]"] if made.gradient.streams else []
-            lines.append(f"    out = plan{k}({', '.join([*names, *drawn])})")
-        results = {i: f"out[{k}]" if len(own) > 1 else "out" for k, i in enumerate(own)}
+            lines.append(f"    out = plan{{k}}({', '.join([*names, *drawn])})")
+        results = {i: f"out[{at}]" if len(own) > 1 else "out" for at, i in enumerate(own)}
         returned = ["None" if o is None else results[o] if o < n else names[o] if
                     made.inputs[o].shape == made.inputs[i].shape else
                     f"{names[o]}.expand({tuple(made.inputs[i].shape)})" for i, o in enumerate(made.origin)]
         returned += ["None"] * bool(self.op.streams)
-        return [*lines, f"    return {', '.join(returned)},"]
+        unread = [a for a, d in zip(made.inputs, self.described, strict=False) if isinstance(d, tuple)]
+        return Known([*lines, f"    return {', '.join(returned)},"], threading.get_ident(),
+                     guard(*saved, *(grads[i] for i in given)), plan, unread)
 
-    def _names(self, made: Pass, k: int) -> list[str]:
-        """What the arguments and the saved outputs are called in body k."""
+    def _names(self, made: Pass) -> list[str]:
+        """What the arguments and the saved outputs are called."""
         names: list[str] = []
-        read, number = 0, int(bool(self.op.streams))
-        for i, known in enumerate(self.described):
+        read, number, unread = 0, int(bool(self.op.streams)), 0
+        for known in self.described:
             if known is None:
                 names.append(f"saved[{read}]")
                 read += 1
@@ -160,8 +184,8 @@ class Recording:
                 names.append(f"kept[{number}]")
                 number += 1
             else:
-                names.append(f"unread{k}_{i}")
-                self.scope[names[-1]] = made.inputs[i]
+                names.append(f"unread{{k}}[{unread}]")
+                unread += 1
         places = {output: read + at for at, output in enumerate(self.saved_outputs)}
         return names + [f"saved[{places[output]}]" for output in made.saved]
 

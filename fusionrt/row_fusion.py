@@ -117,7 +117,7 @@ def found(run: Run, args: Sequence[Any], params: tuple[str, ...], given: Sequenc
     as a function of `params`, the given ones of which it passes on; `told`: what of the result ("[0]")."""
     operator: Operator = run.operator  # type: ignore[attr-defined]
     write, numbers = _passing(params, tuple(given), told), args[sum(given):]
-    way = operator.way(args, now=True)
+    way = operator.way(args, in_this_mode=True)
     return dispatch.settles(write(way, numbers), lambda: write(dispatch.settled(way), numbers))
 
 

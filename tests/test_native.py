@@ -21,7 +21,7 @@ from fusionrt import dispatch
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import device, launch, native
+from fusionrt.runtime import device, launch, native, scratch
 from fusionrt.runtime.source import Field, Params
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(device._LaunchConfig), *[ctypes.c_void_p] * 3)
@@ -38,7 +38,7 @@ class Driver:
         self.launches: list[tuple[Any, ...]] = []
         self.status = self.captured = self.stream = 0
         self.refused = 1  # launch from which on `status` is given
-        self.failing = False
+        self.failing, self.memory = False, (ctypes.c_char * 4096)()
 
         def launch(config: Any, kernel: int, pointers: int, extra: None) -> int:
             parameters = ctypes.c_void_p.from_address(pointers).value
@@ -63,6 +63,10 @@ class Driver:
             raise MemoryError
         return torch.empty_strided(shape, strides, dtype=dtype)
 
+    def scratch(self, device: int, stream: int, thread: int) -> int:
+        assert (device, thread) == (3, 7)
+        return ctypes.addressof(self.memory) + 64 * stream
+
     def current(self, device: int) -> int:
         assert device == 3
         return self.stream
@@ -81,9 +85,9 @@ def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | N
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
     launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
-    functions = {"empty": driver.empty, "stream": driver.current}
+    functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
     return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
-                                      returned, [launched, *more], 3, functions, taking))
+                                      returned, [launched, *more], 3, 7, functions, taking))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +115,7 @@ def test_one_output_comes_alone(driver: Driver) -> None:
     params = Params(FIELDS[:3])
     run = native.settled(native.Plan(
         lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)], ["out"],
-        [native.Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3,
+        [native.Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3, 7,
         {"empty": driver.empty, "stream": driver.current}))
 
     out = run(x, y)
@@ -124,7 +128,7 @@ def test_one_output_comes_alone(driver: Driver) -> None:
 def test_what_is_for_the_kernel_alone_is_not_given(driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str,
                                                    kept: bool) -> None:
     """It is the same for all calls of a stream, unless it is large."""
-    monkeypatch.setattr(native, "MOST_KEPT", 32 if kept else 0)
+    monkeypatch.setattr(scratch, "BYTES", 32 if kept else 7)
     args: tuple[Any, ...] = (*tensors(), 1.0, 1.0)
     run = settled(driver, returned=(name,))
     outs = [run(*args), run(*args)]
@@ -179,8 +183,9 @@ def test_a_later_output_may_have_the_name_of_an_earlier_one(driver: Driver) -> N
     params = Params(FIELDS[:2])
     parts = [native.Allocated("partials", (size,), (1,), torch.float32) for size in (8, 16)]
     launches = [native.Launched(k, 1, 1, 32, 0, params, ("p_a0", "p_partials"), k) for k in (1, 2)]
-    run = native.settled(native.Plan(lambda *args: "general", ["a0"], parts, [], launches, 3,
-                                     {"empty": driver.empty, "stream": driver.current}))
+    run = native.settled(native.Plan(lambda *args: "general", ["a0"], parts, [], launches, 3, 7,
+                                     {"empty": driver.empty, "stream": driver.current,
+                                      "scratch": driver.scratch}))
 
     assert run(torch.randn(4)) == ()
     assert len({parameters[1] for *_, parameters in driver.launches}) == 2
@@ -273,6 +278,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(launch, "empty_strided", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(native, "_driver", lambda: (1, 1))
     monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
+    monkeypatch.setattr(scratch, "piece", lambda *_: 4096)
     with collecting("cuda"):
         call()
     run = dispatch.settled(launch._write(found[-1], 16, lambda *args: None))
@@ -372,6 +378,19 @@ def test_settles_after_many_calls() -> None:
     assert dispatch.settle(run) == dispatch.settled(run) == "settled"
 
 
+def test_nothing_settles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it allocates would be the graph's."""
+    def run() -> str:
+        return "Python"
+
+    dispatch.settles(run, lambda: "settled")
+    vars(run)["calls"] = dispatch.SETTLED_AFTER
+    monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
+    assert dispatch.settle(run) is None
+    monkeypatch.undo()
+    assert dispatch.settle(run) == "settled"
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -455,7 +474,7 @@ def test_of_a_backward_pass(soon: None, rows: int) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     recorded = [r for o in OPERATORS.values() if o.name == "layer_norm"
                 for r in o.local.__dict__.get("recordings", {}).values() if r.is_settled]
-    plans = [plan for r in recorded for name, plan in r.scope.items() if name.startswith("plan")]
+    plans = [plan for r in recorded for plan in (r.plan, *(known.plan for known in r.passes))]
     assert len(plans) >= 2 and all(isinstance(plan, BuiltinFunctionType) for plan in plans)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import dispatch
+from fusionrt import dispatch, replay
 
 
 def randn(*shape, device, requires_grad=True):
@@ -27,7 +27,7 @@ def test_the_second_pass_repeats_the_first(device):
         grad_output = randn(5, 7, device=device, requires_grad=False)
         grads = torch.autograd.grad(scaled_product(x, y, by), (x, y), grad_output)
         assert_close(grads, torch.autograd.grad(x * y * by, (x, y), grad_output))
-    assert len(scaled_product.operator.recording((x, y, 2.0)).bodies) == 1
+    assert len(scaled_product.operator.recording((x, y, 2.0)).passes) == 1
 
 
 @pytest.mark.parametrize("change", [
@@ -50,7 +50,7 @@ def test_calls_of_several_kinds_take_turns(device):
                 assert_close(torch.autograd.grad(scaled_product(x, y, 2.0), (x, y), g),
                              torch.autograd.grad(x * y * 2, (x, y), g))
     for x, y in kinds:
-        assert len(scaled_product.operator.recording((x, y, 2.0)).bodies) == 2
+        assert len(scaled_product.operator.recording((x, y, 2.0)).passes) == 2
 
 
 def test_other_arguments_need_a_gradient(device):
@@ -72,7 +72,7 @@ def test_one_tensor_in_two_places_is_known_again(device):
         out = scaled_product(x, x, 2.0)
         grad_output = randn(4, 6, device=device, requires_grad=False)
         assert_close(torch.autograd.grad(out, x, grad_output), torch.autograd.grad(x * x * 2, x, grad_output))
-    assert len(scaled_product.operator.recording((x, x, 2.0)).bodies) == 1
+    assert len(scaled_product.operator.recording((x, x, 2.0)).passes) == 1
 
 
 def test_some_outputs_have_no_gradient(device):
@@ -141,6 +141,54 @@ def test_threads_keep_their_own(device):
     for t in threads:
         t.join()
     assert sorted(done) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_threads_that_meet_a_kind_at_once(settles):
+    """Each its own, of one call: none may run what another one keeps."""
+    for n in range(20, 30) if settles else range(30, 40):
+        x = torch.randn(n, n, dtype=F64, requires_grad=True)
+        seeds = torch.randn(n, n, dtype=F64), torch.randn(n, n, dtype=F64).t()
+        out = frt.gelu(x)
+        recording = frt.gelu.operator.recording((x,))
+        both, wrong = threading.Barrier(2), []
+
+        def work(g, x=x, out=out, both=both, wrong=wrong, recording=recording):
+            expected, = torch.autograd.grad(F.gelu(x), x, g)
+            both.wait()
+            for _ in range(3):
+                grad, = torch.autograd.grad(out, x, g, retain_graph=True)
+                if settles:
+                    recording.settle()
+                both.wait()
+                wrong.append(float((grad - expected).abs().max()))
+
+        threads = [threading.Thread(target=work, args=(g,)) for g in seeds]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(wrong) == 6 and max(wrong) < 1e-12
+        assert len({known.thread for known in recording.passes}) == len(recording.passes) == 2
+
+
+def test_threads_that_are_no_more_shut_nobody_out():
+    x = torch.randn(4, 6, dtype=F64, requires_grad=True)
+    out, ends = frt.gelu(x), threading.Event()
+
+    def work():
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        ends.wait(60)
+
+    threads = [threading.Thread(target=work) for _ in range(40)]
+    for t in threads:
+        t.start()
+    ends.set()
+    for t in threads:
+        t.join()
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    passes = frt.gelu.operator.recording((x,)).passes
+    assert len(passes) <= replay._KEPT_BY_ALL and passes[-1].thread == threading.get_ident()
 
 
 def test_a_number_in_a_tensors_place_does_not_stay():

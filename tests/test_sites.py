@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -154,5 +155,38 @@ def test_settles_where_it_is(x, monkeypatch):
         return (sites.find((), (x,)) or sites.keep((), (x,), dispatch.settles(run, settled)))(x)
 
     op = front(op, sites, "x")
-    assert [op(x) for _ in range(6)] == ["first"] * 4 + ["settled"] * 2
+    assert [op(x) for _ in range(6)] == ["first"] * 3 + ["settled"] * 3
     assert len(made) == 1
+
+
+def test_tensors_in_the_place_of_numbers(x):
+    eps = torch.tensor(1e-5, device=x.device)
+    for _ in range(3):
+        assert not frt.layer_norm(x, COLUMNS, None, None, eps).requires_grad
+    eps.requires_grad_()
+    assert frt.layer_norm(x, COLUMNS, None, None, eps).requires_grad
+    eps.data = torch.tensor(0.5, dtype=torch.float64, device=x.device)
+    assert_close(frt.layer_norm(x, COLUMNS, None, None, eps), F.layer_norm(x, (COLUMNS,), None, None, 0.5))
+
+
+def test_numbers_that_change_each_time_are_not_kept(x):
+    known = frt.softmax.__globals__["_frt_sites"].known
+    frt.softmax(x), frt.softmax(x)
+    before = len(known)
+    for k in range(1, 9):
+        assert_close(frt.softmax(x, scale=1 / k), torch.softmax(x / k, -1))
+    assert len(known) == before
+    frt.softmax(x, scale=1 / 8)
+    assert len(known) == before + 1
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_make_fx_of_real_tensors(x, times):
+    """Its mode is none that guards know."""
+    w, other = torch.randn(COLUMNS, device=x.device, requires_grad=True), torch.randn_like(x)
+    for op in (lambda x: frt.layer_norm(x, COLUMNS, w), lambda x: frt.softmax(x),
+               lambda x: frt.gelu(x), lambda x: frt.sum(x, 1)):
+        for _ in range(times):
+            op(x)
+        graph = make_fx(op)(x)
+        assert_close(graph(other), op(other))

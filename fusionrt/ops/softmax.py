@@ -74,9 +74,9 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     key = None
     factor, number = (None, scale) if scale is None or isinstance(scale, (int, float)) else (scale, None)
     if not torch.compiler.is_dynamo_compiling():  # which warns of caches
-        # With the type, as 1.0, which is refused, and True equal 1.
-        key = (op, dim, type(dim), number, causal, epilogue, p, kept_scale)
-        run = sites.find(key, (x, factor, mask))
+        kind = (op, dim, type(dim), causal, epilogue)  # 1.0, which is refused, and True equal 1
+        key = (*kind, number, p, kept_scale) if sites.are_as_before(kind, number, p, kept_scale) else None
+        run = key and sites.find(key, (x, factor, mask))
         if run is not None:
             return run(x, factor, mask)
     if is_foreign(x):

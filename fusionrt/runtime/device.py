@@ -21,6 +21,7 @@ from fusionrt.runtime import binding, compiler
 # CUfunction_attribute of cuda.h
 _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_RELAXED = 2  # CUstreamCaptureMode
 _DEPENDENT_LAUNCHES_IN_GRAPHS = 12030  # since this version of the driver
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
 _KERNELS = re.compile(rb"\.nv\.constant0\.(\w+)\0")  # of a cubin: sections of their parameters
@@ -60,14 +61,24 @@ def shared_bytes(device: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def zeros(n_bytes: int) -> int:
+def memory(n_bytes: int) -> int:
     """Address of memory of the current device that is nobody's but the caller's, for as long as the process
     lives: what torch allocates while it prepares a CUDA graph may become somebody else's."""
-    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    driver, address, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), ctypes.c_int(_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # a capture in another thread goes on
     status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes))
-    status = status or driver.cuMemsetD8_v2(address, 0, ctypes.c_size_t(n_bytes)) or driver.cuCtxSynchronize()
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if status:
         raise RuntimeError(f"no {n_bytes} bytes of the device's memory: CUDA error {status}")
+    return address.value
+
+
+def zeros(n_bytes: int) -> int:
+    """The same, filled with them."""
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(memory(n_bytes))
+    status = driver.cuMemsetD8_v2(address, 0, ctypes.c_size_t(n_bytes)) or driver.cuCtxSynchronize()
+    if status:
+        raise RuntimeError(f"{n_bytes} bytes of the device's memory: CUDA error {status}")
     return address.value
 
 

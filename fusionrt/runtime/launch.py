@@ -8,7 +8,9 @@ one thread, because the driver reads them after the GIL is released.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from fusionrt.runtime import (
     row_choice,
     row_layout,
     row_operands,
+    scratch,
 )
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
@@ -57,6 +60,7 @@ class Text:
     def __init__(self, call: Call) -> None:
         self.call, self.lines = call, []  # type: ignore[var-annotated]
         self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": raw_stream,
+                                      "scratch": scratch.piece,
                                       "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
                                       "launch_together": cuda.driver().launchCooperativeKernel,
                                       "is_capturing": torch.cuda.is_current_stream_capturing}
@@ -142,9 +146,11 @@ class Text:
         device, given = self.call.device, [a for a in arguments if a != "rng"]
         if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
             return run
-        plan = native.Plan(run, given, self.allocated, returned, self.launched, device, self.scope)
+        plan = native.Plan(run, given, self.allocated, returned, self.launched, device, threading.get_ident(),
+                           self.scope)
         if len(given) == len(arguments):
-            return dispatch.settles(run, lambda: native.settled(plan))
+            on = functools.lru_cache(4)(lambda stream: native.settled(plan))  # for all who ask
+            return dispatch.settles(run, lambda: on(self.scope["stream"](device)))
         vars(run)["settled_drawing"] = lambda drawn, counters: native.settled(
             plan._replace(general=drawn, random=random.taking(device, counters)))
         return run

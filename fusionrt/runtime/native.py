@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.random import Taking
-from fusionrt.runtime import arrivals, llvm, source
+from fusionrt.runtime import arrivals, llvm, scratch, source
 
 OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
-MOST_KEPT = 8 << 20  # bytes of memory for kernels alone that a plan has for all its calls
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _FASTCALL = 0x0080  # METH_FASTCALL
@@ -88,21 +87,23 @@ class Plan(NamedTuple):
     returned: Sequence[str]  # the others are for the kernels alone
     launched: Sequence[Launched]
     device: int
-    functions: Mapping[str, Any]  # empty, stream
+    thread: int  # that it belongs to
+    functions: Mapping[str, Any]  # empty, stream, scratch
     random: Taking | None = None  # for what is known as rng
 
 
 class _Parameters:
-    """Of all launches: their bytes with zeros for what each call finds out, and where that stands. Memory for
-    the kernels alone is allocated once, where it is not large: calls of one stream follow each other."""
+    """Of all launches: their bytes with zeros for what each call finds out, and where that stands. What is
+    for the kernels alone has its place in the thread's scratch, if that is large enough."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.known = plan, bytearray()
-        alone = [k for k, o in enumerate(plan.outputs) if o.name not in plan.returned and
-                 math.prod(o.shape) * o.dtype.itemsize <= MOST_KEPT]
-        self.memory = {k: plan.functions["empty"](*plan.outputs[k][1:]) for k in alone}
-        self.outputs = [k for k in range(len(plan.outputs)) if k not in self.memory]  # of each call
-        self.has_stream = bool(alone)
+        places = scratch.offsets({k: math.prod(o.shape) * o.dtype.itemsize for k, o in enumerate(plan.outputs)
+                                  if o.name not in plan.returned})
+        self.has_stream = bool(places)
+        begin = plan.functions["scratch"](plan.device, _stream(plan), plan.thread) if places else 0
+        self.scratch = {k: begin + place for k, place in places.items()}
+        self.outputs = [k for k in range(len(plan.outputs)) if k not in self.scratch]  # of each call
         self.begins: list[int] = []
         self.inputs: list[Any] = []
         self.numbers: list[Any] = []
@@ -123,9 +124,8 @@ class _Parameters:
         outputs = {o.name: k for k, o in enumerate(plan.outputs[:launched.n_allocated])}
         found = _ADDRESS.fullmatch(text)
         name, added = (found[1] or found[2], int(found[3] or 0)) if found else ("", 0)
-        if name in outputs and outputs[name] in self.memory:
-            address: int = self.memory[outputs[name]].data_ptr()
-            return address + added
+        if name in outputs and outputs[name] in self.scratch:
+            return self.scratch[outputs[name]] + added
         if name in outputs:
             self.places.append(_Place(self.outputs.index(outputs[name]), place, added))
         elif name in arguments and not added:
@@ -177,7 +177,7 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
             setattr(made, name, value)
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
     method, _ = _method()
-    owned = ctypes.addressof(made), made, *tables, known, plan.launched, parameters.memory
+    owned = ctypes.addressof(made), made, *tables, known, plan.launched
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.restype, create.argtypes = _object, (_address, _object, _address)
     function: Callable[..., Any] = create(ctypes.addressof(method), owned, None)

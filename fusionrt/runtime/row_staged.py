@@ -268,8 +268,9 @@ def _in_parts(problem: Problem, pack: int) -> Layout | None:
     if len(schedule(with_sums(problem.roots))) != 2 or packs * staying > most or word(problem) > 1:
         return None
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
-    wanted = [Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], packs + ahead, 1, True, 1, weights,
-                     late=apart) for weights in beside for ahead in range(min(packs, most_ahead), 0, -1)]
+    made = Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], 1, 1, True, 1, late=apart and packs > 1)
+    wanted = [made._replace(stages=packs + ahead, weights=weights)
+              for weights in beside for ahead in range(min(packs, most_ahead), 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
 
