@@ -32,8 +32,10 @@ tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-def repeated(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]) -> Any:
-    """The gradients of a recorded call's arguments, which the recording keeps a way to if nobody watches."""
+def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]
+                      ) -> Any:
+    """The gradients of a recorded call's arguments, in a backward pass of a kind that the recording does not
+    know. It keeps what is done, if nobody watches."""
     op, call, needed = recording.op, type(recording.op).apply, recording.needed
     rng = kept[0] if op.streams else None
     watched = is_watched()

@@ -17,7 +17,7 @@ import torch
 
 from fusionrt import dispatch, layout, random, rehearsal
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_watched, repeated
+from fusionrt.autograd import Dispatched, is_watched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import STORAGE, Output, Problem, pose
@@ -150,7 +150,8 @@ class Operator(Definition):
         if made is None:
             if len(recordings) >= _PLANS_KEPT:
                 recordings.clear()
-            made = recordings[plan, needed] = Recording(self, args, plan, needed, repeated)
+            made = recordings[plan, needed] = Recording(
+                self, args, plan, needed, recorded_backward)
         return made
 
     def draw(self, device: torch.device) -> random.Rng:

@@ -28,8 +28,6 @@ _KEPT_BY_ALL = 4 * _KEPT
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
 WATCHED = "grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes() or transforms_active()"
-
-
 _lock = forks.Lock()
 
 

@@ -211,8 +211,8 @@ def _forward(call: Call, with_gradient: bool, planned: bool = False) -> Run:
 
 def _in_one(call: Call, with_gradient: bool) -> Run:
     """As `_forward`, in one launch, whose last block reduces the losses. That takes a user half as long where
-    the host is what takes time. (The device takes 6 % longer for 2048 rows, and two thirds for 16 Ki: a block
-    ends when it has counted itself.)"""
+    the host is what takes time. (The device takes 7 to 15 % longer for 2048 rows, and two thirds for 16 Ki: a
+    block ends when it has counted itself.)"""
     mean, dtype = call.reduction == "mean", str(call.dtype).removeprefix("torch.")
     kernel = planned_once(reduced(call.params, with_gradient, mean, dtype))
     n = len(losses_of(call.params, with_gradient, False).operator.outputs)

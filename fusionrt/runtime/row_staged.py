@@ -34,7 +34,7 @@ from fusionrt.runtime.row_layout import (
 )
 from fusionrt.runtime.row_operands import columns, held, late, n_rows, repeats, sums, weights
 
-MOST_STAGES, MOST_BLOCKS, MOST_AHEAD = 4, 4, 64
+MOST_STAGES, MOST_BLOCKS = 4, 4
 PART = 64 << 10            # bytes of a row that a block takes which comes and goes
 MOST_PASSING = 6           # such blocks on a multiprocessor
 LONG_SUMS = 2048           # columns from which on blocks of a multiprocessor add up their sums
@@ -258,19 +258,19 @@ def _in_parts(problem: Problem, pack: int) -> Layout | None:
     """Rows of which the largest clusters hold one and parts of the next, beside the weights if they can.
     (Sums gained nothing by more than two; where something is late, or carried, more threads gain most, which
     have registers for sums alone, and one part more.)"""
-    carrying, apart = how_many(problem.roots) > 0, bool(sums(problem) and late(problem))
-    if sums(problem) and (carrying or apart):
-        threads, most, most_ahead, staying = 1024, 32, 1, len(sums(problem)) * pack
-    else:
-        threads, most = (256, 192) if carrying else (512, 64)  # registers that stay taken
-        most_ahead, (_, staying) = 2 if sums(problem) else MOST_AHEAD, a_pack(problem, pack)
+    summed, carrying = len(sums(problem)), how_many(problem.roots) > 0
+    apart = bool(summed and late(problem))
+    wide, (_, staying) = summed and (carrying or apart), a_pack(problem, pack)
+    threads, most = (1024, 32) if wide else (256, 192) if carrying else (512, 64)  # registers that stay taken
     packs = -(-columns(problem) // (threads * pack * CLUSTERS[-1]))
-    if len(schedule(with_sums(problem.roots))) != 2 or packs * staying > most or word(problem) > 1:
+    taken = packs * (summed * pack if wide else staying)
+    if len(schedule(with_sums(problem.roots))) != 2 or taken > most or word(problem) > 1:
         return None
+    most_ahead = 1 if wide else 2 if summed else packs
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
     made = Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], 1, 1, True, 1, late=apart and packs > 1)
     wanted = [made._replace(stages=packs + ahead, weights=weights)
-              for weights in beside for ahead in range(min(packs, most_ahead), 0, -1)]
+              for weights in beside for ahead in range(most_ahead, 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
 
 
