@@ -25,6 +25,7 @@ COLUMNS = ("group", "call", "host_us", "spread", "wall_us", "latency_us", "vs_to
 def main() -> None:
     options = script.parser(__doc__).parse_args()
     script.need_gpu()
+    script.compile_here()
     run = script.results("launch_overhead-gpu", __doc__, options)
     torch.manual_seed(0)
     a, b = (torch.randn(32, 128, device="cuda") for _ in range(2))

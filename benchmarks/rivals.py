@@ -24,6 +24,7 @@ COLUMNS = ("op", "dtype", "direction", "rows", "columns", "us", "of_copy",
 def main() -> None:
     options = script.parser(__doc__).parse_args()
     script.need_gpu()
+    script.compile_here()
     run = script.results("rivals-gpu", __doc__, options)
     ops = OPS[:2] if options.quick else OPS
     sizes = SMALL if options.quick else LARGE + SMALL

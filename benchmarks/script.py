@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -32,6 +33,12 @@ def results(name: str, doc: str | None, options: argparse.Namespace, partly: boo
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     return Results(name, doc, options.json or default, command=command, quick=options.quick,
                    say=functools.partial(print, flush=True))
+
+
+def compile_here() -> None:
+    """torch.compile in this process: Inductor's workers, of which each imports torch, would take the cores
+    from what is measured."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def names(text: str | None) -> list[str]:

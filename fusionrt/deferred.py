@@ -8,10 +8,9 @@ In a graph (torch.compile, torch.func, a CUDA graph's capture) nothing is checke
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,13 +28,14 @@ _pending: deque[tuple[int, Message, torch.device]] = deque()
 
 
 class _Host:
-    """Memory that a GPU writes to, and the same as NumPy sees it: reading an element there costs least."""
+    """Memory that a GPU writes to, and the same as Python sees it: reading an element there costs least."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):  # whose tensors cannot be copied to outside of it
             memory = torch.full((ON_THEIR_WAY, _APART), _UNKNOWN, dtype=torch.int64, device="cpu",
                                 pin_memory=True)[:, 0]
-        self.counts, self.places, self.free = memory.numpy(), memory.unbind(), deque(range(ON_THEIR_WAY))
+        self.counts, self.places = memory.numpy().data, memory.unbind()
+        self.free = deque(range(ON_THEIR_WAY))
 
 
 _host: _Host | None = None
@@ -50,20 +50,21 @@ def check(count: torch.Tensor, message: Message) -> None:
         if wrong:
             raise IndexError(message(wrong))
     elif count.is_cuda and not torch.cuda.is_current_stream_capturing():
-        written(count.device, lambda memory: memory.copy_(count, non_blocking=True), message)
+        written(count.device, lambda memory: memory.copy_(count, non_blocking=True), (), message)
 
 
-def written(device: torch.device, launch: Callable[[torch.Tensor], Result], message: Message) -> Result:
-    """What `launch` gives, which writes the count to the memory that it is told: of the host, as a GPU's
-    kernel reaches it, which takes no copy. Each replay of a capture would write there: it gets memory of the
-    device, at which nobody looks."""
+def written(device: torch.device, launch: Callable[..., Result], args: Sequence[Any], message: Message
+            ) -> Result:
+    """What `launch` gives, which writes the count to the memory that is its last argument: of the host, as a
+    GPU's kernel reaches it, which takes no copy. Each replay of a capture would write there: it gets memory
+    of the device, at which nobody looks."""
     if device.type == "meta" or torch.cuda.is_current_stream_capturing():
-        return launch(torch.empty((), dtype=torch.int64, device=device))
+        return launch(*args, torch.empty((), dtype=torch.int64, device=device))
     examine()
     host, place = _place()
     host.counts[place] = _UNKNOWN
     try:
-        result = launch(host.places[place])
+        result = launch(*args, host.places[place])
     except Exception:  # nothing was launched; an interrupt may come later than that, and keeps the place
         host.free.append(place)
         raise
@@ -78,9 +79,10 @@ def _place() -> tuple[_Host, int]:
         with _lock():
             host = _host = _host or _Host()
     while True:
-        with contextlib.suppress(IndexError):
+        try:
             return host, host.free.popleft()
-        examine(wait=True)
+        except IndexError:
+            examine(wait=True)
 
 
 def examine(wait: bool = False) -> None:
@@ -93,7 +95,7 @@ def examine(wait: bool = False) -> None:
     with _lock():
         while _pending and _host is not None:
             place, message, _ = _pending[0]
-            wrong = int(_host.counts[place])
+            wrong = _host.counts[place]
             if wrong == _UNKNOWN:
                 return
             _pending.popleft()

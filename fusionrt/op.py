@@ -42,6 +42,7 @@ class Operator(Definition):
         self.local = threading.local()  # plans: a plan's buffers belong to one thread
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
+        self.untold: frozenset[int] = frozenset()  # outputs that a call does not give
         self.into: Mapping[int, int] = {}  # output -> the argument whose memory it takes: see `over`
         self._variants: dict[tuple[Any, ...], Operator] = {}
         self.masked: dict[tuple[bool, ...], Any] = {}  # see mask.py
@@ -338,8 +339,12 @@ class Operator(Definition):
             return lambda *args: self._resolving(*args)  # an object of its own for each kind of call
         outputs = self.allocate(args, shape)
         if 0 in shape:
-            return lambda *args: pack([o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
+            return lambda *args: self._given(
+                [o.zero_() for o in self.allocate(args[:len(self.params)], shape)])
         return self._of_what_is_written(outputs).build(args, shape, outputs, alignment)
+
+    def _given(self, outputs: Sequence[torch.Tensor]) -> Any:
+        return pack([o for k, o in enumerate(outputs) if k not in self.untold])
 
     def _of_what_is_written(self, outputs: Sequence[torch.Tensor]) -> Operator:
         """The same, but what follows from an output of 16 bits (the norm of a sum with a residual) is of its
@@ -395,7 +400,7 @@ class Operator(Definition):
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         if device.type == "meta":
             rehearsal.note(problem)
-            return lambda *args: pack(self.allocate(args[:len(self.params)], shape))
+            return lambda *args: self._given(self.allocate(args[:len(self.params)], shape))
         if device.type == "cpu":
             from fusionrt.cpu import build
             return build(problem, outputs, len(args))

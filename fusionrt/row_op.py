@@ -47,10 +47,10 @@ class RowOperator(Operator):
     """As Operator, over rows of the last `row_dims` dimensions. A uniform output has one value a row, in
     the dtype of the arithmetic; other outputs, and those that are `rounded`, have the dtype of argument
     `like`. Where one takes the memory of an argument, rows are runs of memory, and a row's elements follow
-    from reductions and elements in their own place. `untold`: outputs that a call does not give, as whoever
-    gave their memory has it. `double_on_cpu`: arithmetic there is in float64, as
-    torch's of variances is. `of_channels`: rows are channels of images, or groups of them; their stages are
-    as was measured to be fastest for these."""
+    from reductions and elements in their own place. `untold`: outputs that a call on a GPU does not give: the
+    kernel alone reads them, or whoever gave their memory has it. `double_on_cpu`: arithmetic there is in
+    float64, as torch's of variances is. `of_channels`: rows are channels of images, or groups of them; their
+    stages are as was measured to be fastest for these."""
 
     def __init__(self, *definition: Any, row_dims: int = 1, like: int = 0, rounded: Collection[int] = (),
                  untold: Collection[int] = (), double_on_cpu: bool = False, of_channels: bool = False

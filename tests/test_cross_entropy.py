@@ -444,6 +444,32 @@ def test_compiled(options, dynamic, device):
         torch.testing.assert_close(grads[0], theirs[0])
 
 
+def test_incoming_gradients_lie_otherwise(device):
+    """The plan of the backward pass is that of the last one where it fits."""
+    x, target = logits((7, 19), F64, device).requires_grad_(), torch.randint(19, (7,), device=device)
+    of_all = torch.randn(7, 2, dtype=F64, device=device)
+    for incoming in (of_all[:, 0], of_all[:, 0].clone(), of_all[:1, 1].expand(7), of_all[:, 1]) * 2:
+        found, = torch.autograd.grad(frt.cross_entropy(x, target, reduction="none"), x, incoming)
+        expected = torch.nn.functional.cross_entropy(x, target, reduction="none")
+        torch.testing.assert_close(found, *torch.autograd.grad(expected, x, incoming))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_memory_of_a_call(needs_gradient):
+    """The result; for a gradient a row's maximum and sum, and what the mean divides by."""
+    x = logits((33, 65), F32, "cuda").requires_grad_(needs_gradient)
+    target = torch.randint(65, (33,), device="cuda")
+
+    def allocated():
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    for _ in range(2 * SETTLED_AFTER):
+        before = allocated()
+        frt.cross_entropy(x, target)
+    assert allocated() - before == (4 if needs_gradient else 1)
+
+
 @pytest.mark.gpu
 def test_graph_capture():
     x, target = logits((33, 65), F32, "cuda").requires_grad_(), torch.randint(65, (33,), device="cuda")

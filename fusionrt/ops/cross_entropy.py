@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +28,7 @@ from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
-from fusionrt.dispatch import Run, Sites, planned_once
+from fusionrt.dispatch import Run, Sites, guard, planned_once
 from fusionrt.errors import as_int, check_number
 from fusionrt.op import seen_by_torch, unpack
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
@@ -158,8 +159,8 @@ def _chosen(call: Call, in_place: bool) -> Run:
     tensors = [a for a in call.args if isinstance(a, torch.Tensor)]
     plain = not seen_by_torch(*tensors)
     if plain and with_gradient and not any(t.requires_grad for t in tensors[1:]):
-        kernels = Kernels(call, in_place)
-        return lambda *args: _record(args[0], kernels, args)
+        record = Recording(call, in_place).apply
+        return lambda *args: record(args[0], args)
     run = _forward(call, with_gradient, planned=plain and not with_gradient)
     return lambda *args: run(*args)[0]
 
@@ -188,23 +189,25 @@ def _repeated(call: Call, in_place: bool) -> Run:
 
 
 def _forward(call: Call, with_gradient: bool, planned: bool = False) -> Run:
-    """A function of the arguments: the result, what it was divided by, [what the gradient reads]. Operators,
-    each with derivatives of any order of its own unless `planned`."""
+    """A function of the arguments: the result, what it was divided by and, `with_gradient`, what the kernel
+    of the gradient reads. Operators, each with derivatives of any order of its own unless `planned`."""
     rows = call.args[1].numel() if call.of_classes else 0
     side_by_side = "columns" not in call.params and device_type(call.args[0]) == "cuda"
     if planned and call.reduction != "none" and 0 < rows <= FEWEST_ROWS and side_by_side:
         return _in_one(call.without_tensors(), with_gradient)
     kernel: Any = losses_of(call.params, with_gradient, call.rounds)
+    read = gradient_of(call.params, call.rounds, False, False).saved if planned and with_gradient else ()
     kernel = planned_once(kernel.operator) if planned else kernel
     dim, has_shares, call = call.args[0].dim(), call.has_shares, call.without_tensors()
     reduce = None if call.reduction == "none" else reducing(call, dim, planned)
 
     def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
-        losses, *stats = found = unpack(kernel(*args))
+        found = unpack(kernel(*args))
+        losses, stats = found[0], [found[k] for k in read]
         if reduce is None:
             check_classes(call, args)
-            return losses.squeeze(-1), None, found
-        return *reduce(args, losses, stats[0] if has_shares else None), found
+            return losses.squeeze(-1), None, stats
+        return *reduce(args, losses, found[1] if has_shares else None), stats
 
     return run
 
@@ -215,67 +218,81 @@ def _in_one(call: Call, with_gradient: bool) -> Run:
     block ends when it has counted itself.)"""
     mean, dtype = call.reduction == "mean", str(call.dtype).removeprefix("torch.")
     kernel = planned_once(reduced(call.params, with_gradient, mean, dtype))
-    n = len(losses_of(call.params, with_gradient, False).operator.outputs)
     message = functools.partial(_wrong_classes, call.op, call.n_classes, call.args[2], None)
 
     def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
-        found = deferred.written(args[0].device, lambda wrong: kernel(*args, wrong), message)
-        return found[n], found[n + 1] if mean else 1, found[:n]
+        found = deferred.written(args[0].device, kernel, args, message)
+        if not with_gradient:
+            return found, None, ()
+        *stats, result, count = found if mean else (*found, None)
+        return result, count, stats
 
     return run
 
 
-class Kernels:
-    """Of a call whose logits alone need a gradient."""
+class Recording:
+    """A kind of call whose logits alone need a gradient. Their first derivative is one kernel, which divides
+    by what a mean divides by as well; where it is differentiated in turn, the operators are."""
 
     def __init__(self, call: Call, in_place: bool) -> None:
         self.call, self.in_place = call.without_tensors(), in_place
         self.forward = _forward(call, True, planned=True)
         self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
-        self.launches = Sites()
+        self.saved, self.read = self._written(call.args)
+        self.thread = threading.local()  # `last`: a guard of what the gradient read last, and its plan
+        self.apply = straight(self._function())
 
-    def launch(self, args: list[Any]) -> Any:
-        """The kernel of the gradient."""
-        tensors, operator = [a for a in args if isinstance(a, torch.Tensor)], self.gradient.operator
-        run = self.launches.find((), tensors) or self.launches.keep((), tensors, planned_once(operator))
-        return run(*args)
+    def _written(self, args: Sequence[Any]) -> tuple[Run, Run]:
+        """What is saved of the arguments and of what the forward pass found; from that and the incoming
+        gradient, the arguments of the kernel."""
+        names = [f"args[{k}]" if isinstance(a, torch.Tensor) else f"numbers[{k}]" for k, a in enumerate(args)]
+        names += [f"stats[{k}]" for k in range(len(self.gradient.saved))] + ["incoming"]
+        names += [("count" if self.call.of_classes else "rows")] * (self.call.reduction == "mean")
+        saved = [name for name in names if name.startswith(("args", "stats", "count"))]
+        places = {name: f"saved[{k}]" for k, name in enumerate(saved)}
+        scope = {"numbers": self.call.args, "rows": math.prod(args[0].shape[:-1])}
+        read = ", ".join(places.get(name, name) for name in names)
+        return (eval(f"lambda args, stats, count: ({', '.join(saved)},)", scope),
+                eval(f"lambda saved, incoming: ({read},)", scope))
 
+    def _function(self) -> Any:
+        def forward(ctx: Any, logits: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+            result, count, stats = self.forward(*args)
+            ctx.save_for_backward(*self.saved(args, stats, count))
+            return cast(torch.Tensor, result)
 
-class CrossEntropy(torch.autograd.Function):
-    """The first derivative of logits in one kernel, which divides by what a mean divides by as well; where it
-    is differentiated in turn, the operators are."""
+        def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+            saved = ctx.saved_tensors
+            if torch.is_grad_enabled() or is_watched() or is_batched(grad_output):
+                return self._differentiably(saved, grad_output), None
+            incoming = grad_output.unsqueeze(-1) if self.call.reduction == "none" else grad_output
+            grad = self._plan(*saved, incoming)(*self.read(saved, incoming))
+            if self.in_place:  # whoever saved the logits is told
+                torch.autograd.graph.increment_version(saved[0])
+                grad = grad.detach()
+            return grad, None
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, kernels: Kernels, args: Sequence[Any]) -> torch.Tensor:
-        result, count, found = kernels.forward(*args)
-        is_tensor = isinstance(count, torch.Tensor)
-        ctx.kernels, ctx.count = kernels, None if is_tensor else count
-        ctx.save_for_backward(count if is_tensor else None, *(found[k] for k in kernels.gradient.saved),
-                              *(a for a in args if isinstance(a, torch.Tensor)))
-        return cast(torch.Tensor, result)
+        return type("CrossEntropy", (torch.autograd.Function,), {
+            "forward": staticmethod(forward), "backward": staticmethod(backward)})
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        kernels, (count, *saved) = ctx.kernels, ctx.saved_tensors
-        call, n = kernels.call, len(kernels.gradient.saved)
-        tensors = iter(saved[n:])
-        args = [next(tensors) if a is None else a for a in call.args]
-        if torch.is_grad_enabled() or is_watched() or is_batched(grad_output):
-            if kernels.in_place:
-                raise RuntimeError(f"{call.op}: inplace_backward has no second derivative")
-            with torch.enable_grad():
-                result = _forward(call._replace(args=tuple(args)), True)(*args)[0]
-            return *torch.autograd.grad(result, args[0], grad_output, create_graph=True), None, None
-        incoming = grad_output.unsqueeze(-1) if call.reduction == "none" else grad_output
-        divisor = [ctx.count if count is None else count] if call.reduction == "mean" else []
-        grad = kernels.launch([*args, *saved[:n], incoming, *divisor])
-        if kernels.in_place:  # whoever saved the logits is told
-            torch.autograd.graph.increment_version(args[0])
-            grad = grad.detach()
-        return grad, None, None
+    def _plan(self, *read: torch.Tensor) -> Run:
+        """That of the kernel of the gradient, in this thread."""
+        fits, run = self.thread.__dict__.get("last", (None, None))
+        if run is not None and fits(*read):
+            return cast(Run, run)
+        run = planned_once(self.gradient.operator)
+        if not read[0].is_meta:  # each rehearsal is to be heard
+            self.thread.last = guard(*read), run
+        return run
 
-
-_record = straight(CrossEntropy)
+    def _differentiably(self, saved: Sequence[torch.Tensor], grad_output: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            raise RuntimeError(f"{self.call.op}: inplace_backward has no second derivative")
+        args = self.read(saved, None)[:len(self.call.args)]
+        with torch.enable_grad():
+            result = _forward(self.call._replace(args=args), True)(*args)[0]
+        grad, = torch.autograd.grad(result, args[0], grad_output, create_graph=True)
+        return grad
 
 
 def _check_in_place(op: str, logits: torch.Tensor) -> None:
@@ -304,8 +321,7 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
         if of_classes:
             given = losses, args[1], args[2], n_classes, *(() if share is None else (share,))
             if telling is not None and rows <= FEW_ROWS and device_type(losses) == "cuda":
-                found = deferred.written(losses.device, functools.partial(telling, *given),
-                                         _message(call, args))
+                found = deferred.written(losses.device, telling, given, _message(call, args))
             else:
                 found = kernel(*given)
                 deferred.check(found[1], _message(call, args))

@@ -127,11 +127,13 @@ def _settled(roots: Sequence[Expr]) -> list[Expr]:
 
 @functools.lru_cache(1024)
 def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str) -> Operator:
-    """The kernel over the logits, which reduces the losses as well: its results are those of `losses_of`, the
-    sum or mean and, of a mean, what it was divided by. A last argument `wrong` is memory for the number of
-    wrong classes."""
+    """The kernel over the logits, which reduces the losses as well. Its results are what a gradient reads (if
+    one follows), the sum or mean and, for a gradient again, what a mean was divided by. A last argument
+    `wrong` is memory for the number of wrong classes."""
     losses, uniform = _losses(params, with_gradient, False)
     n, last = (len(losses_of(params, with_gradient, False).operator.outputs) + k for k in (0, 1 + mean))
+    read = gradient_of(params, False, mean, False).saved if with_gradient else ()
+    untold = {*range(n), *range(n + 1, last + 1)} - {*read, *([n + 1] if mean and with_gradient else [])}
 
     def expression(wrong: Expr, **given: Any) -> tuple[Expr, ...]:
         loss, *rest = losses(**given)
@@ -147,7 +149,7 @@ def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str
     expression.__signature__ = of_losses.replace(  # type: ignore[attr-defined]
         parameters=[*of_losses.parameters.values(), wrong])
     made: Any = row_operator(expression, (*params, "wrong"), name="cross_entropy", uniform=uniform,
-                             targets=[None] * n + [SCALAR] * (last + 1 - n), untold=(last,),
+                             targets=[None] * n + [SCALAR] * (last + 1 - n), untold=tuple(untold),
                              rounded=(last, *((n,) if dtype in _HALF else ())))
     operator: Operator = made.operator.over({last: len(params)})
     return operator
