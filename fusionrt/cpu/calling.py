@@ -39,6 +39,11 @@ class Arguments:
         struct.pack_into(f"={form}", self.memory, self.integers_at + 8 * place, *integers)
 
 
+def pays(elements: int) -> bool:
+    """Whether several threads are worth while for so many additions."""
+    return elements >= (team if team.usable() else threads).SERIAL_BELOW
+
+
 class Division:
     """Of a range among threads: OpenMP's, or a pool's where there are none."""
 
@@ -71,12 +76,12 @@ class Text:
 
     def __init__(self, problem: Problem, results: Sequence[Output], run: Function, arguments: Arguments
                  ) -> None:
-        self.problem, self.run, self.arguments = problem, run, arguments
+        self.problem, self.results, self.run, self.arguments = problem, results, run, arguments
         self.lines: list[str] = []
         self.returned: list[str] = []
         self.scope: dict[str, Any] = {
             "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
-            "memory": arguments.memory, "put": arguments.put}
+            "memory": arguments.memory, "put": arguments.put, "run": run.call}
         self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
@@ -87,7 +92,7 @@ class Text:
 
     def draw(self, place: int) -> None:
         """Random numbers, the last argument of the callable, among the integers."""
-        self.scope["random"] = _random
+        self.scope["random"] = drawn
         self.lines.append(f"put({place}, '2Q', *random(rng))")
 
     def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
@@ -108,6 +113,17 @@ class Text:
         self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
         self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
+    def sums(self, size: int) -> None:
+        """Memory of so many float64 numbers."""
+        self.scope["memory_of_sums"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
+        self.lines.append("sums = memory_of_sums()")
+
+    def fill(self, k: int, first: int) -> None:
+        """Result k with these sums, which have the order of the walk."""
+        result = self.results[k]
+        seen = f"sums.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {first})"
+        self.lines.append(f"{self.returned[k]}.copy_({seen})")
+
     def launch(self) -> None:
         known, d = {"row_size": str(float(self.problem.row_size))}, self.division
         numbers = ", ".join(known.get(name, name) for name in self.problem.scalars)
@@ -115,11 +131,14 @@ class Text:
         if numbers:
             self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {numbers})")
         if d.threads:  # one, always
-            self.scope["run"] = self.run.call
-            given = (self.run.scratch, self.run.scratch, *self.arguments.addresses, 0, d.size)
-            self.lines.append(f"run({', '.join(map(str, given))})")
+            self.launch_alone(0, d.size)
         else:
             self.lines.append("division.run()")
+
+    def launch_alone(self, start: int, stop: int) -> None:
+        """For a part of the range, after `launch`, with what it was given."""
+        given = (self.run.scratch, self.run.scratch, *self.arguments.addresses, start, stop)
+        self.lines.append(f"run({', '.join(map(str, given))})")
 
     def compile(self, n_args: int) -> Callable[..., Any]:
         names = [f"a{k}" for k in range(n_args)] + (["rng"] if self.problem.streams else [])
@@ -129,6 +148,6 @@ class Text:
         return made
 
 
-def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:
+def drawn(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:
     seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
     return seed % 2**64, offset % 2**64

@@ -10,6 +10,7 @@ import torch
 
 from fusionrt import rehearsal
 from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu.calling import pays
 
 
 class Kernel:
@@ -33,7 +34,7 @@ class Kernel:
 
     def __call__(self, device: torch.device, size: int, pointers: Sequence[int], integers: Sequence[int] = (),
                  scalars: Sequence[float] = (), *, grain: int = 1, work: int = 1) -> None:
-        """Over [0, size), by torch's number of threads where size * work reaches some 100,000 elementary
+        """Over [0, size), by torch's number of threads where size * work reaches some 30,000 elementary
         steps; parts begin at multiples of `grain`. For the meta device note only what would be compiled."""
         if device.type == "meta":
             rehearsal.note(rehearsal.Source(self.text, self.accuracy, self.name))
@@ -41,7 +42,7 @@ class Kernel:
         run = self._function
         arguments = (struct.pack(f"={len(pointers)}Q", *pointers),
                      struct.pack(f"={len(integers)}q", *integers), struct.pack(f"={len(scalars)}d", *scalars))
-        parallel = size * work >= threads.SERIAL_BELOW and torch.get_num_threads() > 1
+        parallel = pays(size * work) and torch.get_num_threads() > 1
         if parallel and team.usable():
             team.run(run.address, run.scratch, arguments, size, grain)
         else:

@@ -21,10 +21,8 @@ import struct
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from fusionrt.cpu import compiler, pages, team, threads
-from fusionrt.cpu.calling import Arguments, Text
+from fusionrt.cpu.calling import Arguments, Text, drawn, pays
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
@@ -236,44 +234,59 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    if not summed and problem.streams:
+        return _drawing(run, problem, results, n_args)
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
-    positions = [int(o.name[1:]) for o in problem.inputs]
-    scalars = [int(name[1:]) for name in problem.scalars if name != "row_size"]
-    constant = [problem.row_size] if len(scalars) < len(problem.scalars) else []  # the last one
-    buffers = len(problem.streams) + len(_buffered(problem))
-    if not summed and not buffers:
-        text = Text(problem, results, run, Arguments(
-            len(problem.inputs) + len(results), [*integers, 0, 0, 1], len(problem.scalars)))
-        text.divide(count, count >= threads.SERIAL_BELOW, threads.GRAIN)
-        text.launch()
-        return text.compile(n_args)
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    tasks = max(1, min(SUM_TASKS, count // threads.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
+    tasks = max(1, min(SUM_TASKS, count // team.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
+    buffers = len(problem.streams) + len(_buffered(problem))
+    text = Text(problem, results, run, Arguments(
+        len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
+    if summed:
+        if problem.streams:
+            text.draw(len(integers))
+        text.divide(tasks, tasks > 1 and pays(count), 1)
+        _sums(text, summed, sums_of, tasks, buffers)
+    else:
+        text.divide(count, pays(count), threads.GRAIN)
+        text.launch()
+    return text.compile(n_args)
 
-    fixed = struct.pack(f"={len(integers)}q2Qq", *integers, 0, 0, tasks)
-    seed_at = 8 * len(integers)
-    numbers_of = struct.Struct(f"={len(problem.scalars)}d").pack
 
+def _sums(text: Text, summed: Sequence[int], sums_of: Sequence[int], tasks: int, buffers: int) -> None:
+    """Launch the tasks, whose sums go to memory of their own, and add these up."""
+    ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
+    text.sums(ends[-1] + tasks * buffers * BUFFER // 8)
+    for k, place in zip(summed, ends, strict=False):
+        text.pointers[len(text.problem.inputs) + k] = f"sums.data_ptr() + {8 * place}"
+    text.pointers += [f"sums.data_ptr() + {8 * ends[-1] + k * tasks * BUFFER}" for k in range(buffers)]
+    text.launch()
+    if tasks > 1:
+        text.launch_alone(tasks, tasks + 1)
+    for k, place in zip(summed, ends, strict=False):
+        text.fill(k, place)
+
+
+def _drawing(run: compiler.Function, problem: Problem, results: Sequence[Output], n_args: int
+             ) -> Callable[..., Any]:
+    """Of random numbers for elements, which each part of them has in memory of its own."""
+    count, streams = problem.domain.numel, len(problem.streams)
+    operands = [*problem.inputs, *_apart(problem)]
+    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
+    fixed, positions = struct.pack(f"={len(integers)}q", *integers), [int(o.name[1:]) for o in problem.inputs]
+    scalars = [int(name[1:]) for name in problem.scalars]
+    pack_numbers = struct.Struct(f"={len(scalars)}d").pack
     memory_of = [(r.into, pages.allocator(r.shape, r.strides, r.dtype)) for r in results]
 
     def call(*args: Any) -> Any:
-        inputs = [args[k].data_ptr() for k in positions]
         outputs = [allocate() if into is None else args[into] for into, allocate in memory_of]
-        constants = fixed
-        if problem.streams:
-            rng = args[n_args]
-            seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
-            constants = fixed[:seed_at] + struct.pack("=2Qq", seed % 2**64, offset % 2**64, tasks)
-        numbers = numbers_of(*[args[k] for k in scalars], *constant) if problem.scalars else b""
-        if summed:
-            _summing(run, problem, inputs, outputs, constants, numbers, buffers, tasks, sums_of,
-                     [r.walk_strides for r in results])
-        else:
-            task = functools.partial(_task, run, inputs + [o.data_ptr() for o in outputs], constants, numbers,
-                                     buffers)
-            threads.run(task, count, count >= threads.SERIAL_BELOW, threads.GRAIN)
+        pointers = [*(args[k].data_ptr() for k in positions), *(o.data_ptr() for o in outputs)]
+        constants = fixed + struct.pack("=2Qq", *drawn(args[n_args]), 1)
+        task = functools.partial(_task, run, pointers, constants, pack_numbers(*[args[k] for k in scalars]),
+                                 streams)
+        threads.run(task, count, count >= threads.SERIAL_BELOW, threads.GRAIN)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return call
@@ -286,28 +299,6 @@ def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers
     table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
                         *(base + k * BUFFER for k in range(buffers)))
     run(table, constants, numbers, start, stop)
-
-
-def _summing(run: compiler.Function, problem: Problem, inputs: list[int], outputs: list[torch.Tensor],
-             constants: bytes, numbers: bytes, buffers: int, tasks: int, sums_of: list[int],
-             kept_strides: Sequence[Ints]) -> None:
-    ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
-    memory = torch.empty(ends[-1] + tasks * buffers * BUFFER // 8, dtype=torch.float64, device="cpu")
-    base, places = memory.data_ptr(), iter(ends)
-    pointers = [base + 8 * next(places) if reduced else o.data_ptr()
-                for o, reduced in zip(outputs, problem.reduced, strict=True)]
-    pointers = inputs + pointers + [base + 8 * ends[-1] + k * tasks * BUFFER for k in range(buffers)]
-    arguments = (struct.pack(f"={len(pointers)}Q", *pointers), constants, numbers)
-    if tasks > 1 and torch.get_num_threads() > 1 and team.usable():
-        team.run(run.address, run.scratch, arguments, tasks, grain=1)
-    else:
-        threads.run(lambda first, last: run(*arguments, first, last), tasks, tasks > 1, grain=1)
-    if tasks > 1:
-        run(*arguments, tasks, tasks + 1)
-    places = iter(ends)
-    for o, strides, reduced in zip(outputs, kept_strides, problem.reduced, strict=True):
-        if reduced:
-            o.copy_(memory.as_strided(o.shape, strides, next(places)))  # from the order of the walk
 
 
 def _kept(operand: Operand, sizes: Ints) -> int:

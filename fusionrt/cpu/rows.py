@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.cpu import compiler, team, threads
-from fusionrt.cpu.calling import Arguments, Text
+from fusionrt.cpu import compiler
+from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.pointwise import ELEMENT
 from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
@@ -424,7 +424,7 @@ def _store(output: Operand, at: str, value: str) -> str:
 
 # -- running ---------------------------------------------------------------------------------------
 
-PARALLEL_FROM = 1 << 14  # elements of rows: as much work as eight times as many additions
+WORK = 2  # additions that an element is worth
 
 
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
@@ -436,8 +436,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     places, share = _scratch(problem, columns)
     arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0], len(problem.scalars))
     text = Text(problem, results, run, arguments)
-    parallel = rows * columns >= (PARALLEL_FROM if team.usable() else threads.SERIAL_BELOW)
-    text.divide(rows, parallel, 1, len(integers))
+    text.divide(rows, pays(WORK * rows * columns), 1, len(integers))
     if share:
         text.scratch(share, places)
     if problem.streams:

@@ -1,6 +1,6 @@
 """A kernel over several cores by the OpenMP threads that torch's own operators use.
 
-They spin for a while after each parallel region, so that a hand-over costs 5 us where waking a Python
+They spin for a while after each parallel region, so that a hand-over costs 2 us where waking a Python
 thread costs 30 to 50. A dozen lines of LLVM stand between OpenMP's calling convention and the kernels'.
 
 GNU OpenMP's threads do not survive a fork, and a forked child's first region hangs or aborts:
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from fusionrt.forks import in_child, without_exec
+
+SERIAL_BELOW = 1 << 15  # elements, as torch's: 4 us of additions, where handing over costs 2
 
 _forked = without_exec()  # before this module was imported
 _engines: list[Any] = []  # they own the code

@@ -1,6 +1,6 @@
 """One range over several cores: a thread pool around functions that release the GIL.
 
-For tasks that need memory of their own (sums, random numbers); others go to `team`. Not Numba's
+For tasks that need memory of their own (random numbers), and where there is no `team`. Not Numba's
 `prange`: its portable layer aborts the process when two threads call it at once, its OpenMP layer
 kills forked children (DataLoader workers), and parallel=True costs seconds to compile.
 """
@@ -15,7 +15,7 @@ import torch
 
 from fusionrt.forks import in_child
 
-SERIAL_BELOW = 1 << 17  # elements: 13 us of additions, where handing over costs 5 (team) to 50
+SERIAL_BELOW = 1 << 17  # elements: 13 us of additions, where waking a thread costs 30 to 50
 GRAIN = 1024            # range boundaries, a multiple of every vector and of Philox's 8 elements
 
 _pool: ThreadPoolExecutor | None = None
