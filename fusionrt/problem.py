@@ -75,6 +75,11 @@ class Problem(NamedTuple):
         return Domain(self.sizes, tuple(o.strides for o in (*self.inputs, *self.outputs)))
 
     @property
+    def draws(self) -> bool:
+        """Whether a call is given random numbers, or a mask in their place."""
+        return bool(self.streams) or any(o.dtype == MASK for o in self.inputs)
+
+    @property
     def accuracy(self) -> str:
         """That the CPU's mathematics need: float16 for 16-bit results, else that of the arithmetic. But a
         logarithm may be near 0, where it makes a relative error an absolute one (of a softmax's sum)."""

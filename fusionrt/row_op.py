@@ -123,17 +123,19 @@ class RowOperator(Operator):
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
         parts = self._parts(args, shape, outputs, order, alignment)
-        runs = [(self.compile(args, shape, self._posed(args, shape, part), part.outputs, alignment),
-                 part) for part in parts]
+        problems = [self._posed(args, shape, part) for part in parts]
+        runs = [(self.compile(args, shape, problem, part.outputs, alignment), problem.draws, part)
+                for problem, part in zip(problems, parts, strict=True)]
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
             return runs[0][0]
         later = stages.sums_later({k: dims for part in parts for k, dims in part.later.items()}, outputs)
-        n_outputs = len(outputs)  # which are memory, and not to be kept with the plan
+        n_args, n_outputs = len(self.params), len(outputs)  # which are memory: not to be kept with the plan
 
         def run(*args: Any) -> Any:
             found: list[Any] = [None] * n_outputs
-            for run, part in runs:
-                for k, value in zip(part.positions, unpack(run(*args)), strict=True):
+            for run, draws, part in runs:
+                values = unpack(run(*(args if draws else args[:n_args])))
+                for k, value in zip(part.positions, values, strict=True):
                     found[k] = value
             later(found)
             return pack(found)

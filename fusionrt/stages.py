@@ -203,7 +203,7 @@ class Plan:
             run = self._run_of(joined)
             if not self.outputs[0].is_meta:  # other devices want the others
                 return [Stage(run, False, (), joined.outputs)]
-        return [Stage(self._run_of(one), bool(one.problem.streams), one.found, one.outputs)
+        return [Stage(self._run_of(one), one.problem.draws, one.found, one.outputs)
                 for one in passes]
 
     def _run_of(self, one: Pass) -> Callable[..., Any]:

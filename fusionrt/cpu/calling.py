@@ -92,7 +92,7 @@ class Text:
 
     def draw(self, place: int) -> None:
         """Random numbers, the last argument of the callable, among the integers."""
-        self.scope["random"] = drawn
+        self.scope["random"] = _random
         self.lines.append(f"put({place}, '2Q', *random(rng))")
 
     def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
@@ -113,15 +113,15 @@ class Text:
         self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
         self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
-    def sums(self, size: int) -> None:
-        """Memory of so many float64 numbers."""
-        self.scope["memory_of_sums"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
-        self.lines.append("sums = memory_of_sums()")
+    def memory_of_tasks(self, size: int) -> None:
+        """Of so many float64 numbers, known as `own`."""
+        self.scope["own_memory"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
+        self.lines.append("own = own_memory()")
 
     def fill(self, k: int, first: int) -> None:
-        """Result k with these sums, which have the order of the walk."""
+        """Result k with sums from there on in the order of the walk."""
         result = self.results[k]
-        seen = f"sums.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {first})"
+        seen = f"own.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {first})"
         self.lines.append(f"{self.returned[k]}.copy_({seen})")
 
     def launch(self) -> None:
@@ -141,13 +141,13 @@ class Text:
         self.lines.append(f"run({', '.join(map(str, given))})")
 
     def compile(self, n_args: int) -> Callable[..., Any]:
-        names = [f"a{k}" for k in range(n_args)] + (["rng"] if self.problem.streams else [])
+        names = [f"a{k}" for k in range(n_args)] + ["rng"] * self.problem.draws
         body = [*self.lines, "return " + ", ".join(self.returned)]
         exec("\n    ".join([f"def call({', '.join(names)}):", *body]), self.scope)
         made: Callable[..., Any] = self.scope["call"]
         return made
 
 
-def drawn(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:
+def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:
     seed, offset = rng[:2] if rng[2] is None else rng[2].tolist()
     return seed % 2**64, offset % 2**64

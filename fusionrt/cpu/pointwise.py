@@ -1,9 +1,10 @@
 """Numba text for a pointwise problem, and the callable that runs it on CPU tensors.
 
 A kernel walks a linear range of the domain, one run of the innermost dimension at a time, so that
-the inner loop has constant strides (0, 1 or a variable) and vectorises. One that sums takes a range of
-tasks instead: parts of the domain whose sums go to arrays of their own, in float64. Their number follows
-from the shape alone, so results do as well; the number after the last says: add them up.
+the inner loop has constant strides (0, 1 or a variable) and vectorises. One that sums or draws random
+numbers takes a range of tasks instead: parts of the domain with buffers of their own, whose sums go to arrays
+of their own, in float64. Their number follows from the shape alone, so results do as well; the number after
+the last says: add the sums up.
 
 Trap: LLVM's vectors have as many elements as the widest type in a loop allows. What is computed in
 float32 therefore goes to a buffer first, and another loop adds that to float64 sums.
@@ -14,22 +15,19 @@ added up or compared for it. For a mean that is done in float64 throughout: that
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
-import struct
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from fusionrt.cpu import compiler, pages, team, threads
-from fusionrt.cpu.calling import Arguments, Text, drawn, pays
+from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
 BUFFER = (BLOCK + 16) * 8  # bytes
-SUM_TASKS = 32
+TASKS = 32       # at most
 CHEAP = 4        # operations that take no longer than storing their result and fetching it again
 ROWS = 8         # that are added up in float32 before they are in float64
 # Storage dtype -> element type of its array: 16-bit floats are bit patterns.
@@ -52,7 +50,7 @@ def generate(problem: Problem) -> str:
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
     lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})"
               for o in (*inputs, *outputs) if o not in summed]
-    if summed:
+    if _has_tasks(problem):
         places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
     own = [f"buffer_{o.name} = {'float64' if o in means else problem.acc}_at({places[f'buffer_{o.name}']})"
            for o in buffered]
@@ -62,9 +60,14 @@ def generate(problem: Problem) -> str:
     body += _draws(problem, seed) if problem.streams else []
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
     walk = [*own, *_walk(problem, [*body, *_inner(problem, summed, buffered, means)], buffered)]
-    lines += _tasks(problem, summed, places, f"integers[{seed + 2}]", walk) if summed else walk
-    parameters = "first, last" if summed else "start, stop"
+    has_tasks = _has_tasks(problem)
+    lines += _tasks(problem, summed, places, f"integers[{seed + 2}]", walk) if has_tasks else walk
+    parameters = "first, last" if has_tasks else "start, stop"
     return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *_indented(lines), ""])
+
+
+def _has_tasks(problem: Problem) -> bool:
+    return bool(problem.streams) or any(problem.reduced)
 
 
 def _in_columns(problem: Problem) -> bool:
@@ -234,71 +237,38 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
-    if not summed and problem.streams:
-        return _drawing(run, problem, results, n_args)
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    tasks = max(1, min(SUM_TASKS, count // team.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
+    tasks = max(1, min(TASKS, count // team.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
     buffers = len(problem.streams) + len(_buffered(problem))
     text = Text(problem, results, run, Arguments(
         len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
-    if summed:
-        if problem.streams:
-            text.draw(len(integers))
+    if problem.streams:
+        text.draw(len(integers))
+    if _has_tasks(problem):
         text.divide(tasks, tasks > 1 and pays(count), 1)
-        _sums(text, summed, sums_of, tasks, buffers)
+        _launch_tasks(text, summed, sums_of, tasks, buffers)
     else:
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()
     return text.compile(n_args)
 
 
-def _sums(text: Text, summed: Sequence[int], sums_of: Sequence[int], tasks: int, buffers: int) -> None:
-    """Launch the tasks, whose sums go to memory of their own, and add these up."""
+def _launch_tasks(text: Text, summed: Sequence[int], sums_of: Sequence[int], tasks: int, buffers: int
+                  ) -> None:
+    """Each has memory of its own for its sums, which are added up in the end, and for its buffers."""
     ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
-    text.sums(ends[-1] + tasks * buffers * BUFFER // 8)
+    text.memory_of_tasks(ends[-1] + tasks * buffers * BUFFER // 8)
     for k, place in zip(summed, ends, strict=False):
-        text.pointers[len(text.problem.inputs) + k] = f"sums.data_ptr() + {8 * place}"
-    text.pointers += [f"sums.data_ptr() + {8 * ends[-1] + k * tasks * BUFFER}" for k in range(buffers)]
+        text.pointers[len(text.problem.inputs) + k] = f"own.data_ptr() + {8 * place}"
+    text.pointers += [f"own.data_ptr() + {8 * ends[-1] + k * tasks * BUFFER}" for k in range(buffers)]
     text.launch()
-    if tasks > 1:
+    if summed and tasks > 1:
         text.launch_alone(tasks, tasks + 1)
     for k, place in zip(summed, ends, strict=False):
         text.fill(k, place)
-
-
-def _drawing(run: compiler.Function, problem: Problem, results: Sequence[Output], n_args: int
-             ) -> Callable[..., Any]:
-    """Of random numbers for elements, which each part of them has in memory of its own."""
-    count, streams = problem.domain.numel, len(problem.streams)
-    operands = [*problem.inputs, *_apart(problem)]
-    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
-    fixed, positions = struct.pack(f"={len(integers)}q", *integers), [int(o.name[1:]) for o in problem.inputs]
-    scalars = [int(name[1:]) for name in problem.scalars]
-    pack_numbers = struct.Struct(f"={len(scalars)}d").pack
-    memory_of = [(r.into, pages.allocator(r.shape, r.strides, r.dtype)) for r in results]
-
-    def call(*args: Any) -> Any:
-        outputs = [allocate() if into is None else args[into] for into, allocate in memory_of]
-        pointers = [*(args[k].data_ptr() for k in positions), *(o.data_ptr() for o in outputs)]
-        constants = fixed + struct.pack("=2Qq", *drawn(args[n_args]), 1)
-        task = functools.partial(_task, run, pointers, constants, pack_numbers(*[args[k] for k in scalars]),
-                                 streams)
-        threads.run(task, count, count >= threads.SERIAL_BELOW, threads.GRAIN)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    return call
-
-
-def _task(run: compiler.Function, pointers: list[int], constants: bytes, numbers: bytes, buffers: int,
-          start: int, stop: int) -> None:
-    scratch = ctypes.create_string_buffer(buffers * BUFFER)
-    base = ctypes.addressof(scratch)
-    table = struct.pack(f"={len(pointers) + buffers}Q", *pointers,
-                        *(base + k * BUFFER for k in range(buffers)))
-    run(table, constants, numbers, start, stop)
 
 
 def _kept(operand: Operand, sizes: Ints) -> int:

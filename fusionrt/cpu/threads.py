@@ -1,8 +1,8 @@
 """One range over several cores: a thread pool around functions that release the GIL.
 
-For tasks that need memory of their own (random numbers), and where there is no `team`. Not Numba's
-`prange`: its portable layer aborts the process when two threads call it at once, its OpenMP layer
-kills forked children (DataLoader workers), and parallel=True costs seconds to compile.
+For where there is no `team`. Not Numba's `prange`: its portable layer aborts the process when two threads
+call it at once, its OpenMP layer kills forked children (DataLoader workers), and parallel=True costs seconds
+to compile.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
     inputs = list(problem.inputs)
     masks = [o.name for o in inputs if o.dtype == MASK]
-    names = [f"a{i}" for i in range(call.n_arguments)] + (["rng"] if problem.streams or masks else [])
+    names = [f"a{i}" for i in range(call.n_arguments)] + ["rng"] * problem.draws
     for name in masks:
         text.more(f"{name} = rng[2]")
     if problem.then is not None:
