@@ -27,7 +27,7 @@ from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
 BUFFER = (BLOCK + 16) * 8  # bytes
-TASKS = 32       # at most
+SUM_TASKS, TASKS = 32, 256  # at most, with and without sums
 CHEAP = 4        # operations that take no longer than storing their result and fetching it again
 ROWS = 8         # that are added up in float32 before they are in float64
 # Storage dtype -> element type of its array: 16-bit floats are bit patterns.
@@ -241,7 +241,8 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    tasks = max(1, min(TASKS, count // team.SERIAL_BELOW, count // (4 * max(sums_of, default=1)) + 1))
+    most = min(SUM_TASKS, count // (4 * max(sums_of)) + 1) if summed else TASKS
+    tasks = max(1, min(most, count // team.SERIAL_BELOW))
     buffers = len(problem.streams) + len(_buffered(problem))
     text = Text(problem, results, run, Arguments(
         len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
