@@ -235,18 +235,26 @@ class Plan:
         places = {v: k for k, (v, o) in enumerate(zip(wanted.values(), made, strict=True))
                   if (o.shape, o.dtype) == (self.of_values, self.acc)}
         kept = [v for v in kept if v not in places]
-        made += [Output(v, self.acc, self.of_values, layout.contiguous(self.of_values),
-                        self._walk(self.of_values), True) for v in kept]
+        made += [self._value(v) for v in kept]
         inner = math.prod(self.inner.values()) if kept else 1
         once = [k for k, o in enumerate(made) if inner > 1 and o.shape != self.of_values]
         walked = [o._replace(over=self._walk(self.of_values)) if k in once else o for k, o in enumerate(made)]
         problem = self._posed(walked, self.shape, self.order)._replace(
             across=True, inner=inner, once=tuple(f"out{k}" for k in once))
         args = list(self.args)
-        self.args += [torch.empty(self.of_values, dtype=self.acc, device="meta") for _ in stage]
         # What nobody reads is an argument as well, whichever.
         places |= {v: k for k, v in enumerate(kept, len(wanted))}
+        dense = layout.contiguous(self.of_values)
+        strides = [made[places[v]].strides if v in places else dense for v in stage]
+        self.args += [torch.empty_strided(self.of_values, each, dtype=self.acc, device="meta")
+                      for each in strides]
         return Pass(problem, args, self.shape, made, tuple(places.get(v, 0) for v in stage), tuple(wanted))
+
+    def _value(self, root: Expr) -> Output:
+        """One a row, for kernels that follow: it lies in memory as rows are walked, and they read it so."""
+        made = Output(root, self.acc, self.of_values, layout.contiguous(self.of_values),
+                      self._walk(self.of_values), True)
+        return made._replace(strides=made.walk_strides)
 
     def _elements(self, roots: Sequence[Expr], chosen: Sequence[int], shape: Ints) -> Pass:
         """A pointwise kernel over the domain, or over one value a row."""

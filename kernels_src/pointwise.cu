@@ -19,9 +19,11 @@
 //   finish<W>(p, i, tile, draws)  compute and store the outputs
 
 // Vectors of a pair that share random numbers are HALF_BLOCK elements apart: threads side by side fill the first
-// half, their second vectors the other one.
+// half, their second vectors the other one. Of fewer than four elements, none shares what it draws.
 template <int VEC, int UNROLL, int THREADS> struct Layout {
-    static constexpr int PAIRS = UNROLL / 2, SIDE = PAIRS && DRAWS ? HALF_BLOCK / VEC : THREADS;
+    static constexpr int PAIRS = UNROLL / 2;
+    static constexpr bool SHARED = PAIRS && DRAWS && VEC >= 4;
+    static constexpr int SIDE = SHARED ? HALF_BLOCK / VEC : THREADS;
     static constexpr index_t STEP = SIDE * VEC, PAIR_STEP = THREADS * VEC * 2;
     static constexpr index_t LAST = PAIRS ? (PAIRS - 1) * PAIR_STEP + STEP : 0;
 
@@ -44,10 +46,12 @@ template <int VEC, typename At> __device__ __forceinline__ void whole_vectors(co
         }
 #pragma unroll
         for (int k = 0; k < At::PAIRS; ++k) {
+            const index_t at = i + k * At::PAIR_STEP;
             Draws<VEC> first, second;
-            draw_both(p, i + k * At::PAIR_STEP, first, second);
-            finish<VEC>(p, i + k * At::PAIR_STEP, tiles[k][0], first);
-            finish<VEC>(p, i + k * At::PAIR_STEP + At::STEP, tiles[k][1], second);
+            if constexpr (At::SHARED) draw_both(p, at, first, second);
+            else first = draws<VEC>(p, at), second = draws<VEC>(p, at + At::STEP);
+            finish<VEC>(p, at, tiles[k][0], first);
+            finish<VEC>(p, at + At::STEP, tiles[k][1], second);
         }
     }
 }

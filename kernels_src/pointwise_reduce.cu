@@ -13,6 +13,7 @@
 //                                 down the rows; else (channels, scalars) columns are reduced as well
 //   LANES                         threads side by side along the columns of a block (COLUMNS_KEPT),
 //                                 or threads that share a group (32, or BLOCK)
+//   ALONE                         of these, a thread has all rows of its columns, of whatever group
 //   ACROSS                        nothing is written but what is reduced
 //   ONE_ROW                       a group is one row: all of its elements are neighbours
 //   TWINS                         columns are kept, and lanes 16 apart draw from the same counters
@@ -94,6 +95,21 @@ constexpr bool TURNS = !ACROSS && AHEAD == 0;
 
 __device__ __forceinline__ index_t chunk_begin(index_t total, index_t chunk, index_t chunks) {
     return static_cast<index_t>(static_cast<unsigned long long>(total) * chunk / chunks);
+}
+
+__device__ __forceinline__ void reduce_rows_alone(const Params& p) {
+    const index_t n = static_cast<index_t>(blockIdx.x) * BLOCK + threadIdx.x, group = p.vectors.divide(n);
+    if (group >= p.groups) return;
+    const index_t column = (n - group * p.vectors.value) * VEC, base = group_base(p, group) + column;
+    Walk<VEC> walk(p);
+    go<1>(p, walk, load_fixed<VEC>(p, base), 0, 1, p.rows, [&](index_t row) { return base + row_base(p, row); });
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+        acc_t values[VALUES];
+#pragma unroll
+        for (int k = 0; k < VALUES; ++k) values[k] = walk.values[k][v];
+        leave(p, values, 0, group * p.columns + column + v, p.groups * p.columns);
+    }
 }
 
 __device__ __forceinline__ void reduce_rows(const Params& p) {
@@ -224,6 +240,7 @@ __device__ __forceinline__ void reduce_everything(const Params& p) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_reduce(const __grid_constant__ Params p) {
     wait_for_kernel_before();
-    if constexpr (COLUMNS_KEPT) reduce_rows(p);
+    if constexpr (ALONE) reduce_rows_alone(p);
+    else if constexpr (COLUMNS_KEPT) reduce_rows(p);
     else reduce_everything(p);
 }

@@ -172,6 +172,11 @@ template <int W, typename T> __device__ __forceinline__ Pack<T, W> load_pack(con
     return pack;
 }
 
+// Elements before the first aligned pack.
+template <int W, typename T> __device__ __forceinline__ unsigned until_pack(const T* at) {
+    return -static_cast<unsigned>(reinterpret_cast<unsigned long long>(at) / sizeof(T)) % W;
+}
+
 // From shared memory.
 template <int W, typename T> __device__ __forceinline__ Pack<T, W> shared_pack(const T* from) {
     return *reinterpret_cast<const Pack<T, W>*>(from);

@@ -20,6 +20,8 @@
 //   ROWS, BLOCK, VEC, PACKS       rows a block works on at a time; THREADS * ROWS; elements of a pack, packs
 //                                 a thread has of a row
 //   STAGES, STAGE_BYTES, PART     rows of a team in shared memory, or parts of them; bytes of one, its packs
+//   RAGGED                        whether rows begin and end within packs, at addresses of whole packs; row.head then
+//                                 is how many elements come before the first one
 //   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
 //                                 first pass of the next one then comes before the last one of this
 //   p.early                       whether the next kernel may begin as soon as all blocks of this one have
@@ -55,11 +57,16 @@ using Carried = acc_t[MOST_CARRIED][VEC];
 using OfSegments = acc_t[MOST_SEGMENT_SUMS];
 using SumsOfColumns = Sums[OWN];
 
+// Before the first whole pack and after the last one threads have single elements, EDGES each.
+constexpr int EDGES = RAGGED ? (2 * VEC - 2 + THREADS - 1) / THREADS : 0, MOST_EDGES = EDGES ? EDGES : 1;
+
 // What a thread has of a row.
 constexpr bool IN_REGISTERS = KIND == REGISTERS || MOVED;
 struct Held {
     Tile<VEC> tiles[IN_REGISTERS ? PACKS : 1];
     Carried carried[OWN];
+    Tile<1> edges[MOST_EDGES];
+    acc_t carried_at_edges[MOST_EDGES][MOST_CARRIED][1];
 };
 
 // Packs of which a thread finds the values together. Of moments, whose joining is a fifth of a norm's instructions, also
@@ -77,6 +84,7 @@ struct Work {
     unsigned r;
     bool valid;
     column_t first, end;   // of the block's part of the row
+    column_t edges, head;  // elements of no pack, of which so many come first
     int team, lane;
     const char* stage;
     Barrier* weights;
@@ -106,6 +114,26 @@ __device__ __forceinline__ void take(const Params& p, const Work& work, const Kn
             for (int v = 0; v < VEC; ++v) found[k][n * VEC + v] = of_pack[k][v];
     }
     collect<PASS, N * VEC>(values, found, column);
+}
+
+__device__ __forceinline__ bool has_edge(const Work& work, int k) { return work.lane + k * THREADS < work.edges; }
+__device__ __forceinline__ column_t edge(const Params& p, const Work& work, int k) {
+    const column_t n = work.lane + k * THREADS;
+    return n < work.head ? n : p.columns - work.edges + n;
+}
+template <int PASS>
+__device__ __forceinline__ void look_at_edges(const Params& p, const Work& work, const Known<PASS>& known, Held& held,
+                                              acc_t (&values)[MOST_VALUES]) {
+#pragma unroll
+    for (int k = 0; k < EDGES; ++k) {
+        if (!has_edge(work, k)) continue;
+        const column_t column = edge(p, work, k);
+        if constexpr (!IN_REGISTERS) held.edges[k] = load_tile<1>(p, work.row, column);
+        acc_t found[MOST_VALUES][1], sums[MOST_SUMS][1];
+        OfSegments none;
+        element<PASS, 1>(p, work.row, known, column, held.edges[k], found, held.carried_at_edges[k], sums, none);
+        collect<PASS, 1>(values, found, column);
+    }
 }
 
 // Every pass reads the row anew: N packs at a time, then half as many, and so on. (On Turing all spilled.)
@@ -229,6 +257,7 @@ __device__ __forceinline__ void look(const Params& p, const Work& work, Held& he
         }
         if constexpr (ADDS) flush(p, running);
     }
+    if constexpr (RAGGED) look_at_edges<PASS>(p, work, known, held, values);
 }
 
 // What the compiler computed of a pack it would otherwise keep for the next pass, in full width.
@@ -236,6 +265,9 @@ __device__ __forceinline__ void hide(Held& held) {
     if constexpr (IN_REGISTERS)
 #pragma unroll
         for (int k = 0; k < PACKS; ++k) hide(held.tiles[k]);
+    if constexpr (IN_REGISTERS && RAGGED)
+#pragma unroll
+        for (int k = 0; k < EDGES; ++k) hide(held.edges[k]);
 }
 
 template <int PASS>
@@ -255,6 +287,10 @@ __device__ __forceinline__ void load_tiles(const Params& p, const Work& work, He
 #pragma unroll
         for (int k = 0; k < PACKS; ++k)
             if (has_pack(work, k)) held.tiles[k] = load_tile<VEC>(p, work.row, work.first + k * STEP);
+    if constexpr (KIND == REGISTERS && RAGGED)
+#pragma unroll
+        for (int k = 0; k < EDGES; ++k)
+            if (has_edge(work, k)) held.edges[k] = load_tile<1>(p, work.row, edge(p, work, k));
 }
 
 // A pack of every thread: where rows were, or of its own.
@@ -288,6 +324,15 @@ __device__ __forceinline__ void store_sums(const P& p, const Work& work, SumsOfC
         }
 }
 
+template <typename P, typename R>  // whose members exist only where rows are ragged
+__device__ __forceinline__ void find_edges(const P& p, const R& row, Work& work, unsigned rank) {
+    work.head = min(row.head, p.columns);
+    const column_t rest = p.columns - work.head, whole = rest - rest % VEC;
+    work.first += work.head;
+    work.end = work.head + min(whole, (rank + 1) * p.span);
+    work.edges = rank == 0 ? p.columns - whole : 0;
+}
+
 // The work on row r, or none beyond the last one.
 __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank) {
     Work work;
@@ -296,6 +341,7 @@ __device__ __forceinline__ Work begin(const Params& p, unsigned r, unsigned rank
     work.team = team_of_thread(), work.lane = lane_in_team();
     work.first = rank * p.span + work.lane * VEC;
     work.end = min(p.columns, (rank + 1) * p.span);
+    if constexpr (RAGGED) find_edges(p, work.row, work, rank);
     if constexpr (WEIGHTS_STAGED) find_weights(work.row, rank * p.span, memory + WEIGHTS_AT);
     return work;
 }

@@ -61,12 +61,12 @@ def test_all_blocks_fit_on_the_device(shape, multiprocessors, nbytes, monkeypatc
             assert multiprocessors < 132
             continue
         rows, width = resident.rows(problem), pointwise.vector_width(problem, 16)
-        assert made.grid == made.chunks * pointwise.tiles(rows, width) and made.chunks > 1
+        assert made.grid == made.chunks * pointwise.tiles(problem, rows, width) and made.chunks > 1
         a_multiprocessor = -(-made.grid // multiprocessors)
         assert a_multiprocessor <= resident.blocks(problem)
         assert made.packs * pointwise.REDUCE_BLOCK * resident.pack_bytes(problem) == made.shared
         assert (made.shared + resident.RESERVED) * a_multiprocessor <= nbytes
-        rows_kept = made.packs * pointwise.REDUCE_BLOCK // pointwise.n_lanes(rows, width)
+        rows_kept = made.packs * pointwise.REDUCE_BLOCK // pointwise.n_lanes(problem, rows, width)
         assert rows_kept * made.chunks < rows.n_rows + 2 * pointwise.REDUCE_BLOCK * made.chunks
 
 

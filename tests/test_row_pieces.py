@@ -32,11 +32,16 @@ def test_pieces_make_up_the_row(columns, dtype):
     assert f"BLOCKS_A_ROW = {made.pieces}," in launch.sources(problem)[0].text
 
 
-@pytest.mark.parametrize(("columns", "alignment"), [(50_257, 16), (32_768, 2)])
+@pytest.mark.parametrize(("columns", "alignment"), [(50_257, 2), (32_768, 2)])
 def test_narrow_packs_take_turns(columns, alignment):
     """What a thread does once would count, for the few elements that it has."""
     made = row_choice.layout(gradient_of_logits(columns, torch.bfloat16), alignment, True)
     assert made.kind == "streamed" and made.width == 1 and made.blocks_a_row == 1
+
+
+def test_pieces_of_a_vocabulary_of_odd_length():
+    made = row_choice.layout(gradient_of_logits(50_257, torch.bfloat16), 16, True)
+    assert made.ragged and made.width == 8 and made.pieces > 1
 
 
 def test_what_finds_something_has_its_row_together():

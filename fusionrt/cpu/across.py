@@ -11,6 +11,7 @@ import torch
 
 from fusionrt.cpu import pointwise
 from fusionrt.expr import argument, leaves, node, substitute
+from fusionrt.op import pack, unpack
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule
 
@@ -69,13 +70,14 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     finish = pointwise.build(
         following, [r._replace(strides=r.walk_strides) for r in results], n + len(values)
     )
-    reordered = any(tuple(r.strides) != tuple(r.walk_strides) for r in results)
+    reordered = [tuple(r.strides) != tuple(r.walk_strides) for r in results]
 
     def call(*args: Any) -> Any:
         found = find(*args)
         computed = finish(*args[:n], *(found if isinstance(found, tuple) else (found,)))
-        if not reordered:
+        if not any(reordered):
             return computed
-        return computed.contiguous() if len(results) == 1 else tuple(c.contiguous() for c in computed)
+        return pack([c.contiguous() if again else c
+                     for c, again in zip(unpack(computed), reordered, strict=True)])
 
     return call

@@ -56,19 +56,28 @@ def items(op: str, dtype: torch.dtype, indexed: bool, lanes: int) -> int:
     family, size = FAMILIES[op], dtype.itemsize
     if indexed or size == 8:
         return 5 if family == MOMENTS else 7 if size == 8 else 14 if size == 2 and lanes == 1 else 9
-    if family == MOMENTS:
-        return 18 if size == 2 and lanes == 1 else 11
     if size == 2 and lanes == 1:
-        return 30
-    return 13 if family == TOTAL and lanes > 1 else 15
+        return 18 if family == MOMENTS else 30
+    if family == MOMENTS:
+        return 13 if size == 2 else 11
+    return 13 if family == TOTAL and size == 4 and lanes > 1 else 15
 
 
-def lanes_of(inner: int, dtype: torch.dtype, window: int) -> int:
-    """Columns that a block has, a power of two: 64 bytes of them, or 32 if many rows have to fit."""
+def lanes_of(request: Request, dtype: torch.dtype, indexed: bool, inner: int) -> int:
+    """Columns that a block has, a power of two: 128 bytes of them, or fewer where many rows have to fit, or
+    where they then are more nearly all that there are."""
     if inner == 1:
         return 1
-    width = 32 if 128 < window <= 1024 else 64
-    return min(width // dtype.itemsize, 1 << (inner - 1).bit_length())
+    size, window, moments = dtype.itemsize, request.window, FAMILIES[request.op] == MOMENTS
+    if indexed or size == 8:
+        width = 32 if 128 < window <= 1024 else 64
+    elif window <= 128:
+        width = 64 if moments and size == 4 else 128
+    else:
+        width = 32 if (moments and size == 4) or (size == 2 and window <= 1024) else 64
+    most = min(width // size, 1 << (inner - 1).bit_length())
+    half = most // 2
+    return half if half * size >= 64 and -(-inner // half) * half * 1.05 < -(-inner // most) * most else most
 
 
 def resident_threads(op: str, dtype: torch.dtype, lanes: int) -> int:
@@ -83,9 +92,12 @@ def resident_threads(op: str, dtype: torch.dtype, lanes: int) -> int:
 
 def shape(request: Request, dtype: torch.dtype, indexed: bool, inner: int) -> Shape:
     """As measured: what computes much takes several tiles, whose copies are on their way meanwhile."""
-    lanes, moments = lanes_of(inner, dtype, request.window), FAMILIES[request.op] == MOMENTS
-    block = 128 if (request.window <= 1024 if lanes == 1 else moments) else 256
-    tiles = 1 if indexed else 4 if moments else 1 if lanes == 1 and request.window <= 128 else 2
+    lanes, moments = lanes_of(request, dtype, indexed, inner), FAMILIES[request.op] == MOMENTS
+    if indexed or dtype.itemsize == 8 or lanes == 1:
+        block = 128 if (request.window <= 1024 if lanes == 1 else moments) else 256
+        tiles = 1 if indexed else 4 if moments else 1 if lanes == 1 and request.window <= 128 else 2
+    else:
+        block, tiles = 128 if moments and dtype.itemsize == 4 else 256, 4
     return Shape(block, lanes, items(request.op, dtype, indexed, lanes),
                  resident_threads(request.op, dtype, lanes) // block, tiles)
 

@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """(outer, n, inner) elements of which inner ones are neighbours; steps count elements."""
+    """(outer, n, inner) elements of which inner ones are neighbours; steps count elements, of one row 0."""
 
     outer: int
     n: int
@@ -60,7 +60,7 @@ def rows_of(x: Tensor, dim: int) -> Rows | None:
     outer, inner = _merged(x, order[:at]), _merged(x, order[at + 1:])
     if outer is None or inner is None or inner[1] != 1 or (inner[0] == 1 and x.stride(dim) != 1):
         return None
-    return Rows(outer[0], x.shape[dim], inner[0], outer[1], x.stride(dim))
+    return Rows(outer[0], x.shape[dim], inner[0], outer[1] if outer[0] > 1 else 0, x.stride(dim))
 
 
 def _merged(x: Tensor, dims: Sequence[int]) -> tuple[int, int] | None:

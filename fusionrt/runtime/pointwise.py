@@ -39,6 +39,8 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 REDUCE_BLOCKS_OF_MASKS = MULTIPROCESSORS * 12  # whole waves
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
+MISALIGNED_WORDS = 16  # of operands, where vectors are narrow
+ALONE, ALONE_THREADS = 64, 1 << 16  # rows that a thread has, at most; threads that are enough then
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 FEW = 3 << 17                     # elements that do not fill a GPU; of a thread then, and threads of a block
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
@@ -76,19 +78,28 @@ def vector_width(problem: Problem, alignment: int) -> int:
 def pack_width(problem: Problem, alignment: int) -> int:
     """The same whatever the rows."""
     operands = (*problem.inputs, *problem.outputs)
-    flat = [ITEMSIZE[o.dtype] for o in operands if is_flat(o, problem.sizes)]
-    flat = flat or [ITEMSIZE[o.dtype] for o in problem.inputs] or [4]
     # A vector of an operand that is wider still (a norm's weights) is several of 16 bytes.
-    return max(1, alignment // max(flat if alignment >= 16 else [ITEMSIZE[o.dtype] for o in operands]))
+    widest = _widest(problem) if alignment >= 16 else max(ITEMSIZE[o.dtype] for o in operands)
+    return max(1, alignment // widest)
+
+
+def _widest(problem: Problem) -> int:
+    """Bytes of an element of the flat operands."""
+    flat = [o for o in (*problem.inputs, *problem.outputs) if is_flat(o, problem.sizes)]
+    return max([ITEMSIZE[o.dtype] for o in flat or problem.inputs], default=4)
 
 
 def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
     other one has an offset for each element. Where that is a word (int8, float32 results), it is what is
-    written that counts."""
+    written that counts. Of misaligned operands as many as make 16 bytes, while registers last."""
     flat = [ITEMSIZE[o.dtype] for o in problem.inputs if o.dtype != MASK and is_flat(o, problem.sizes)]
     operands, words = len(flat), _words(problem, width)
+    vector = width * _widest(problem)
+    if vector < 16:
+        fitting = 1 << (max(1, MISALIGNED_WORDS // max(1, words)).bit_length() - 1)
+        return min(16 // vector, fitting)
     crowded = (operands > 1 or _gathers(problem, width) or len(problem.inputs) > 3 or words > 12
                or sum(flat) * width == 4)
     if width < 4 or (crowded and not problem.streams):
@@ -383,7 +394,7 @@ def registers(problem: Problem, rows: Reduction, width: int, at_once: int, value
 
 def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int, staying: int = 0
                     ) -> tuple[list[str], list[str]]:
-    lanes, values = n_lanes(rows, width), accumulators.groups(problem)
+    lanes, values = n_lanes(problem, rows, width), accumulators.groups(problem)
     double = problem.acc == "float64"
     # Packs of eight elements (16-bit operands): four blocks, which hide what they wait for, rather than two
     # packs at a time where both would spill. Two packs of doubles spill as well, and four blocks of what
@@ -403,6 +414,7 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
                  f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
                  f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};",
                  f"constexpr bool ACROSS = {str(problem.across).lower()};",
+                 f"constexpr bool ALONE = {str(is_alone(problem, rows, width)).lower()};",
                  f"constexpr bool ONE_ROW = {str(not rows.rows).lower()};",
                  f"constexpr bool TWINS = {str(twins(problem, rows, width)).lower()};",
                  f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()}, "
@@ -447,15 +459,24 @@ def is_joined(problem: Problem, rows: Reduction, width: int) -> bool:
     return alone and not is_final(problem, rows, width)
 
 
+def is_alone(problem: Problem, rows: Reduction, width: int) -> bool:
+    """Whether a thread has all rows of its columns: of few rows, where it then need not ask another one."""
+    threads = rows.n_groups * rows.columns // width
+    return (problem.across and problem.inner == 1 and problem.then is None and rows.keeps_columns
+            and rows.n_rows <= ALONE and threads >= ALONE_THREADS)
+
+
 def needs_no_other(problem: Problem, rows: Reduction) -> bool:
     """Whether the kernel, of 16-byte aligned operands, has no partial values left for another one."""
     width = vector_width(problem, 16)
     return is_final(problem, rows, width) or is_joined(problem, rows, width)
 
 
-def n_lanes(rows: Reduction, width: int) -> int:
+def n_lanes(problem: Problem, rows: Reduction, width: int) -> int:
     """Threads side by side along the columns, or threads that share a group's sum."""
     vectors = max(1, rows.columns // width)
+    if is_alone(problem, rows, width):
+        return REDUCE_BLOCK
     if not rows.keeps_columns:
         return REDUCE_BLOCK if rows.n_rows * vectors >= 4 * REDUCE_BLOCK else 32
     return min(32, 1 << (vectors - 1).bit_length())
@@ -464,12 +485,14 @@ def n_lanes(rows: Reduction, width: int) -> int:
 def reduction_grid(problem: Problem, rows: Reduction, width: int) -> tuple[int, int]:
     """Blocks in all, and blocks that share a sum."""
     chunks = n_chunks(problem, rows, width)
-    return tiles(rows, width) * chunks, chunks
+    return tiles(problem, rows, width) * chunks, chunks
 
 
-def tiles(rows: Reduction, width: int) -> int:
+def tiles(problem: Problem, rows: Reduction, width: int) -> int:
     """Blocks that have columns, or groups, of their own."""
-    lanes = n_lanes(rows, width)
+    lanes = n_lanes(problem, rows, width)
+    if is_alone(problem, rows, width):
+        return -(-rows.n_groups * (rows.columns // width) // REDUCE_BLOCK)
     if rows.keeps_columns:
         return -(-rows.columns // (lanes * width)) * rows.n_groups
     return -(-rows.n_groups * lanes // REDUCE_BLOCK)
@@ -479,14 +502,16 @@ def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
     """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with work for
     several iterations each; across memory no more than it holds at a time, as a few that are left over would
     take as long as all others. A constant of the shape, so that results are too."""
-    lanes, vectors = n_lanes(rows, width), max(1, rows.columns // width)
+    if is_alone(problem, rows, width):
+        return 1
+    lanes, vectors = n_lanes(problem, rows, width), max(1, rows.columns // width)
     steps = rows.n_rows * lanes // REDUCE_BLOCK if rows.keeps_columns else rows.n_rows * vectors // lanes
     if problem.across:
         blocks = MULTIPROCESSORS * across_blocks(problem)
-        wanted = max(2, blocks // tiles(rows, width)) if tiles(rows, width) < blocks else 1
+        wanted = max(2, blocks // tiles(problem, rows, width)) if tiles(problem, rows, width) < blocks else 1
     else:
         masked = width > 4 and any(o.dtype == MASK for o in problem.inputs)
-        wanted = -(-(REDUCE_BLOCKS_OF_MASKS if masked else REDUCE_BLOCKS) // tiles(rows, width))
+        wanted = -(-(REDUCE_BLOCKS_OF_MASKS if masked else REDUCE_BLOCKS) // tiles(problem, rows, width))
     return max(1, min(wanted, steps // (2 * REDUCE_UNROLL)))
 
 

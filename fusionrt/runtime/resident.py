@@ -49,7 +49,7 @@ def _is_matrix(problem: Problem) -> bool:
         return False
     modes = {access_mode(o, sizes, width) for o in (*problem.inputs, *then.inputs)}
     flat = all(is_flat(o, sizes) for o in then.outputs)
-    shared = not pointwise.is_final(problem, made, width) and _most_chunks(made, width) > 1
+    shared = not pointwise.is_final(problem, made, width) and _most_chunks(problem, made, width) > 1
     random = bool(problem.streams or then.streams)
     return modes <= {"flat", "vector", "scalar"} and flat and shared and not random
 
@@ -148,8 +148,8 @@ class Shape(NamedTuple):
 def shape(problem: Problem, device: int) -> Shape | None:
     """None where the device does not hold all blocks at a time."""
     made, width = rows(problem), pointwise.vector_width(problem, 16)
-    tiles = pointwise.tiles(made, width)
-    chunks = min(_most_chunks(made, width), blocks(problem) * cuda.multiprocessors(device) // tiles)
+    tiles = pointwise.tiles(problem, made, width)
+    chunks = min(_most_chunks(problem, made, width), blocks(problem) * cuda.multiprocessors(device) // tiles)
     if chunks < 2:
         return None
     grid = tiles * chunks
@@ -162,18 +162,18 @@ def shape(problem: Problem, device: int) -> Shape | None:
     if room < 0:
         return None
     a_pack = REDUCE_BLOCK * pack_bytes(problem)
-    needed = math.ceil(made.n_rows / (chunks * _depth(made, width)))
+    needed = math.ceil(made.n_rows / (chunks * _depth(problem, made, width)))
     packs = max(0, min(needed, room // a_pack)) if a_pack else 0
     # Few columns: the threads of a block share them.
     side = min(5, max(0, (-(-made.columns // grid) - 1).bit_length()))
     return Shape(grid, chunks, packs, packs * a_pack, side)
 
 
-def _depth(rows: Reduction, width: int) -> int:
+def _depth(problem: Problem, rows: Reduction, width: int) -> int:
     """Rows that a block looks at together."""
-    return REDUCE_BLOCK // pointwise.n_lanes(rows, width)
+    return REDUCE_BLOCK // pointwise.n_lanes(problem, rows, width)
 
 
-def _most_chunks(rows: Reduction, width: int) -> int:
+def _most_chunks(problem: Problem, rows: Reduction, width: int) -> int:
     """Blocks that share a column, so that each has several turns."""
-    return rows.n_rows // (4 * _depth(rows, width))
+    return rows.n_rows // (4 * _depth(problem, rows, width))

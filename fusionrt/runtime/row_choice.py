@@ -18,7 +18,15 @@ import functools
 
 from fusionrt.problem import Problem
 from fusionrt.runtime.row_layout import Layout, can_be_staged, has_room_to_carry, looks
-from fusionrt.runtime.row_operands import columns, held, segment_sums, segments, sums, width
+from fusionrt.runtime.row_operands import (
+    columns,
+    held,
+    is_ragged,
+    segment_sums,
+    segments,
+    sums,
+    width,
+)
 from fusionrt.runtime.row_registers import in_pieces, in_registers, is_alone, streamed
 from fusionrt.runtime.row_staged import staged
 from fusionrt.runtime.source import ITEMSIZE
@@ -29,7 +37,7 @@ MOST_SEGMENTS, SHORTEST_SEGMENT = 64, 8    # of a row; packs of one, so that few
 @functools.lru_cache(4096)
 def layout(problem: Problem, alignment: int, clusters: bool) -> Layout:
     """`clusters`: of an architecture that has them, and the copy engine."""
-    made = _layout(problem, alignment, clusters)
+    made = _layout(problem, alignment, clusters)._replace(ragged=is_ragged(problem, alignment))
     return made._replace(carries=has_room_to_carry(problem, made))
 
 

@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     carries: bool = False    # what passes leave to later ones waits in registers
     pieces: int = 0          # of a row, each for a block, which tells the others nothing
     late: bool = False       # what only the last pass reads is read there, and has no place in a stage
+    ragged: bool = False     # rows begin and end within packs
 
     @property
     def block(self) -> int:
@@ -123,7 +124,7 @@ def lets_next_begin(problem: Problem, made: Layout) -> bool:
 def asks_every(problem: Problem, made: Layout) -> int:
     """Of how many packs one asks whether the row has it: each, or, if all threads have all their packs, of
     two, where there are registers for what both have on their way; of rows in registers of four."""
-    full = columns(problem) == made.blocks_a_row * made.threads * made.packs * made.width
+    full = columns(problem) == made.blocks_a_row * made.threads * made.packs * made.width and not made.ragged
     if not full or made.kind == "streamed" or (made.part and not made.moved):
         return 1
     summed, (of_row, staying) = bool(sums(problem)), a_pack(problem, made.width)

@@ -13,6 +13,8 @@ from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.source import ITEMSIZE
 
+RAGGED_PACKS = 16  # of a row, from which on single elements at its ends are few
+
 
 def columns(problem: Problem) -> int:
     return math.prod(problem.sizes[:problem.row_dims])
@@ -105,7 +107,36 @@ def segments(problem: Problem) -> Segments | None:
 
 def width(problem: Problem, alignment: int) -> int:
     """Elements of a pack: 16 bytes of the widest operand of whole rows (weights may take two accesses), as
-    far as pointers are aligned, to `alignment` bytes, and rows are whole packs."""
+    far as pointers are aligned, to `alignment` bytes, and rows are whole packs, or `ragged`."""
+    if is_ragged(problem, alignment):
+        return 16 // ITEMSIZE[along_rows(problem)[0].dtype]
+    return _whole_width(problem, alignment)
+
+
+def along_rows(problem: Problem) -> list[Operand]:
+    """What is read or written all along each row of its own."""
+    full = [o for o in problem.outputs if any(o.strides[:problem.row_dims])]
+    return [*held(problem), *full]
+
+
+@functools.lru_cache(4096)
+def is_ragged(problem: Problem, alignment: int) -> bool:
+    """Whether packs are looked at that rows begin and end within: where all that lies along a row begins at
+    the same place between two multiples of 16 bytes, so that packs of all of it are aligned, and rows of
+    whole packs would have four times as many. What a row draws goes by packs of its own, sums over rows by
+    columns, and the first one of equals by their order."""
+    along, passes = along_rows(problem), schedule(with_sums(problem.roots))
+    ordered = any(f.kind == "first" for one in passes for f in one.found)
+    if not along or problem.row_dims > 1 or problem.streams or any(problem.reduced) or ordered:
+        return False
+    pack = 16 // ITEMSIZE[along[0].dtype]
+    alike = len({(o.dtype, tuple(s % pack for s in o.strides[1:])) for o in along}) == 1
+    aligned = alignment >= 16 or len(along) == 1
+    return (alike and aligned and all(o.strides[0] == 1 for o in along)
+            and columns(problem) >= RAGGED_PACKS * pack and 4 * _whole_width(problem, alignment) <= pack)
+
+
+def _whole_width(problem: Problem, alignment: int) -> int:
     operands = [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] == 1]
     if alignment >= 16:
         operands = [o for o in operands if varies(o, problem)]
@@ -129,11 +160,13 @@ def is_dense(operand: Operand, problem: Problem) -> bool:
     return all(size == 1 or own == step for size, own, step in each)
 
 
-def access_mode(operand: Operand, problem: Problem, pack: int) -> str:
+def access_mode(operand: Operand, problem: Problem, pack: int, ragged: bool) -> str:
     """vector: a pack of neighbours; splat: one value for a pack; gather: an offset per element; row."""
     inner, outer = operand.strides[0], operand.strides[1:]
     if is_uniform(operand, problem):
         return "row"
+    if ragged:
+        return "vector" if operand in along_rows(problem) else "gather"
     if problem.sizes[0] % pack:
         whole = is_dense(operand, problem) and all(s % pack == 0 for s in operand.strides[problem.row_dims:])
         return "vector" if whole else "gather"

@@ -23,13 +23,14 @@ from fusionrt.runtime.row_layout import (
     repeat,
     word,
 )
-from fusionrt.runtime.row_operands import columns, held, is_uniform, n_rows, segment_sums, sums
+from fusionrt.runtime.row_operands import columns, held, is_uniform, n_rows, segment_sums, sums, weights
 from fusionrt.runtime.source import ITEMSIZE
 
 LITTLE, FEW_PACKS, SOME_PACKS = 1 << 16, 3, 6  # packs of all rows, up to which a thread has few
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
 MOST_IN_FLIGHT = 32
 PIECE = 256, 2             # threads and their packs, of a row of which nothing is found
+AT_EDGES = 8               # registers for what is in no pack
 FEW_ROWS = 8               # long rows that take a cluster each
 
 
@@ -38,7 +39,8 @@ def in_registers(problem: Problem, pack: int) -> Layout | None:
     of_row, staying = a_pack(problem, pack)
     summed, heavy = bool(sums(problem)), is_heavy(problem)
     most = max(1, 64 // (2 * of_row + staying) if summed else 4 * MOST_IN_REGISTERS // of_row)
-    threads = _threads(packs_a_row, min(most, _packs_wanted(problem, pack, of_row)), 512 if heavy else 256)
+    wanted = min(most, _packs_wanted(problem, pack, of_row))
+    threads = _threads(packs_a_row, wanted, _fewest(problem, pack), 512 if heavy else 256)
     packs = -(-packs_a_row // threads)
     if packs > most:
         return None
@@ -49,9 +51,20 @@ def in_registers(problem: Problem, pack: int) -> Layout | None:
     return _of_registers(problem, pack, threads, 256 if (threads > 32 if summed else short) else 128)
 
 
-def _threads(packs_a_row: int, packs: int, most: int) -> int:
-    """Eight, at least, read a whole line of 128 bytes."""
-    return min(most, max(power(-(-packs_a_row // packs)), min(8, power(packs_a_row))))
+def _threads(packs_a_row: int, packs: int, fewest: int, most: int) -> int:
+    return min(most, max(power(-(-packs_a_row // packs)), fewest))
+
+
+def _fewest(problem: Problem, pack: int) -> int:
+    """Threads of a row: eight read a whole line of 128 bytes. Of many short rows of single elements a thread
+    has eight, as what it does once is as much as that, or four where it also writes them: one by one, of each
+    of a warp's rows one, they are parts of as many of the L2's sectors."""
+    packs_a_row = -(-columns(problem) // pack)
+    narrow = pack * max([ITEMSIZE[o.dtype] for o in held(problem)], default=4) < 16
+    if narrow and n_rows(problem) >= MANY_ROWS and not sums(problem):
+        writes = any(not is_uniform(o, problem) for o in problem.outputs)
+        return min(8, power(-(-packs_a_row // (4 if writes else MOST_IN_REGISTERS))))
+    return min(8, power(packs_a_row))
 
 
 def _packs_wanted(problem: Problem, pack: int, of_row: int) -> int:
@@ -94,6 +107,7 @@ def _of_registers(problem: Problem, pack: int, threads: int, block: int) -> Layo
     packs = -(-columns(problem) // (pack * threads))
     working = (48 if summed else 32 if threads > 256 else 36 + pack if heavy else 44) * word(problem)
     working += OF_CHANNELS * repeat(problem) * (2 if problem.sizes[0] % pack else 1)
+    working += AT_EDGES * bool(columns(problem) % pack)
     needed = working + packs * (of_row * (2 if summed else 1) + staying)
     return Layout("registers", pack, packs, threads, rows, 1, 0, blocks_of(needed, threads * rows), summed)
 
@@ -126,17 +140,18 @@ def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     that they can use; a single long one (the losses of a batch) is shared by a cluster."""
     of_row, _ = a_pack(problem, pack)
     packs_a_row = -(-columns(problem) // pack)
-    most = 2 if instructions(problem.roots) > LIGHT and looks(problem) > 1 else 4
+    gathers = bool(columns(problem) % pack and weights(problem))
+    most = 2 if gathers or (instructions(problem.roots) > LIGHT and looks(problem) > 1) else 4
     alone = sums(problem) or repeat(problem)
     packs = 1 if alone else 1 << (max(1, min(most, 16 // of_row)).bit_length() - 1)
-    block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, min(8, power(packs_a_row))
+    block, line = 256 if n_rows(problem) >= MANY_ROWS else 128, _fewest(problem, pack)
     one_turn = power(-(-packs_a_row // packs))
     sums_alone = word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
     if sums_alone and one_turn <= 8 and n_rows(problem) >= MANY_ROWS:
         fit = blocks_of(max(40, 24 + packs * of_row), block)
         return Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
     few_blocks = is_small(problem) and n_rows(problem) > MULTIPROCESSORS
-    threads = _threads(packs_a_row, FEW_PACKS if few_blocks else 1, 512)
+    threads = _threads(packs_a_row, FEW_PACKS if few_blocks else 1, line, 512)
     if n_rows(problem) >= 1024:  # four turns, or eight where blocks would be large
         threads = max(line, min(256, one_turn // 4), min(512, one_turn // 8))
     rows = max(1, block // threads)

@@ -23,8 +23,10 @@ from fusionrt.runtime.row_layout import (
 )
 from fusionrt.runtime.row_operands import (
     access_mode,
+    along_rows,
     columns,
     held,
+    is_ragged,
     n_rows,
     segment_sums,
     sums,
@@ -48,8 +50,9 @@ class Text:
 
     def __init__(self, problem: Problem, alignment: int) -> None:
         self.problem, self.alignment = problem, alignment
-        self.pack = width(problem, alignment)
-        self.modes = {o: access_mode(o, problem, self.pack) for o in (*problem.inputs, *problem.outputs)}
+        self.pack, self.ragged = width(problem, alignment), is_ragged(problem, alignment)
+        self.modes = {o: access_mode(o, problem, self.pack, self.ragged)
+                      for o in (*problem.inputs, *problem.outputs)}
         self.sums = {k: i for i, k in enumerate(sums(problem))}
         self.segments = {k: i for i, k in enumerate(segment_sums(problem))}
         self.stored = [k for k, reduced in enumerate(problem.reduced) if not reduced]
@@ -103,7 +106,8 @@ class Text:
             f"TOTALS = {len(self._sums_of_all())}, CARRIED = {len(self.carried)}, "
             "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
             f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
-            f"WEIGHTED = {str(bool(weights(self.problem))).lower()};", *self._layouts(),
+            f"WEIGHTED = {str(bool(weights(self.problem))).lower()}, "
+            f"RAGGED = {str(self.ragged).lower()};", *self._layouts(),
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
             *self._reductions(), *self._store_row(), *self._of_totals(), *self._segment_of()])
         return Source("rows", text, params, tuple(values for _, values in fields))
@@ -172,12 +176,15 @@ class Text:
         outputs = [self.problem.outputs[k] for k in self.stored]
         place = {o: f"p.{o.name} + ({self.of_rows.offset(self.outer[o])})" for o in self.outer}
         coordinates = ["    " + line for line in self.of_rows.coordinates("r")]
-        lines = ["struct Row {", "    index_t begin;", *(f"    const {o.dtype}_t* {o.name};" for o in inputs),
+        of_pack = along_rows(self.problem)[0] if self.ragged else None
+        lines = ["struct Row {", "    index_t begin;", *["    column_t head;"] * self.ragged,
+                 *(f"    const {o.dtype}_t* {o.name};" for o in inputs),
                  *(f"    {o.dtype}_t* {o.name};" for o in outputs),
                  *(f"    acc_t {o.name};" for o in uniform), "};",
                  f"{INLINE} Row load_row(const Params& p, unsigned r) {{", "    Row row;",
                  "    row.begin = static_cast<index_t>(r) * p.columns;", *coordinates,
                  *(f"    row.{o.name} = {place[o]};" for o in (*inputs, *outputs)),
+                 *([] if of_pack is None else [f"    row.head = until_pack<VEC>(row.{of_pack.name});"]),
                  *(f"    row.{o.name} = to_acc(load_pack<1>({place[o]}).data[0]);" for o in uniform),
                  "    return row;", "}",
                  *self._copies(place, coordinates)]
