@@ -22,6 +22,7 @@
 //   STAGES, STAGE_BYTES, PART     rows of a team in shared memory, or parts of them; bytes of one, its packs
 //   RAGGED                        whether rows begin and end within packs, at addresses of whole packs; row.head then
 //                                 is how many elements come before the first one
+//   TURNS                         of short rows, how many a team has one after the other, all on their way at once
 //   MOVED, OVERLAPS               whether a row's place is free for another as soon as it has come; whether the
 //                                 first pass of the next one then comes before the last one of this
 //   p.early                       whether the next kernel may begin as soon as all blocks of this one have
@@ -379,6 +380,21 @@ __device__ __forceinline__ void walk(const Params& p, unsigned base, unsigned st
     }
 }
 
+__device__ __forceinline__ void take_turns(const Params& p, unsigned base, unsigned rank, SumsOfColumns& sums,
+                                           Exchange& exchange) {
+    Work works[TURNS];
+    Held held[TURNS];
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) {
+        works[t] = begin(p, base + t * ROWS + team_of_thread(), rank);
+        load_tiles(p, works[t], held[t]);
+    }
+    opened();
+    int turn = 0;
+#pragma unroll
+    for (int t = 0; t < TURNS; ++t) finish(p, works[t], rank, held[t], sums, exchange, turn);
+}
+
 // Rows that the copy engine puts into shared memory, one after the other around STAGES places; one thread of
 // each team asks for them.
 constexpr int PARTS = PACKS / PART;
@@ -572,6 +588,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(BLOCK, MIN_BLOCKS) rows(c
     if constexpr (KIND == STAGED && PARTS > 1 && !MOVED) walk_in_parts(p, block, blocks, rank, sums, exchange);
     else if constexpr (OVERLAPPED) walk_overlapped(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     else if constexpr (KIND == STAGED) walk_staged(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
+    else if constexpr (TURNS > 1) take_turns(p, block * ROWS * TURNS, rank, sums, exchange);
     else walk(p, block * ROWS, blocks * ROWS, rank, sums, exchange);
     if constexpr (SEGMENT_SUMS > 0) next_may_begin();
     if constexpr (SUMS > 0) {

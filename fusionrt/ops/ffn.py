@@ -29,7 +29,6 @@ from fusionrt.ops import linear
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
 from fusionrt.ops.pointwise import is_tanh
-from fusionrt.ops.reduction import sum as sum_over
 from fusionrt.random import Rng
 from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator
@@ -71,7 +70,8 @@ def _products(shape: Shape, rows: Tensor, inner: Sequence[Any]) -> Tensor:
 
 
 def _hidden(operator: Operator, shape: Shape, z: Tensor, rng: Rng | None) -> Tensor:
-    made: Tensor = operator.launch([*z.chunk(shape.parts, 1), *shape.numbers], rng)
+    parts = (z,) if shape.parts == 1 else z.chunk(shape.parts, 1)
+    made: Tensor = operator.launch([*parts, *shape.numbers], rng)
     return made
 
 
@@ -82,7 +82,7 @@ def _inside(operator: Operator, shape: Shape, z: Tensor | None, hidden: Tensor |
     of its parts, and with `forward` the hidden layer. They take the memory of `grad_hidden` and, if that is
     `owned`, of the product."""
     # Where the product is not read, it is only asked what shape it has.
-    parts = (grad_hidden,) if z is None else z.chunk(shape.parts, 1)
+    parts = (grad_hidden,) if z is None else (z,) if shape.parts == 1 else z.chunk(shape.parts, 1)
     grad_z = grad_hidden if z is None or shape.parts == 1 else z if owned else torch.empty_like(z)
     memory = grad_z.chunk(2, 1) if shape.parts == 2 and not owned else ()
     kernel = linear.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
@@ -189,7 +189,7 @@ class FeedForward(torch.autograd.Function):
                 composed, (x, out_weight, out_bias, *inner), grad_output, needed)
         owned = linear.let_go(ctx) and ctx.owned
         grad_output = linear.rows_of(grad_output)
-        of_bias = sum_over(grad_output, 0) if needed[2] else None
+        of_bias = linear.of_bias(grad_output, out_bias) if needed[2] else None
         inside, missing = needed[0] or any(needed[3:]), hidden is None and needed[1]
         if missing and not inside:
             hidden, missing = _hidden(operator, shape, z, rng), False

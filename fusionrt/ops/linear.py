@@ -26,7 +26,7 @@ from fusionrt.autograd import Dispatched, is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites, planned_once
 from fusionrt.errors import CaptureError
-from fusionrt.expr import Expr
+from fusionrt.expr import Expr, argument
 from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
@@ -154,6 +154,7 @@ class LinearActivation(torch.autograd.Function):
 
 
 _record = straight(LinearActivation)
+_SUM = Operator("sum of rows", ["rows", "like"], [argument("a0")], [1])
 
 
 @functools.lru_cache(4096)
@@ -221,9 +222,17 @@ def rows_of(t: Tensor) -> Tensor:
 
 def of_product(grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of x and weight, given that of x W^T."""
-    rows = rows_of(grad)
-    return [(rows @ weight).view(x.shape) if needed[0] else None,
-            rows.t() @ rows_of(x) if needed[1] else None]
+    rows, of_x = rows_of(grad), None
+    if needed[0]:
+        of_x = rows @ weight
+        of_x = of_x if x.dim() == 2 else of_x.view(x.shape)
+    return [of_x, rows.t() @ rows_of(x) if needed[1] else None]
+
+
+def of_bias(grad: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of a bias, given that of the rows that it was added to."""
+    found: Tensor = _SUM.launch((grad, bias))
+    return found
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from fusionrt.runtime.source import (
 )
 
 BLOCK = 128
-REDUCE_UNROLL = 2
+REDUCE_UNROLL, NARROW_UNROLL = 2, 8
 MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
 REDUCE_BLOCKS_OF_MASKS = MULTIPROCESSORS * 12  # whole waves
@@ -406,6 +406,8 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     crowded = apart or ((bool(problem.streams) or len(problem.inputs) > 5) and sum(problem.reduced) > 1)
     many = _words(problem, width) > MANY_WORDS
     min_blocks = 1 if double else 2 if many or not wide else 4 - crowded
+    if _is_narrow(problem, width) and not double and not many:
+        unroll, min_blocks = NARROW_UNROLL, 3
     if problem.across:
         unroll, min_blocks = across_unroll(problem, rows, width, staying)
     geometry.divisor("vectors", max(1, rows.columns // width))
@@ -433,19 +435,24 @@ def across_unroll(problem: Problem, rows: Reduction, width: int, staying: int = 
     """Packs that a thread of a reduction across memory reads at a time, and blocks of a multiprocessor: it
     writes nothing, so that what is on its way decides."""
     if problem.acc == "float64":
-        return 1, across_blocks(problem)
+        return 1, across_blocks(problem, width)
     # Of moments, the count is one for all columns, and nothing is lost yet.
     kept = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
     # More blocks where each has many sums of its own: what follows its last row is time without reading.
-    blocks = staying or across_blocks(problem) + is_final(problem, rows, width)
-    fits = (u for u in (8, 4) if 65536 // (
+    blocks = staying or across_blocks(problem, width) + is_final(problem, rows, width)
+    fits = (u for u in ((16, 8, 4) if _is_narrow(problem, width) else (8, 4)) if 65536 // (
         REDUCE_BLOCK * (registers(problem, rows, width, u, kept) - 8)) >= blocks)
     return next(fits, 2), blocks
 
 
-def across_blocks(problem: Problem) -> int:
-    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time."""
-    return 4 if problem.acc == "float64" else 2
+def across_blocks(problem: Problem, width: int) -> int:
+    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time, and narrow
+    ones are few bytes."""
+    return 4 if problem.acc == "float64" or _is_narrow(problem, width) else 2
+
+
+def _is_narrow(problem: Problem, width: int) -> bool:
+    return width * max([ITEMSIZE[o.dtype] for o in problem.inputs], default=4) <= 4
 
 
 def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
@@ -507,7 +514,7 @@ def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
     lanes, vectors = n_lanes(problem, rows, width), max(1, rows.columns // width)
     steps = rows.n_rows * lanes // REDUCE_BLOCK if rows.keeps_columns else rows.n_rows * vectors // lanes
     if problem.across:
-        blocks = MULTIPROCESSORS * across_blocks(problem)
+        blocks = MULTIPROCESSORS * across_blocks(problem, width)
         wanted = max(2, blocks // tiles(problem, rows, width)) if tiles(problem, rows, width) < blocks else 1
     else:
         masked = width > 4 and any(o.dtype == MASK for o in problem.inputs)

@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     carries: bool = False    # what passes leave to later ones waits in registers
     pieces: int = 0          # of a row, each for a block, which tells the others nothing
     late: bool = False       # what only the last pass reads is read there, and has no place in a stage
+    turns: int = 1           # short rows that a team has one after the other, all on their way at once
     ragged: bool = False     # rows begin and end within packs
 
     @property
@@ -73,7 +74,7 @@ class Layout(NamedTuple):
 def grid(problem: Problem, made: Layout, at_a_time: int) -> int:
     """Blocks that have rows of their own, no more than the device holds where they stay; a cluster
     counts as one."""
-    needed = -(-n_rows(problem) // made.rows)
+    needed = -(-n_rows(problem) // (made.rows * made.turns))
     if not made.persistent:
         return needed
     n_sums = len(sums(problem))

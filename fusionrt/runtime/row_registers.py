@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrt.problem import Problem
-from fusionrt.rowwise import schedule, with_sums
+from fusionrt.rowwise import is_total, schedule, with_sums
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.row_layout import (
     LIGHT,
@@ -30,6 +30,7 @@ LITTLE, FEW_PACKS, SOME_PACKS = 1 << 16, 3, 6  # packs of all rows, up to which 
 IN_FLIGHT = {1: 16, 2: 32, 4: 16, 8: 16}  # item size -> words of a row that a thread has on their way
 MOST_IN_FLIGHT = 32
 PIECE = 256, 2             # threads and their packs, of a row of which nothing is found
+MANY_IN_TURNS = 1 << 18    # rows
 AT_EDGES = 8               # registers for what is in no pack
 FEW_ROWS = 8               # long rows that take a cluster each
 
@@ -48,7 +49,8 @@ def in_registers(problem: Problem, pack: int) -> Layout | None:
         return _of_small(problem, pack, threads)
     # Blocks begin a few hundred nanoseconds apart: with less than 8 KB each, rows would wait for them.
     short = n_rows(problem) >= MANY_ROWS and packs * of_row <= 16
-    return _of_registers(problem, pack, threads, 256 if (threads > 32 if summed else short) else 128)
+    made = _of_registers(problem, pack, threads, 256 if (threads > 32 if summed else short) else 128)
+    return _in_turns(problem, made)
 
 
 def _threads(packs_a_row: int, packs: int, fewest: int, most: int) -> int:
@@ -75,6 +77,18 @@ def _packs_wanted(problem: Problem, pack: int, of_row: int) -> int:
     narrowest = min((ITEMSIZE[o.dtype] for o in held(problem)), default=4)
     in_flight = MOST_IN_FLIGHT if is_heavy(problem) else IN_FLIGHT[narrowest]
     return min(MOST_PACKS if is_small(problem) else MOST_IN_REGISTERS, max(1, in_flight // of_row))
+
+
+def _in_turns(problem: Problem, made: Layout) -> Layout:
+    """Blocks begin some hundred nanoseconds after each other, in which a thread reads a line's eighth: of rows
+    of which it has less, several."""
+    each = made.packs * made.width * max([ITEMSIZE[o.dtype] for o in held(problem)], default=4)
+    whole = sums(problem) or segment_sums(problem) or any(map(is_total, problem.roots))
+    if whole or made.threads > 8 or n_rows(problem) < MANY_IN_TURNS or each > 8:
+        return made
+    turns, (of_row, staying) = 16 // each, a_pack(problem, made.width)
+    needed = 40 * word(problem) + turns * made.packs * (of_row + staying + 2)
+    return made._replace(turns=turns, blocks=min(made.blocks, blocks_of(needed, made.block)))
 
 
 def _of_small(problem: Problem, pack: int, threads: int) -> Layout:
@@ -149,7 +163,8 @@ def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     sums_alone = word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
     if sums_alone and one_turn <= 8 and n_rows(problem) >= MANY_ROWS:
         fit = blocks_of(max(40, 24 + packs * of_row), block)
-        return Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
+        made = Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
+        return _in_turns(problem, made)
     few_blocks = is_small(problem) and n_rows(problem) > MULTIPROCESSORS
     threads = _threads(packs_a_row, FEW_PACKS if few_blocks else 1, line, 512)
     if n_rows(problem) >= 1024:  # four turns, or eight where blocks would be large

@@ -142,7 +142,7 @@ class Text:
     def _constants(self, made: Layout) -> list[str]:
         lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
                  f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
-                 f"BLOCKS_A_ROW = {made.blocks_a_row}, STAGES = {max(1, made.stages)}, "
+                 f"BLOCKS_A_ROW = {made.blocks_a_row}, TURNS = {made.turns}, STAGES = {max(1, made.stages)}, "
                  f"MIN_BLOCKS = {made.blocks}, PART = {made.part or made.packs};",
                  f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
                  f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
