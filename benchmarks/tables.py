@@ -345,6 +345,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
         "op", "variant", "dtype", "layout", "tokens", "columns", "direction", "us", "of_copy", "vs_eager")),
     "reductions": measured("reductions-gpu")(_listed(
         "op", "dtype", "reduced", "us", "of_read", "vs_eager")),
+    "layouts": measured("layouts-gpu")(_listed(
+        "layout", "op", "dtype", "direction", "us", "of_copy", "vs_eager")),
     "channel_norms": measured("channel_norms-gpu")(_listed(
         "op", "dtype", "memory", "shape", "direction", "us", "of_copy", "vs_eager")),
     "linear_cross_entropy": measured("linear_cross_entropy-gpu")(_listed(

@@ -446,8 +446,8 @@ def across_unroll(problem: Problem, rows: Reduction, width: int, staying: int = 
 
 
 def across_blocks(problem: Problem, width: int) -> int:
-    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time, and narrow
-    ones are few bytes."""
+    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time, and
+    narrow ones are few bytes."""
     return 4 if problem.acc == "float64" or _is_narrow(problem, width) else 2
 
 

@@ -80,8 +80,8 @@ def _packs_wanted(problem: Problem, pack: int, of_row: int) -> int:
 
 
 def _in_turns(problem: Problem, made: Layout) -> Layout:
-    """Blocks begin some hundred nanoseconds after each other, in which a thread reads a line's eighth: of rows
-    of which it has less, several."""
+    """Blocks begin some hundred nanoseconds after each other, in which threads should read 16 bytes each: of
+    rows of which one has less, several."""
     each = made.packs * made.width * max([ITEMSIZE[o.dtype] for o in held(problem)], default=4)
     whole = sums(problem) or segment_sums(problem) or any(map(is_total, problem.roots))
     if whole or made.threads > 8 or n_rows(problem) < MANY_IN_TURNS or each > 8:
