@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.cpu import pointwise
+from fusionrt.cpu import columns, pointwise
 from fusionrt.expr import argument, leaves, node, substitute
 from fusionrt.op import pack, unpack
 from fusionrt.problem import Operand, Output, Problem
@@ -61,23 +61,33 @@ def divided(problem: Problem) -> tuple[Problem, Problem]:
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and random numbers)."""
     finding, following = divided(problem)
-    n = n_read(problem)
+    n, in_order = n_read(problem), [r._replace(strides=r.walk_strides) for r in results]
+    of_columns = columns.serves(finding)
+    if of_columns and all(root is argument(f"a{n + k}", True) for k, root in enumerate(following.roots)):
+        # Sums and maxima themselves: nothing follows from them.
+        made = columns.build(finding._replace(outputs=problem.outputs), in_order, n_args)
+        return _as_declared(made, results)
     values = [
         Output(root, torch.float64, r.shape, r.walk_strides, r.over, True)
         for root, r in zip(finding.roots, [results[0]] * len(finding.roots), strict=True)
     ]
-    find = pointwise.build(finding, values, n_args)
-    finish = pointwise.build(
-        following, [r._replace(strides=r.walk_strides) for r in results], n + len(values)
-    )
-    reordered = [tuple(r.strides) != tuple(r.walk_strides) for r in results]
+    find = (columns if of_columns else pointwise).build(finding, values, n_args)
+    finish = pointwise.build(following, in_order, n + len(values))
 
     def call(*args: Any) -> Any:
-        found = find(*args)
-        computed = finish(*args[:n], *(found if isinstance(found, tuple) else (found,)))
-        if not any(reordered):
-            return computed
-        return pack([c.contiguous() if again else c
-                     for c, again in zip(unpack(computed), reordered, strict=True)])
+        return finish(*args[:n], *unpack(find(*args)))
+
+    return _as_declared(call, results)
+
+
+def _as_declared(run: Callable[..., Any], results: Sequence[Output]) -> Callable[..., Any]:
+    """`run`, which gives results in the order in which rows are walked, giving them as they are to lie."""
+    reordered = [tuple(r.strides) != tuple(r.walk_strides) for r in results]
+    if not any(reordered):
+        return run
+
+    def call(*args: Any) -> Any:
+        return pack([made.contiguous() if again else made
+                     for made, again in zip(unpack(run(*args)), reordered, strict=True)])
 
     return call

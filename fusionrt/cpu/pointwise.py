@@ -1,10 +1,10 @@
 """Numba text for a pointwise problem, and the callable that runs it on CPU tensors.
 
 A kernel walks a linear range of the domain, one run of the innermost dimension at a time, so that
-the inner loop has constant strides (0, 1 or a variable) and vectorises. One that sums or draws random
-numbers takes a range of tasks instead: parts of the domain with buffers of their own, whose sums go to arrays
-of their own, in float64. Their number follows from the shape alone, so results do as well; the number after
-the last says: add the sums up.
+the inner loop has constant strides (0, 1 or a variable) and vectorises. One that sums, draws random
+numbers or fetches what lies apart takes a range of tasks instead: parts of the domain with buffers of their
+own, whose sums go to arrays of their own, in float64. Their number follows from the shape alone, so results
+do as well; the number after the last says: add the sums up.
 
 Trap: LLVM's vectors have as many elements as the widest type in a loop allows. What is computed in
 float32 therefore goes to a buffer first, and another loop adds that to float64 sums.
@@ -29,6 +29,8 @@ BLOCK = 1024     # elements a random or summed run is cut into: two blocks of ra
 BUFFER = (BLOCK + 16) * 8  # bytes
 SUM_TASKS, TASKS = 32, 256  # at most, with and without sums
 CHEAP = 4        # operations that take no longer than storing their result and fetching it again
+COSTLY = frozenset({"exp", "exp2", "expm1", "elu", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
+                    "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 ROWS = 8         # that are added up in float32 before they are in float64
 # Storage dtype -> element type of its array: 16-bit floats are bit patterns.
 ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -37,7 +39,7 @@ ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
-    buffered, means = _buffered(problem), _of(problem, ("moment_mean",))
+    buffered, means = buffered_sums(problem), outputs_of(problem, ("moment_mean",))
     summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
     operands = [*inputs, *summed, *_apart(problem)]
     seed = n_dims * (1 + len(operands))
@@ -46,6 +48,7 @@ def generate(problem: Problem) -> str:
               for k, o in enumerate(operands) for d in range(n_dims) if o.strides[d] not in (0, 1)]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
     scratch = [*problem.streams, *(f"buffer_{o.name}" for o in buffered)]
+    scratch += [f"near_{o.name}" for o in fetched(problem)]
     names = [*(o.name for o in (*inputs, *outputs)), *scratch]
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
     lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})"
@@ -54,20 +57,22 @@ def generate(problem: Problem) -> str:
         places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
     own = [f"buffer_{o.name} = {'float64' if o in means else problem.acc}_at({places[f'buffer_{o.name}']})"
            for o in buffered]
+    own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})"
+            for o in fetched(problem)]
     own += [f"{name} = {dtype}_at({places[s]})" for s in problem.streams
             for name, dtype in ((f"bits_{s}", "uint16"), (f"words_{s}", "uint64"))]
-    body = [*_coordinates(problem), *(f"{o.name}_base = {_offset(o)}" for o in operands)]
+    body = [*_coordinates(problem), *bases(operands)]
     body += _draws(problem, seed) if problem.streams else []
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
-    walk = [*own, *_walk(problem, [*body, *_inner(problem, summed, buffered, means)], buffered)]
+    walk = [*own, *_walk(problem, [*body, *inner_run(problem, summed, buffered, means)], buffered)]
     has_tasks = _has_tasks(problem)
     lines += _tasks(problem, summed, places, f"integers[{seed + 2}]", walk) if has_tasks else walk
     parameters = "first, last" if has_tasks else "start, stop"
-    return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *_indented(lines), ""])
+    return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *indented(lines), ""])
 
 
 def _has_tasks(problem: Problem) -> bool:
-    return bool(problem.streams) or any(problem.reduced)
+    return bool(problem.streams or fetched(problem)) or any(problem.reduced)
 
 
 def _in_columns(problem: Problem) -> bool:
@@ -83,7 +88,7 @@ def _coordinates(problem: Problem) -> list[str]:
         lines, row = ["i = row * n0 + c0"], "row"
     else:
         lines, row = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"], "row"
-        if problem.streams or _buffered(problem):
+        if problem.streams or buffered_sums(problem) or fetched(problem):
             lines.append(f"length = min(length, {BLOCK})")
     outermost = len(problem.sizes) - 1
     for d in range(1, outermost):
@@ -103,16 +108,16 @@ def _draws(problem: Problem, seed: int) -> list[str]:
 def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) -> list[str]:
     """From `start` to `stop`: elements, or rows where blocks of columns are walked."""
     if _in_columns(problem):
-        rows = _rows(body, [o for o in buffered if _gathers(problem, o)], _of(problem, _TOPS))
-        return [f"for c0 in range(0, n0, {BLOCK}):", f"    length = min(n0 - c0, {BLOCK})", *_indented(rows)]
+        rows = walk_down(body, [o for o in buffered if gathers(problem, o)], outputs_of(problem, TOPS))
+        return [f"for c0 in range(0, n0, {BLOCK}):", f"    length = min(n0 - c0, {BLOCK})", *indented(rows)]
     drawn = ["drawn = 0", "drawn_end = start"] if problem.streams else []
-    return ["i = start", *drawn, "while i < stop:", *_indented([*body, "i += length"])]
+    return ["i = start", *drawn, "while i < stop:", *indented([*body, "i += length"])]
 
 
 def _tasks(problem: Problem, summed: Sequence[Operand], places: Mapping[str, str], tasks: str,
            walk: Sequence[str]) -> list[str]:
     """A loop over tasks, each with sums of its own; or the addition of them all."""
-    tops, sums, empty, joined = _of(problem, _TOPS), [], [], []
+    tops, sums, empty, joined = outputs_of(problem, TOPS), [], [], []
     count = " * ".join(f"n{d}" for d in range(1 if _in_columns(problem) else 0, len(problem.sizes))) or "1"
     for o in summed:
         kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
@@ -123,31 +128,36 @@ def _tasks(problem: Problem, summed: Sequence[Operand], places: Mapping[str, str
                    f"    {o.name}_other = float64_at({places[o.name]} + other * {kept} * 8)",
                    f"    for j in range({kept}):",
                    f"        {_add(here, there, o in tops)}"]
-    return ["for task in range(first, last):", f"    if task == {tasks}:", *_indented(_indented(joined)),
-            "        return", *_indented(sums), *_indented(empty), f"    start = {count} * task // {tasks}",
-            f"    stop = {count} * (task + 1) // {tasks}", *_indented(walk)]
+    return ["for task in range(first, last):", f"    if task == {tasks}:", *indented(indented(joined)),
+            "        return", *indented(sums), *indented(empty), f"    start = {count} * task // {tasks}",
+            f"    stop = {count} * (task + 1) // {tasks}", *indented(walk)]
 
 
-def _gathers(problem: Problem, output: Operand) -> bool:
+def gathers(problem: Problem, output: Operand) -> bool:
     """Whether a block's rows all go to the same sums, so that several can be added up in its buffer."""
     return _in_columns(problem) and output.strides[0] != 0 and not any(output.strides[1:])
 
 
-def _rows(body: Sequence[str], gathered: Sequence[Operand], tops: Container[Operand]) -> list[str]:
+def walk_down(body: Sequence[str], gathered: Sequence[Operand], tops: Container[Operand]) -> list[str]:
     """Some columns of a task's rows, a few of which the buffers gather before they are added to the sums."""
     if not gathered:
-        return ["for row in range(start, stop):", *_indented(body)]
+        return ["for row in range(start, stop):", *indented(body)]
     empty, added = [], []
     for o in gathered:
         empty.append(f"    buffer_{o.name}[j] = acc_t({'-INF' if o in tops else '0'})")
         added.append(f"    {_add(f'{o.name}_data[c0 + j]', f'buffer_{o.name}[j]', o in tops)}")
     group = ["for j in range(length):", *empty, f"for row in range(top_row, min(top_row + {ROWS}, stop)):",
-             *_indented(body), "for j in range(length):", *added]
-    return [f"for top_row in range(start, stop, {ROWS}):", *_indented(group)]
+             *indented(body), "for j in range(length):", *added]
+    return [f"for top_row in range(start, stop, {ROWS}):", *indented(group)]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def indented(lines: Sequence[str]) -> list[str]:
     return ["    " + line for line in lines]
+
+
+def bases(operands: Sequence[Operand]) -> list[str]:
+    """Where the run begins in each."""
+    return [f"{o.name}_base = {_offset(o)}" for o in operands]
 
 
 def _offset(operand: Operand) -> str:
@@ -161,10 +171,10 @@ def _add(place: str, value: str, is_top: bool) -> str:
         f"{place} += float64_of({value})")
 
 
-_TOPS = ("row_max", "row_top")
+TOPS = ("row_max", "row_top")
 
 
-def _of(problem: Problem, ops: Container[str]) -> list[Operand]:
+def outputs_of(problem: Problem, ops: Container[str]) -> list[Operand]:
     """The outputs whose roots are such."""
     return [o for o, root in zip(problem.outputs, problem.roots, strict=True) if root.op in ops]
 
@@ -182,25 +192,35 @@ def _values(problem: Problem) -> list[Expr]:
             if isinstance(a, Expr)]
 
 
-def _buffered(problem: Problem) -> list[Operand]:
+def buffered_sums(problem: Problem) -> list[Operand]:
     """Sums whose summands are collected in a buffer: those over the inner dimension, added pairwise, and
     those of what takes longer to compute than to store."""
-    tops, means = _of(problem, _TOPS), _of(problem, ("moment_mean",))
+    tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
     costly = len([n for n in toposort(_values(problem)) if n.args and isinstance(n.args[0], Expr)]) > CHEAP
     return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced and
             (costly and problem.acc == "float32" and o not in means if o.strides[0] else o not in tops)]
 
 
-def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
+def fetched(problem: Problem) -> list[Operand]:
+    """Inputs whose elements are no neighbours, of which LLVM makes no vectors: put into a buffer first, where
+    the arithmetic takes longer than that."""
+    costly = any(n.op in COSTLY for n in toposort(_values(problem)))
+    return [o for o in problem.inputs if o.strides[0] > 1] if costly else []
+
+
+def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
            means: Container[Operand]) -> list[str]:
     """A run of the innermost dimension."""
-    tops, apart = _of(problem, _TOPS), _apart(problem)
-    lines = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
-             for o in problem.inputs if o.strides[0]]
+    tops, apart, near = outputs_of(problem, TOPS), _apart(problem), fetched(problem)
+    places = {o: f"{o.name}_data[{o.name}_base + {_step(o)}]" for o in problem.inputs if o.strides[0]}
+    lines = [f"{o.name} = load_{o.dtype}({f'near_{o.name}[j]' if o in near else place})"
+             for o, place in places.items()]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
     statements, results = emit(_values(problem), "{} = {}")
     lines += statements
-    before, after = [], []
+    before = [line for o in near
+              for line in ("for j in range(length):", f"    near_{o.name}[j] = {places[o]}")]
+    after = []
     taken = dict(problem.taken)
     for o, value in zip(problem.outputs, results, strict=True):
         place = f"{o.name}_data[{o.name}_base" + (f" + {_step(o)}]" if o.strides[0] else "]")
@@ -210,7 +230,7 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
             name = taken.get(o.name, o.name)
             at = f"{name}_base + {_step(o)}" if o in apart or o.name in taken else "i + j"
             lines.append(f"{name}_data[{at}] = store_{o.dtype}(acc_t({value}))")
-        elif o in buffered and _gathers(problem, o):
+        elif o in buffered and gathers(problem, o):
             lines.append(f"{buffer} = " + (f"larger_or_nan({buffer}, acc_t({value}))" if is_top else
                                            f"{buffer} + acc_t({value})"))
         elif o in buffered:
@@ -224,7 +244,7 @@ def _inner(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Opera
             lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
                       f"bits_{o.name} = largest_bits(bits_{o.name}, {value})"]
             after.append(_add(place, f"maximum_found(top_{o.name}, bits_{o.name})", True))
-    return [*before, "for j in range(length):", *_indented(lines), *after]
+    return [*before, "for j in range(length):", *indented(lines), *after]
 
 
 def _step(operand: Operand) -> str:
@@ -243,7 +263,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     # A task per part of the domain, never so many that their sums outweigh the domain itself.
     most = min(SUM_TASKS, count // (4 * max(sums_of)) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
-    buffers = len(problem.streams) + len(_buffered(problem))
+    buffers = len(problem.streams) + len(buffered_sums(problem)) + len(fetched(problem))
     text = Text(problem, results, run, Arguments(
         len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
     if problem.streams:

@@ -20,7 +20,7 @@ import torch
 
 from fusionrt.cpu import compiler
 from fusionrt.cpu.calling import Arguments, Text, pays
-from fusionrt.cpu.pointwise import ELEMENT
+from fusionrt.cpu.pointwise import COSTLY, ELEMENT
 from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule, with_sums
@@ -34,8 +34,6 @@ PLACES = 4            # of rows that are read side by side
 AHEAD = 256           # elements, between which lines of memory are asked for that a later loop needs
 CACHE_LINE = 64       # bytes
 APART = 1024          # bytes between a buffer and whatever else is in memory; see `_scratch`
-COSTLY = frozenset({"exp", "exp2", "expm1", "elu", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
-                    "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 _COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
 
 
@@ -121,10 +119,10 @@ def _written(problem: Problem) -> tuple[str, int]:
 
 
 def turned(problem: Problem) -> list[Operand]:
-    """The operands whose rows are neighbours, element by element."""
+    """The operands whose elements of a row are no neighbours; those of rows may be."""
     if problem.row_dims > 1 or problem.sizes[0] > TURNED_COLUMNS:
         return []
-    return [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1 and o.strides[1] == 1]
+    return [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1]
 
 
 class _Text:
@@ -206,21 +204,25 @@ class _Text:
         """The rows, a few neighbours at a time, whose elements are fetched before and put back after."""
         lines = [*self._coordinates("first_row"),
                  f"last_row = min(first_row + {TURNED}, first_row + n1 - c1, stop)"]
-        fetch, put = [], []
-        for o in self.turned.values():
-            lines.append(f"{o.name}_corner = {_offset(o, range(1, len(o.strides)))}")
-            far = f"{o.name}_memory[{o.name}_corner{_step(o)} + r]"
-            near = f"{o.name}_data[r * (columns + {PAD}) + j]"
-            if o.name in self.inputs:
-                fetch.append(f"        {near} = {far}")
-            else:
-                put.append(f"        {far} = {near}")
-        move = ["for j in range(columns):", "    for r in range(last_row - first_row):"]
-        lines += move + fetch if fetch else []
-        lines += ["for row in range(first_row, last_row):", *_indented(body)]
-        lines += move + put if put else []
-        lines.append("first_row = last_row")
+        lines += [f"{o.name}_corner = {_offset(o, range(1, len(o.strides)))}" for o in self.turned.values()]
+        lines += [*self._moved(True), "for row in range(first_row, last_row):", *_indented(body),
+                  *self._moved(False), "first_row = last_row"]
         return ["first_row = start", "while first_row < stop:", *_indented(lines)]
+
+    def _moved(self, fetched: bool) -> list[str]:
+        """Inputs from memory, or outputs to it, along neighbours where there are some."""
+        of_rows: list[str] = []
+        of_columns: list[str] = []
+        for o in self.turned.values():
+            near = f"{o.name}_data[r * (columns + {PAD}) + j]"
+            far = f"{o.name}_memory[{o.name}_corner{_step(o)} + r * {_stride(o, 1)}]"
+            if fetched == (o.name in self.inputs):
+                (of_rows if o.strides[1] == 1 else of_columns).append(
+                    f"{near} = {far}" if fetched else f"{far} = {near}")
+        each_row, each_column = "for r in range(last_row - first_row):", "for j in range(columns):"
+        lines = [each_column, f"    {each_row}", *_indented(_indented(of_rows))] if of_rows else []
+        return lines + (
+            [each_row, f"    {each_column}", *_indented(_indented(of_columns))] if of_columns else [])
 
     def _waits_for_memory(self) -> bool:
         """Whether an element takes a few instructions, and comes from one place: where several operands are

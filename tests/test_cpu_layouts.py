@@ -1,0 +1,117 @@
+"""On a CPU: rows that lie across memory, of which a task has columns of its own; elements that lie apart."""
+
+import pytest
+import torch
+from checking import BF16, F32, F64, check, lost
+from torch.nn import functional as F
+
+import fusionrt as frt
+from fusionrt.cpu import columns, pointwise, rows
+from fusionrt.rehearsal import collecting
+
+OPS = {name: getattr(torch, name) for name in ("sum", "mean", "amax", "var", "logsumexp", "argmax")}
+dtypes = pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
+# Shapes of memory, the order in which it is seen, and the dimension that is reduced.
+ACROSS = {"first": ((16, 40_000), (0, 1), 0), "middle": ((5, 16, 9000), (0, 1, 2), 1),
+          "narrow": ((64, 33, 257), (0, 1, 2), 1), "two apart": ((3, 20, 4, 5000), (0, 1, 2, 3), (0, 2)),
+          "seen otherwise": ((6, 128, 16, 64), (0, 2, 1, 3), 2)}
+
+
+def seen(shape, order, dtype):
+    return torch.randn(shape).to(dtype).permute(order)
+
+
+def served(op, x, dim):
+    with collecting() as needed:
+        getattr(frt, op)(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), dim)
+    return [columns.serves(p) for p in needed]
+
+
+def test_many_columns_are_shared_out_and_few_are_not():
+    assert served("sum", torch.empty(16, 40_000), 0) == [True]
+    assert served("sum", torch.empty(4096, 1024), 0) == [False]
+    assert served("sum", torch.empty(16, 40_000), 1) == [False]
+
+
+@dtypes
+@pytest.mark.parametrize("where", ACROSS)
+@pytest.mark.parametrize("op", OPS)
+def test_reductions(op, where, dtype):
+    shape, order, dim = ACROSS[where]
+    x = seen(shape, order, dtype)
+    if op == "argmax":
+        dim = dim if isinstance(dim, int) else dim[0]
+        assert torch.equal(frt.argmax(x, dim), x.argmax(dim))
+        return
+    extra = lost(x.double().abs().sum(dim), dtype) if op in ("sum", "mean") else 0.0
+    check(lambda x: getattr(frt, op)(x, dim), (x,), reference=lambda x: OPS[op](x, dim), extra=extra)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "var"])
+def test_the_same_bits_by_any_number_of_threads(op):
+    x, before, found = torch.randn(16, 40_000), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(getattr(frt, op)(x, 0))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_special_values_stay_in_their_columns():
+    x = torch.zeros(16, 40_000)
+    x[3, 5], x[4, 6], x[5, 7] = float("nan"), float("inf"), -float("inf")
+    assert torch.equal(frt.amax(x, 0), x.amax(0)) or torch.equal(frt.amax(x, 0).isnan(), x.amax(0).isnan())
+    assert torch.equal(frt.sum(x, 0).isnan(), x.sum(0).isnan())
+    assert torch.equal(frt.sum(x, 0).nan_to_num(), x.sum(0).nan_to_num())
+
+
+@dtypes
+@pytest.mark.parametrize("dim", [0, 1])
+def test_softmax_across_memory(dim, dtype):
+    x = torch.randn(16, 9, 4500).to(dtype)
+    check(lambda x: frt.softmax(x, dim), (x,), reference=lambda x: torch.softmax(x, dim))
+
+
+def out_and_gradient(function, x):
+    x = x.detach().requires_grad_()
+    out = function(x)
+    return out, *torch.autograd.grad(out, x, torch.arange(out.numel()).view(out.shape).to(x.dtype) % 7)
+
+
+@dtypes
+@pytest.mark.parametrize("step", [2, 3])
+def test_elements_that_lie_apart(step, dtype):
+    x, w, b = torch.randn(37, 1100 * step).to(dtype)[:, ::step], *(torch.randn(1100).to(dtype) for _ in "wb")
+    target = torch.randint(0, 1100, (37,))
+    for function in (frt.gelu, lambda x: frt.bias_gelu(x, b), lambda x: frt.swish_multiply(x, x.flip(0)),
+                     lambda x: frt.softmax(x, -1), lambda x: frt.cross_entropy(x, target, reduction="none")):
+        found = [out_and_gradient(function, t) for t in (x, x.contiguous())]
+        assert all(map(torch.equal, *found))
+    torch.testing.assert_close(frt.layer_norm(x, (1100,), w, b), F.layer_norm(x, (1100,), w, b))
+    torch.testing.assert_close(frt.layer_norm(x.t(), (37,)), F.layer_norm(x.t(), (37,)))
+
+
+@pytest.mark.parametrize(("step", "op", "expected"), [(2, frt.gelu, True), (1, frt.gelu, False),
+                                                      (2, frt.relu, False)])
+def test_what_is_fetched_into_a_buffer(step, op, expected):
+    with collecting() as needed:
+        op(torch.empty(64, 128, device="meta")[:, ::step])
+    assert [bool(pointwise.fetched(p)) for p in needed] == [expected]
+
+
+def test_rows_of_elements_that_lie_apart_are_fetched():
+    with collecting() as needed:
+        frt.softmax(torch.empty(64, 128, device="meta")[:, ::2], -1)
+        frt.softmax(torch.empty(64, 2 * rows.TURNED_COLUMNS + 4, device="meta")[:, ::2], -1)
+    assert [bool(rows.turned(p)) for p in needed] == [True, False]
+
+
+def test_drawn_numbers_are_those_of_neighbours():
+    x = torch.rand(64, 2048)[:, ::2]
+    torch.manual_seed(3)
+    apart = frt.gelu_dropout(x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(apart, frt.gelu_dropout(x.contiguous(), 0.5))
