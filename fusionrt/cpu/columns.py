@@ -27,6 +27,7 @@ from fusionrt.cpu.pointwise import (
     inner_run,
     outputs_of,
     walk_down,
+    walk_down_together,
 )
 from fusionrt.problem import Output, Problem
 
@@ -76,7 +77,6 @@ def generate(problem: Problem) -> str:
     lines.append(f"blocks = (n0 + {BLOCK - 1}) // {BLOCK}")
 
     row = [*_coordinates("row", _dims(problem, False)), *bases(inputs),
-           *(f"{o.name}_base = c0" for o in outputs),
            *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]),
            *inner_run(problem, outputs, buffered, means)]
     rows = " * ".join(f"n{d}" for d in _dims(problem, False)) or "1"
@@ -86,12 +86,14 @@ def generate(problem: Problem) -> str:
         block += [f"{o.name}_data = float64_at({places[f'sums_{o.name}']} + task * {BUFFER} - c0 * 8)",
                   "for j in range(length):",
                   f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
-    block += ["start = 0", f"stop = {rows}",
-              *walk_down(row, [o for o in buffered if gathers(problem, o)], tops), *bases(outputs),
+    walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered else
+            walk_down_together(problem, _coordinates("row", _dims(problem, False)), row))
+    block += [*(f"{o.name}_base = c0" for o in outputs), "start = 0", f"stop = {rows}", *walk,
+              *bases(outputs),
               "for j in range(length):",
               *(f"    {o.name}_found[{o.name}_base + j] = store_{o.dtype}({o.name}_data[c0 + j])"
                 for o in outputs)]
-    own = [f"buffer_{o.name} = {'float64' if o in means else problem.acc}_at("
+    own = [f"buffer_{o.name} = {problem.acc}_at("
            f"{places[f'buffer_{o.name}']} + task * {BUFFER})" for o in buffered]
     own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at("
             f"{places[f'near_{o.name}']} + task * {BUFFER})" for o in near]

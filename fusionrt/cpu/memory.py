@@ -56,18 +56,6 @@ def kept(bits, p):
     return np.int32(bits) >= np.int32(p * type(p)(65536) + type(p)(0.5))
 
 
-@inline
-def pairwise_sum(buffer, length):
-    """Sum, folding the upper half onto the lower: vectorises, and the error grows with log(length)."""
-    while length > 1:
-        half = length // 2
-        rest = length - half
-        for j in range(half):
-            buffer[j] += buffer[rest + j]
-        length = rest
-    return buffer[0]
-
-
 def _casting(store: Any, acc: Any) -> Any:
     """A cast inside an expression goes through the storage type and back."""
 
@@ -91,5 +79,4 @@ def scope(accuracy: str) -> dict[str, Any]:
     for dtype in ("uint8", "uint16", "uint64", "int8", "int16", "int32", "int64", "float32", "float64"):
         names[f"{dtype}_at"] = _pointer_to(getattr(types, dtype))
     return names | {"prefetch": _prefetching(False), "prefetch_to_write": _prefetching(True),
-                    "uint64_of": uint64_of, "float64_of": float64_of, "kept": kept,
-                    "pairwise_sum": pairwise_sum}
+                    "uint64_of": uint64_of, "float64_of": float64_of, "kept": kept}

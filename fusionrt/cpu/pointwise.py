@@ -7,7 +7,8 @@ own, whose sums go to arrays of their own, in float64. Their number follows from
 do as well; the number after the last says: add the sums up.
 
 Trap: LLVM's vectors have as many elements as the widest type in a loop allows. What is computed in
-float32 therefore goes to a buffer first, and another loop adds that to float64 sums.
+float32 is therefore added up in float32 first (of a block, of some rows), or goes to a buffer, and another
+loop adds that to float64 sums.
 
 Of rows that lie across memory (`across`) each root is a sum, a maximum or a mean, and the output what is
 added up or compared for it. For a mean that is done in float64 throughout: that of equal elements is one.
@@ -15,7 +16,9 @@ added up or compared for it. For a mean that is done in float64 throughout: that
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +29,7 @@ from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
+PLACES = 4       # rows whose columns are read together
 BUFFER = (BLOCK + 16) * 8  # bytes
 SUM_TASKS, TASKS = 32, 256  # at most, with and without sums
 CHEAP = 4        # operations that take no longer than storing their result and fetching it again
@@ -55,8 +59,7 @@ def generate(problem: Problem) -> str:
               for o in (*inputs, *outputs) if o not in summed]
     if _has_tasks(problem):
         places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
-    own = [f"buffer_{o.name} = {'float64' if o in means else problem.acc}_at({places[f'buffer_{o.name}']})"
-           for o in buffered]
+    own = [f"buffer_{o.name} = {problem.acc}_at({places[f'buffer_{o.name}']})" for o in buffered]
     own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})"
             for o in fetched(problem)]
     own += [f"{name} = {dtype}_at({places[s]})" for s in problem.streams
@@ -88,7 +91,7 @@ def _coordinates(problem: Problem) -> list[str]:
         lines, row = ["i = row * n0 + c0"], "row"
     else:
         lines, row = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"], "row"
-        if problem.streams or buffered_sums(problem) or fetched(problem):
+        if problem.streams or buffered_sums(problem) or fetched(problem) or _inner_sums(problem):
             lines.append(f"length = min(length, {BLOCK})")
     outermost = len(problem.sizes) - 1
     for d in range(1, outermost):
@@ -109,6 +112,9 @@ def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) ->
     """From `start` to `stop`: elements, or rows where blocks of columns are walked."""
     if _in_columns(problem):
         rows = walk_down(body, [o for o in buffered if gathers(problem, o)], outputs_of(problem, TOPS))
+        if problem.across and not buffered and all(gathers(problem, o) for o in problem.outputs):
+            at = [f"{o.name}_base = c0" for o in problem.outputs]
+            rows = [*at, *walk_down_together(problem, _coordinates(problem), body)]
         return [f"for c0 in range(0, n0, {BLOCK}):", f"    length = min(n0 - c0, {BLOCK})", *indented(rows)]
     drawn = ["drawn = 0", "drawn_end = start"] if problem.streams else []
     return ["i = start", *drawn, "while i < stop:", *indented([*body, "i += length"])]
@@ -149,6 +155,35 @@ def walk_down(body: Sequence[str], gathered: Sequence[Operand], tops: Container[
     group = ["for j in range(length):", *empty, f"for row in range(top_row, min(top_row + {ROWS}, stop)):",
              *indented(body), "for j in range(length):", *added]
     return [f"for top_row in range(start, stop, {ROWS}):", *indented(group)]
+
+
+def walk_down_together(problem: Problem, coordinates: Sequence[str], body: Sequence[str]) -> list[str]:
+    """Sums of columns, rows PLACES at a time, whose values are joined in registers; the rest of them, less
+    than that many, by `body`. `coordinates`: of `row`."""
+    tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
+    each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
+            for o in problem.inputs if o.strides[0]]
+    statements, results = emit(_values(problem), "{} = {}")
+    each += statements
+    head = [*coordinates, *bases(problem.inputs),
+            *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
+              for o in problem.inputs if not o.strides[0])]
+    own = {"row", *(line.partition(" = ")[0] for line in (*head, *each))}
+    of_a_row = re.compile(rf"\b({'|'.join(own)})\b")
+
+    def of_all(lines: Sequence[str]) -> list[str]:
+        return [of_a_row.sub(rf"\1_{k}", line) for k in range(PLACES) for line in lines]
+
+    joined = []
+    for o, value in zip(problem.outputs, results, strict=True):
+        values = of_all([f"float64_of({value})" if o in means else f"acc_t({value})"])
+        one = (functools.reduce(lambda a, b: f"larger_or_nan({a}, {b})", values) if o in tops else
+               " + ".join(values))
+        joined.append(_add(f"{o.name}_data[{o.name}_base + {_step(o)}]", one, o in tops))
+    group = [*(f"row_{k} = row + {k}" for k in range(PLACES)), *of_all(head), "for j in range(length):",
+             *indented([*of_all(each), *joined])]
+    return [f"for row in range(start, stop - {PLACES - 1}, {PLACES}):", *indented(group),
+            f"for row in range(start + (stop - start) // {PLACES} * {PLACES}, stop):", *indented(body)]
 
 
 def indented(lines: Sequence[str]) -> list[str]:
@@ -192,13 +227,20 @@ def _values(problem: Problem) -> list[Expr]:
             if isinstance(a, Expr)]
 
 
+def _inner_sums(problem: Problem) -> list[Operand]:
+    """Sums over the inner dimension."""
+    tops = outputs_of(problem, TOPS)
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
+            if reduced and not o.strides[0] and o not in tops]
+
+
 def buffered_sums(problem: Problem) -> list[Operand]:
-    """Sums whose summands are collected in a buffer: those over the inner dimension, added pairwise, and
-    those of what takes longer to compute than to store."""
-    tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
+    """Sums of columns whose summands are collected in a buffer: of what takes longer to compute than to
+    store."""
+    means = outputs_of(problem, ("moment_mean",))
     costly = len([n for n in toposort(_values(problem)) if n.args and isinstance(n.args[0], Expr)]) > CHEAP
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced and
-            (costly and problem.acc == "float32" and o not in means if o.strides[0] else o not in tops)]
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
+            if reduced and o.strides[0] and costly and problem.acc == "float32" and o not in means]
 
 
 def fetched(problem: Problem) -> list[Operand]:
@@ -220,7 +262,7 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
     lines += statements
     before = [line for o in near
               for line in ("for j in range(length):", f"    near_{o.name}[j] = {places[o]}")]
-    after = []
+    after, inner = [], _inner_sums(problem)
     taken = dict(problem.taken)
     for o, value in zip(problem.outputs, results, strict=True):
         place = f"{o.name}_data[{o.name}_base" + (f" + {_step(o)}]" if o.strides[0] else "]")
@@ -234,11 +276,15 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
             lines.append(f"{buffer} = " + (f"larger_or_nan({buffer}, acc_t({value}))" if is_top else
                                            f"{buffer} + acc_t({value})"))
         elif o in buffered:
-            lines.append(f"{buffer} = {'float64_of' if o in means else 'acc_t'}({value})")
-            after += (["for j in range(length):", f"    {_add(place, buffer, is_top)}"] if o.strides[0] else
-                      [_add(place, f"pairwise_sum(buffer_{o.name}, length)", False)])
+            lines.append(f"{buffer} = acc_t({value})")
+            after += ["for j in range(length):", f"    {_add(place, buffer, is_top)}"]
         elif o.strides[0]:
             lines.append(_add(place, value, is_top))
+        elif o in inner:
+            number = "float64_of" if o in means else "acc_t"
+            before.append(f"sum_{o.name} = {number}(0)")
+            lines.append(f"sum_{o.name} = plus(sum_{o.name}, {number}({value}))")
+            after.append(_add(place, f"sum_{o.name}", False))
         else:
             before += [f"top_{o.name} = -acc_t(INF)", f"bits_{o.name} = no_bits(acc_t(0))"]
             lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
@@ -260,8 +306,8 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
-    # A task per part of the domain, never so many that their sums outweigh the domain itself.
-    most = min(SUM_TASKS, count // (4 * max(sums_of)) + 1) if summed else TASKS
+    # A task per part of the domain, never so many that their sums take long beside the domain itself.
+    most = min(SUM_TASKS, count // (32 * max(sums_of)) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
     buffers = len(problem.streams) + len(buffered_sums(problem)) + len(fetched(problem))
     text = Text(problem, results, run, Arguments(
