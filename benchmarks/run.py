@@ -21,7 +21,7 @@ BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhe
               "optimizers": "gpu",
               "embedding": "gpu", "attention": "gpu", "qkv": "gpu",
               "image": "gpu, cpu", "window": "gpu, cpu", "transformer_block": "gpu", "reductions": "gpu",
-              "layouts": "gpu",
+              "layouts": "gpu, cpu",
               "channel_norms": "gpu", "convolution": "gpu", "linear_cross_entropy": "gpu",
               "linear": "gpu", "ffn": "gpu", "gemm": "gpu",
               "models": "gpu, cpu", "models_startup": "gpu, cpu",

@@ -347,6 +347,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
         "op", "dtype", "reduced", "us", "of_read", "vs_eager")),
     "layouts": measured("layouts-gpu")(_listed(
         "layout", "op", "dtype", "direction", "us", "of_copy", "vs_eager")),
+    "layouts_cpu": measured("layouts-cpu")(_listed(
+        "layout", "op", "direction", "us", "GB/s", "vs_eager", "spread")),
     "channel_norms": measured("channel_norms-gpu")(_listed(
         "op", "dtype", "memory", "shape", "direction", "us", "of_copy", "vs_eager")),
     "linear_cross_entropy": measured("linear_cross_entropy-gpu")(_listed(

@@ -1,7 +1,7 @@
-"""Work on a GPU that is no row of the catalogue: ours and eager torch's, on input sets in rotation.
+"""Work that is no row of the catalogue: ours and eager torch's.
 
-Forward passes are timed in CUDA graphs; backward passes as they are issued one by one, as some gradients of
-torch's cannot be captured.
+On a GPU, on input sets in rotation, forward passes are timed in CUDA graphs; backward passes as they are
+issued one by one, as some gradients of torch's cannot be captured. On a CPU, the wall time of a call.
 """
 
 from __future__ import annotations
@@ -44,6 +44,21 @@ def measure(works: Iterable[Work], run: Results) -> None:
                 except Exception as error:
                     run.add(**work.labels, direction=direction, error=why(error))
                 timing.release()
+
+
+def measure_on_cpu(works: Iterable[Work], run: Results) -> None:
+    for work in works:
+        for direction, nbytes in work.nbytes.items():
+            try:
+                made = work.make()
+                times = timing.cpu({name: _call(getattr(made, name), made.leaves, direction)
+                                    for name in ("ours", "eager")}, rounds=9)
+                ours, eager = times["ours"], times["eager"]
+                run.add(**work.labels, direction=direction, bytes=nbytes, MB=round(nbytes / (1 << 20), 2),
+                        us=ours.us, spread=ours.spread, eager_us=eager.us,
+                        vs_eager=round(eager.us / ours.us, 3), **{"GB/s": round(nbytes / ours.us / 1e3, 2)})
+            except Exception as error:
+                run.add(**work.labels, direction=direction, error=why(error))
 
 
 def _measure(work: Work, direction: str, run: Results) -> None:

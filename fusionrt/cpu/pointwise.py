@@ -244,9 +244,9 @@ def buffered_sums(problem: Problem) -> list[Operand]:
 
 
 def fetched(problem: Problem) -> list[Operand]:
-    """Inputs whose elements are no neighbours, of which LLVM makes no vectors: put into a buffer first, where
-    the arithmetic takes longer than that."""
-    costly = any(n.op in COSTLY for n in toposort(_values(problem)))
+    """Inputs whose elements are no neighbours, of which LLVM makes no vectors, or slow ones: put into a
+    buffer first, where the arithmetic takes longer than that, or sums want vectors."""
+    costly = bool(_inner_sums(problem)) or any(n.op in COSTLY for n in toposort(_values(problem)))
     return [o for o in problem.inputs if o.strides[0] > 1] if costly else []
 
 

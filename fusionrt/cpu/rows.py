@@ -119,10 +119,14 @@ def _written(problem: Problem) -> tuple[str, int]:
 
 
 def turned(problem: Problem) -> list[Operand]:
-    """The operands whose elements of a row are no neighbours; those of rows may be."""
+    """The operands whose elements of a row are no neighbours, while those of rows are; others where rows are
+    looked at more than once, or what is done takes longer than to move them."""
     if problem.row_dims > 1 or problem.sizes[0] > TURNED_COLUMNS:
         return []
-    return [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1]
+    roots = spelled_out(problem.roots)
+    long = len(loops(roots)) > 1 or any(n.op in COSTLY for n in toposort(roots))
+    apart = [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1]
+    return [o for o in apart if o.strides[1] == 1 or long]
 
 
 class _Text:
