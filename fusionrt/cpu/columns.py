@@ -86,7 +86,7 @@ def generate(problem: Problem) -> str:
         block += [f"{o.name}_data = float64_at({places[f'sums_{o.name}']} + task * {BUFFER} - c0 * 8)",
                   "for j in range(length):",
                   f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
-    walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered else
+    walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered or near else
             walk_down_together(problem, _coordinates("row", _dims(problem, False)), row))
     block += [*(f"{o.name}_base = c0" for o in outputs), "start = 0", f"stop = {rows}", *walk,
               *bases(outputs),

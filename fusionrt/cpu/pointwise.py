@@ -112,7 +112,8 @@ def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) ->
     """From `start` to `stop`: elements, or rows where blocks of columns are walked."""
     if _in_columns(problem):
         rows = walk_down(body, [o for o in buffered if gathers(problem, o)], outputs_of(problem, TOPS))
-        if problem.across and not buffered and all(gathers(problem, o) for o in problem.outputs):
+        plain = problem.across and not buffered and not fetched(problem)
+        if plain and all(gathers(problem, o) for o in problem.outputs):
             at = [f"{o.name}_base = c0" for o in problem.outputs]
             rows = [*at, *walk_down_together(problem, _coordinates(problem), body)]
         return [f"for c0 in range(0, n0, {BLOCK}):", f"    length = min(n0 - c0, {BLOCK})", *indented(rows)]
