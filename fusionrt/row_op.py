@@ -164,7 +164,10 @@ class RowOperator(Operator):
         if len(small) == len(outputs) and rows * ROW_SHARED < MANY_THREADS and columns > FEW_COLUMNS:
             return True
         if _device(args) == "cpu":
-            return bool(of_row) and not of_row[0] and columns > 1
+            run = math.prod(shape[d] for d in itertools.takewhile(lambda d: d >= first, order))
+            short = (self.of_channels and between and run < stages.SHORT_RUN
+                     and rows * columns >= stages.MANY_SHORT)
+            return bool(of_row) and columns > 1 and (short or not of_row[0])
         return between
 
     def walk(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:

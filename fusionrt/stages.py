@@ -29,6 +29,9 @@ from fusionrt.rowwise import schedule, with_sums
 if TYPE_CHECKING:
     from fusionrt.row_op import RowOperator
 
+# Elements of a row side by side, too few for a CPU's loop; elements in all, of which stages then take less.
+SHORT_RUN, MANY_SHORT = 64, 1 << 16
+
 # -- expressions -----------------------------------------------------------------------------------
 
 def factored(roots: Sequence[Expr]) -> list[Expr]:
@@ -183,10 +186,10 @@ class Plan:
         inner = list(itertools.takewhile(lambda d: d >= first, self.order))
         beside = list(itertools.takewhile(lambda d: d < first, self.order[len(inner):]))
         width = 16 // self.outputs[0].element_size()
-        few = math.prod(self.shape[d] for d in inner) < width
-        whole = math.prod(self.shape[d] for d in (*inner, *beside)) % width == 0
+        few = math.prod(self.shape[d] for d in inner) < (width if self.on_gpu else SHORT_RUN)
+        whole = not self.on_gpu or math.prod(self.shape[d] for d in (*inner, *beside)) % width == 0
         positions = any(n.op == "row_first" for stage in values for n in toposort(stage))
-        if not (self.op.of_channels and self.on_gpu and inner and beside and few and whole) or positions:
+        if not (self.op.of_channels and inner and beside and few and whole) or positions:
             return
         self.inner = {d: self.shape[d] for d in inner}
         self.of_values = tuple(n if d in self.inner else one for d, (n, one) in enumerate(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F32, F64, check, lost
+from checking import BF16, F32, F64, check, check_in_norm, lost
 from torch.nn import functional as F
 
 import fusionrt as frt
@@ -22,7 +22,7 @@ def seen(shape, order, dtype):
 
 
 def served(op, x, dim):
-    with collecting() as needed:
+    with collecting("cpu") as needed:
         getattr(frt, op)(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), dim)
     return [columns.serves(p) for p in needed]
 
@@ -97,13 +97,13 @@ def test_elements_that_lie_apart(step, dtype):
 @pytest.mark.parametrize(("step", "op", "expected"), [(2, frt.gelu, True), (1, frt.gelu, False),
                                                       (2, frt.relu, False)])
 def test_what_is_fetched_into_a_buffer(step, op, expected):
-    with collecting() as needed:
+    with collecting("cpu") as needed:
         op(torch.empty(64, 128, device="meta")[:, ::step])
     assert [bool(pointwise.fetched(p)) for p in needed] == [expected]
 
 
 def test_rows_of_elements_that_lie_apart_are_fetched():
-    with collecting() as needed:
+    with collecting("cpu") as needed:
         frt.softmax(torch.empty(64, 128, device="meta")[:, ::2], -1)
         frt.softmax(torch.empty(64, 2 * rows.TURNED_COLUMNS + 4, device="meta")[:, ::2], -1)
     assert [bool(rows.turned(p)) for p in needed] == [True, False]
@@ -115,3 +115,27 @@ def test_drawn_numbers_are_those_of_neighbours():
     apart = frt.gelu_dropout(x, 0.5)
     torch.manual_seed(3)
     assert torch.equal(apart, frt.gelu_dropout(x.contiguous(), 0.5))
+
+
+@dtypes
+@pytest.mark.parametrize(("shape", "groups"), [
+    ((4, 64, 40, 40), 16), ((2, 96, 30, 31), 3), ((3, 40, 50, 20), 40)])
+def test_groups_of_few_channels_side_by_side(shape, groups, dtype):
+    x = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
+    w, b = (torch.randn(shape[1]).to(dtype) for _ in "wb")
+    check_in_norm(lambda x, w, b: frt.group_norm(x, groups, w, b), (x, w, b),
+                  reference=lambda x, w, b: F.group_norm(x, groups, w, b))
+    check_in_norm(lambda x, r: frt.group_norm(x, groups, residual=r, epilogue=frt.silu), (x, x.flip(0)),
+                  reference=lambda x, r: F.silu(F.group_norm(x, groups) + r))
+    with collecting("cpu") as needed:
+        frt.group_norm(torch.empty_strided(shape, x.stride(), dtype=dtype, device="meta"), groups)
+    assert any(p.inner > 1 for p in needed) == (shape[1] // groups > 1)
+
+
+def test_second_derivatives_of_groups_side_by_side():
+    x = torch.randn(2, 8, 70, 70, dtype=F64).to(memory_format=torch.channels_last).requires_grad_()
+    found = []
+    for norm in (frt.group_norm, F.group_norm):
+        first, = torch.autograd.grad((norm(x, 4) ** 3).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad((first ** 2).sum(), x)[0])
+    torch.testing.assert_close(*found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import columns, pointwise
-from fusionrt.expr import argument, leaves, node, substitute
+from fusionrt.expr import Expr, argument, leaves, node, substitute
 from fusionrt.op import pack, unpack
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule
@@ -61,6 +61,8 @@ def divided(problem: Problem) -> tuple[Problem, Problem]:
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and random numbers)."""
     finding, following = divided(problem)
+    if problem.inner > 1:
+        return _of_inner(problem, finding, following, results, n_args)
     n, in_order = n_read(problem), [r._replace(strides=r.walk_strides) for r in results]
     of_columns = columns.serves(finding)
     if of_columns and all(root is argument(f"a{n + k}", True) for k, root in enumerate(following.roots)):
@@ -76,6 +78,38 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
 
     def call(*args: Any) -> Any:
         return finish(*args[:n], *unpack(find(*args)))
+
+    return _as_declared(call, results)
+
+
+def _of_inner(problem: Problem, finding: Problem, following: Problem, results: Sequence[Output], n_args: int
+              ) -> Callable[..., Any]:
+    """Of rows with a few neighbours in memory (the channels of a group), which are found apart, and then
+    joined, so that each of them has its row's values; an output may want those of one of them."""
+    n, kept, inner = n_read(problem), following.sizes[0], problem.inner
+
+    def flat(root: Expr, dtype: torch.dtype) -> Output:
+        return Output(root, dtype, (kept,), (1,), (1,), True)
+
+    find = (columns if columns.serves(finding) else pointwise).build(
+        finding, [flat(root, torch.float64) for root in finding.roots], n_args)
+    finish = pointwise.build(following, [flat(r.root, r.dtype) for r in results], n + len(finding.roots))
+    tops = [root.op in pointwise.TOPS for root in finding.roots]
+    places = [(r.shape, r.walk_strides, o.name in problem.once)
+              for r, o in zip(results, problem.outputs, strict=True)]
+
+    def joined(found: torch.Tensor, is_top: bool) -> torch.Tensor:
+        each = found.view(-1, inner)
+        row = each.amax(1, keepdim=True) if is_top else each.sum(1, keepdim=True)
+        return row.expand(-1, inner).reshape(-1)
+
+    def placed(made: torch.Tensor, shape: Sequence[int], strides: Sequence[int], once: bool) -> torch.Tensor:
+        return (made.view(-1, inner)[:, 0].contiguous() if once else made).as_strided(shape, strides)
+
+    def call(*args: Any) -> Any:
+        found = map(joined, unpack(find(*args)), tops)
+        made = unpack(finish(*args[:n], *found))
+        return pack([placed(one, *place) for one, place in zip(made, places, strict=True)])
 
     return _as_declared(call, results)
 
