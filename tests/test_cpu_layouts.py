@@ -139,3 +139,16 @@ def test_second_derivatives_of_groups_side_by_side():
         first, = torch.autograd.grad((norm(x, 4) ** 3).sum(), x, create_graph=True)
         found.append(torch.autograd.grad((first ** 2).sum(), x)[0])
     torch.testing.assert_close(*found)
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [2, 3, 7, 16, 17])
+def test_a_bias_of_short_rows(columns, dtype):
+    """What repeats from row to row of very few elements goes into a buffer."""
+    x, w, b = torch.randn(20_001, columns).to(dtype), *(torch.randn(columns).to(dtype) for _ in "wb")
+    for op, args in ((frt.bias_gelu, (x, b)), (frt.bias_relu, (x, b)), (frt.scale_bias_sigmoid, (x, w, b))):
+        wide = args[0].flatten(), *(t.repeat(20_001) for t in args[1:])  # where nothing repeats
+        assert torch.equal(op(*args).flatten(), op(*wide))
+        with collecting("cpu") as needed:
+            op(*(torch.empty(t.shape, dtype=dtype, device="meta") for t in args))
+        assert [bool(pointwise.repeated(p)) for p in needed] == [columns <= pointwise.SHORT_ROW]

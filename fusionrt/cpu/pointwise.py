@@ -29,6 +29,7 @@ from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
+SHORT_ROW = 16   # elements, of which a buffer has some more than a run
 PLACES = 4       # rows whose columns are read together
 BUFFER = (BLOCK + 16) * 8  # bytes
 SUM_TASKS, TASKS = 32, 256  # at most, with and without sums
@@ -52,7 +53,9 @@ def generate(problem: Problem) -> str:
               for k, o in enumerate(operands) for d in range(n_dims) if o.strides[d] not in (0, 1)]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
     scratch = [*problem.streams, *(f"buffer_{o.name}" for o in buffered)]
-    scratch += [f"near_{o.name}" for o in fetched(problem)]
+    again = repeated(problem)
+    near = [*fetched(problem), *again]
+    scratch += [f"near_{o.name}" for o in near]
     names = [*(o.name for o in (*inputs, *outputs)), *scratch]
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
     lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})"
@@ -60,11 +63,13 @@ def generate(problem: Problem) -> str:
     if _has_tasks(problem):
         places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
     own = [f"buffer_{o.name} = {problem.acc}_at({places[f'buffer_{o.name}']})" for o in buffered]
-    own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})"
-            for o in fetched(problem)]
+    own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})" for o in near]
+    own += [line for o in again for line in (
+        f"for j in range({BLOCK} + n0):", f"    near_{o.name}[j] = {o.name}_data[j % n0]")]
     own += [f"{name} = {dtype}_at({places[s]})" for s in problem.streams
             for name, dtype in ((f"bits_{s}", "uint16"), (f"words_{s}", "uint64"))]
-    body = [*_coordinates(problem), *bases(operands)]
+    body = [*_coordinates(problem), *(
+        [f"{o.name}_base = {'c0' if o in again else 'i'}" for o in operands] if again else bases(operands))]
     body += _draws(problem, seed) if problem.streams else []
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
     walk = [*own, *_walk(problem, [*body, *inner_run(problem, summed, buffered, means)], buffered)]
@@ -75,7 +80,7 @@ def generate(problem: Problem) -> str:
 
 
 def _has_tasks(problem: Problem) -> bool:
-    return bool(problem.streams or fetched(problem)) or any(problem.reduced)
+    return bool(problem.streams or fetched(problem) or repeated(problem)) or any(problem.reduced)
 
 
 def _in_columns(problem: Problem) -> bool:
@@ -87,6 +92,8 @@ def _in_columns(problem: Problem) -> bool:
 
 def _coordinates(problem: Problem) -> list[str]:
     """Of the element at which a run of the innermost dimension begins, and how long that is."""
+    if repeated(problem):
+        return ["c0 = i % n0", f"length = min(stop - i, {BLOCK})"]
     if _in_columns(problem):
         lines, row = ["i = row * n0 + c0"], "row"
     else:
@@ -251,13 +258,26 @@ def fetched(problem: Problem) -> list[Operand]:
     return [o for o in problem.inputs if o.strides[0] > 1] if costly else []
 
 
+def repeated(problem: Problem) -> list[Operand]:
+    """Inputs that repeat from row to row of very few elements, as a bias does: a buffer has them as often as
+    there is room for, so that a run goes over many rows. (Of few elements in all, not worth a kernel.)"""
+    flat, sizes = problem.domain.flat, problem.sizes
+    short = len(sizes) == 2 and sizes[0] <= SHORT_ROW and problem.domain.numel >= team.SERIAL_BELOW
+    if not short or problem.streams or problem.across or any(problem.reduced):
+        return []
+    found = [o for o in problem.inputs if o.strides == (1, 0)]
+    others = [o for o in (*problem.inputs, *problem.outputs) if o not in found]
+    return found if all(o.strides == flat for o in others) else []
+
+
 def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
            means: Container[Operand]) -> list[str]:
     """A run of the innermost dimension."""
     tops, apart, near = outputs_of(problem, TOPS), _apart(problem), fetched(problem)
     places = {o: f"{o.name}_data[{o.name}_base + {_step(o)}]" for o in problem.inputs if o.strides[0]}
-    lines = [f"{o.name} = load_{o.dtype}({f'near_{o.name}[j]' if o in near else place})"
-             for o, place in places.items()]
+    at_hand = (places | {o: f"near_{o.name}[j]" for o in near} |
+               {o: f"near_{o.name}[{o.name}_base + j]" for o in repeated(problem)})
+    lines = [f"{o.name} = load_{o.dtype}({place})" for o, place in at_hand.items()]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
     statements, results = emit(_values(problem), "{} = {}")
     lines += statements
@@ -310,7 +330,8 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     # A task per part of the domain, never so many that their sums take long beside the domain itself.
     most = min(SUM_TASKS, count // (32 * max(sums_of)) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
-    buffers = len(problem.streams) + len(buffered_sums(problem)) + len(fetched(problem))
+    near = len(fetched(problem)) + len(repeated(problem))
+    buffers = len(problem.streams) + len(buffered_sums(problem)) + near
     text = Text(problem, results, run, Arguments(
         len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
     if problem.streams:
