@@ -20,7 +20,7 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched, is_watched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
 from fusionrt.expr import cast, substitute, toposort
-from fusionrt.problem import STORAGE, Output, Problem, pose
+from fusionrt.problem import STORAGE, Output, Problem, pack, pose
 from fusionrt.replay import Recording
 
 Args = Sequence[Any]
@@ -452,14 +452,6 @@ def memory_order(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]
     return layout.memory_order(shape, strides)
 
 
-def pack(outputs: list[torch.Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
 def seen_by_torch(*tensors: torch.Tensor | None) -> bool:
     """Whether torch, or a subclass of its tensors, must see each operation."""
     return is_watched() or any(t is not None and type(t) not in PLAIN for t in tensors)
-
-
-def unpack(out: Any) -> tuple[torch.Tensor, ...]:
-    return out if isinstance(out, tuple) else (out,)

@@ -131,3 +131,13 @@ def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outp
     return Problem(name, inputs, numbers, roots, made, tuple(o.reduced for o in outputs), sizes,
                    "float64" if double else "float32", tuple(dict.fromkeys(leaves(roots, "random"))),
                    len(domain.sizes) if row else 0, row_size=row_size, taken=taken)
+
+
+def pack(outputs: Sequence[torch.Tensor]) -> Any:
+    """What a caller gets: a tensor, or a tuple of several."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def unpack(out: Any) -> tuple[torch.Tensor, ...]:
+    """What was packed."""
+    return out if isinstance(out, tuple) else (out,)

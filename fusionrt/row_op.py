@@ -19,8 +19,8 @@ from fusionrt import layout, stages
 from fusionrt.definition import SCALAR
 from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
-from fusionrt.op import Args, Operator, pack, unpack
-from fusionrt.problem import Output, Problem, pose
+from fusionrt.op import Args, Operator
+from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.rowwise import is_total
 

@@ -21,8 +21,7 @@ import torch
 from fusionrt import layout
 from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum, substitute, toposort, where
 from fusionrt.layout import Ints
-from fusionrt.op import pack, unpack
-from fusionrt.problem import Output, Problem, pose
+from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.rowwise import schedule, with_sums
 

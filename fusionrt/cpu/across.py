@@ -11,8 +11,7 @@ import torch
 
 from fusionrt.cpu import columns, pointwise
 from fusionrt.expr import Expr, argument, leaves, node, substitute
-from fusionrt.op import pack, unpack
-from fusionrt.problem import Operand, Output, Problem
+from fusionrt.problem import Operand, Output, Problem, pack, unpack
 from fusionrt.rowwise import schedule
 
 

@@ -23,9 +23,9 @@ from fusionrt.catalogue import Make, public
 from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.layout import lie_apart
-from fusionrt.op import unpack
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
+from fusionrt.problem import unpack
 from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
 

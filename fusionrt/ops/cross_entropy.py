@@ -30,8 +30,9 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, guard, planned_once
 from fusionrt.errors import as_int, check_number
-from fusionrt.op import seen_by_torch, unpack
+from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
+from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.replay import straight
 

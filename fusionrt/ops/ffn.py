@@ -24,11 +24,12 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
-from fusionrt.op import Operator, seen_by_torch, unpack
+from fusionrt.op import Operator, seen_by_torch
 from fusionrt.ops import linear
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
 from fusionrt.ops.pointwise import is_tanh
+from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator

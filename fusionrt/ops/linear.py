@@ -27,9 +27,10 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites, planned_once
 from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr, argument
-from fusionrt.op import FLOATS, Operator, seen_by_torch, unpack
+from fusionrt.op import FLOATS, Operator, seen_by_torch
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
+from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
 from fusionrt.replay import straight
