@@ -13,6 +13,7 @@ from typing import Any
 
 from fusionrt.cpu import compiler, team
 from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.lines import coordinates, indented
 from fusionrt.cpu.pointwise import (
     BLOCK,
     BUFFER,
@@ -23,7 +24,6 @@ from fusionrt.cpu.pointwise import (
     buffered_sums,
     fetched,
     gathers,
-    indented,
     inner_run,
     outputs_of,
     walk_down,
@@ -50,15 +50,6 @@ def _dims(problem: Problem, kept: bool) -> list[int]:
     return [d for d in range(1, len(problem.sizes)) if bool(strides[d]) == kept]
 
 
-def _coordinates(number: str, dims: Sequence[int]) -> list[str]:
-    """Of one among all places in these dimensions, the innermost first."""
-    lines = []
-    for d in dims[:-1]:
-        lines += [f"c{d} = {number} % n{d}", f"rest = {number} // n{d}"]
-        number = "rest"
-    return [*lines, *(f"c{d} = {number}" for d in dims[-1:])]
-
-
 def generate(problem: Problem) -> str:
     """`pointers`: inputs, outputs, scratch of the first task."""
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
@@ -76,18 +67,18 @@ def generate(problem: Problem) -> str:
     lines += [f"{o.name}_found = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in outputs]
     lines.append(f"blocks = (n0 + {BLOCK - 1}) // {BLOCK}")
 
-    row = [*_coordinates("row", _dims(problem, False)), *bases(inputs),
+    row = [*coordinates("row", _dims(problem, False)), *bases(inputs),
            *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]),
            *inner_run(problem, outputs, buffered, means)]
     rows = " * ".join(f"n{d}" for d in _dims(problem, False)) or "1"
     block = [f"c0 = block % blocks * {BLOCK}", "number = block // blocks",
-             *_coordinates("number", _dims(problem, True)), f"length = min(n0 - c0, {BLOCK})"]
+             *coordinates("number", _dims(problem, True)), f"length = min(n0 - c0, {BLOCK})"]
     for o in outputs:
         block += [f"{o.name}_data = float64_at({places[f'sums_{o.name}']} + task * {BUFFER} - c0 * 8)",
                   "for j in range(length):",
                   f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
     walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered or near else
-            walk_down_together(problem, _coordinates("row", _dims(problem, False)), row))
+            walk_down_together(problem, coordinates("row", _dims(problem, False)), row))
     block += [*(f"{o.name}_base = c0" for o in outputs), "start = 0", f"stop = {rows}", *walk,
               *bases(outputs),
               "for j in range(length):",

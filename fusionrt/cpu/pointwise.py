@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from fusionrt.cpu import compiler, team, threads
 from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
@@ -95,16 +95,12 @@ def _coordinates(problem: Problem) -> list[str]:
     if repeated(problem):
         return ["c0 = i % n0", f"length = min(stop - i, {BLOCK})"]
     if _in_columns(problem):
-        lines, row = ["i = row * n0 + c0"], "row"
+        lines = ["i = row * n0 + c0"]
     else:
-        lines, row = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"], "row"
+        lines = ["row = i // n0", "c0 = i - row * n0", "length = min(n0 - c0, stop - i)"]
         if problem.streams or buffered_sums(problem) or fetched(problem) or _inner_sums(problem):
             lines.append(f"length = min(length, {BLOCK})")
-    outermost = len(problem.sizes) - 1
-    for d in range(1, outermost):
-        lines += [f"c{d} = {row} % n{d}", f"rest = {row} // n{d}"]
-        row = "rest"
-    return [*lines, f"c{outermost} = {row}"] if outermost else lines
+    return [*lines, *coordinates("row", range(1, len(problem.sizes)))]
 
 
 def _draws(problem: Problem, seed: int) -> list[str]:
@@ -165,22 +161,21 @@ def walk_down(body: Sequence[str], gathered: Sequence[Operand], tops: Container[
     return [f"for top_row in range(start, stop, {ROWS}):", *indented(group)]
 
 
-def walk_down_together(problem: Problem, coordinates: Sequence[str], body: Sequence[str]) -> list[str]:
+def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[str]) -> list[str]:
     """Sums of columns, rows PLACES at a time, whose values are joined in registers; the rest of them, less
-    than that many, by `body`. `coordinates`: of `row`."""
+    than that many, by `body`. `place`: the coordinates of `row`."""
     tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
     each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
             for o in problem.inputs if o.strides[0]]
     statements, results = emit(_values(problem), "{} = {}")
     each += statements
-    head = [*coordinates, *bases(problem.inputs),
+    head = [*place, *bases(problem.inputs),
             *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
               for o in problem.inputs if not o.strides[0])]
-    own = {"row", *(line.partition(" = ")[0] for line in (*head, *each))}
-    of_a_row = re.compile(rf"\b({'|'.join(own)})\b")
+    of_each = of_several([*head, *each], PLACES)
 
     def of_all(lines: Sequence[str]) -> list[str]:
-        return [of_a_row.sub(rf"\1_{k}", line) for k in range(PLACES) for line in lines]
+        return [line for of_row in zip(*map(of_each, lines), strict=True) for line in of_row]
 
     joined = []
     for o, value in zip(problem.outputs, results, strict=True):
@@ -192,10 +187,6 @@ def walk_down_together(problem: Problem, coordinates: Sequence[str], body: Seque
              *indented([*of_all(each), *joined])]
     return [f"for row in range(start, stop - {PLACES - 1}, {PLACES}):", *indented(group),
             f"for row in range(start + (stop - start) // {PLACES} * {PLACES}, stop):", *indented(body)]
-
-
-def indented(lines: Sequence[str]) -> list[str]:
-    return ["    " + line for line in lines]
 
 
 def bases(operands: Sequence[Operand]) -> list[str]:

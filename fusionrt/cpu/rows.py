@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 
 from fusionrt.cpu import compiler
 from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.cpu.pointwise import COSTLY, ELEMENT
 from fusionrt.expr import Expr, emit, exp, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
@@ -170,9 +170,9 @@ class _Text:
         elif self.side_by_side:
             body = self._side_by_side(body)
         else:
-            body = ["for row in range(start, stop):", *_indented(body)]
+            body = ["for row in range(start, stop):", *indented(body)]
         return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
-                          *_indented([*lines, *body]), ""])
+                          *indented([*lines, *body]), ""])
 
     def _arrays(self) -> list[str]:
         p = self.problem
@@ -189,11 +189,7 @@ class _Text:
                         for place, s in zip(places[len(shared):], p.streams, strict=False)]
 
     def _coordinates(self, row: str) -> list[str]:
-        *inner, outermost = range(len(self.row_dims), len(self.problem.sizes))
-        lines = [f"rest = {row}"]
-        for d in inner:
-            lines += [f"c{d} = rest % n{d}", f"rest = rest // n{d}"]
-        return [*lines, f"c{outermost} = rest"]
+        return [f"rest = {row}", *coordinates("rest", range(len(self.row_dims), len(self.problem.sizes)))]
 
     def _row_begins(self) -> list[str]:
         """Its place in each operand, and the operands that have one value a row."""
@@ -209,9 +205,9 @@ class _Text:
         lines = [*self._coordinates("first_row"),
                  f"last_row = min(first_row + {TURNED}, first_row + n1 - c1, stop)"]
         lines += [f"{o.name}_corner = {_offset(o, range(1, len(o.strides)))}" for o in self.turned.values()]
-        lines += [*self._moved(True), "for row in range(first_row, last_row):", *_indented(body),
+        lines += [*self._moved(True), "for row in range(first_row, last_row):", *indented(body),
                   *self._moved(False), "first_row = last_row"]
-        return ["first_row = start", "while first_row < stop:", *_indented(lines)]
+        return ["first_row = start", "while first_row < stop:", *indented(lines)]
 
     def _moved(self, fetched: bool) -> list[str]:
         """Inputs from memory, or outputs to it, along neighbours where there are some."""
@@ -224,9 +220,9 @@ class _Text:
                 (of_rows if o.strides[1] == 1 else of_columns).append(
                     f"{near} = {far}" if fetched else f"{far} = {near}")
         each_row, each_column = "for r in range(last_row - first_row):", "for j in range(columns):"
-        lines = [each_column, f"    {each_row}", *_indented(_indented(of_rows))] if of_rows else []
+        lines = [each_column, f"    {each_row}", *indented(indented(of_rows))] if of_rows else []
         return lines + (
-            [each_row, f"    {each_column}", *_indented(_indented(of_columns))] if of_columns else [])
+            [each_row, f"    {each_column}", *indented(indented(of_columns))] if of_columns else [])
 
     def _waits_for_memory(self) -> bool:
         """Whether an element takes a few instructions, and comes from one place: where several operands are
@@ -239,15 +235,13 @@ class _Text:
         """Rows of as many parts of the task at a time: a core that reads in several places has more of memory
         on its way. Each line of a row is written for all of them, with names of their own. What is left over
         is done again, that a row's bits be those of any other division into tasks."""
-        own = {"row", *(left for line in body for left, equals, _ in [line.strip().partition(" = ")]
-                        if equals and left.isidentifier())}
-        of_a_row = re.compile(rf"\b({'|'.join(own)})\b")
+        of_each = of_several(body, PLACES)
         together = [f"row_{k} = min(row + {k} * part, stop - 1)" for k in range(PLACES)]
         for line in body:
             is_loop = line.lstrip().startswith("for ")
-            together += [line] if is_loop else [of_a_row.sub(rf"\1_{k}", line) for k in range(PLACES)]
+            together += [line] if is_loop else of_each(line)
         return [f"part = (stop - start + {PLACES - 1}) // {PLACES}", "for row in range(start, start + part):",
-                *_indented(together)]
+                *indented(together)]
 
     def _draws(self) -> list[str]:
         fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, seed, "
@@ -345,12 +339,12 @@ class _Text:
         if sums or ahead:
             inner += [f"for first in range(0, n0, {block}):",
                       *(f"    {name} = {'float64_of' if name in means else 'acc_t'}(0)" for name in sums),
-                      f"    for j in range(first, min(first + {block}, n0)):", *_indented(_indented(body)),
-                      *(f"    total_{name} += float64_of({name})" for name in sums), *_indented(ahead)]
+                      f"    for j in range(first, min(first + {block}, n0)):", *indented(indented(body)),
+                      *(f"    total_{name} += float64_of({name})" for name in sums), *indented(ahead)]
         else:
-            inner += ["for j in range(n0):", *_indented(body)]
+            inner += ["for j in range(n0):", *indented(body)]
         for d in self.row_dims[1:]:
-            inner = [f"for c{d} in range(n{d}):", *_indented(inner)]
+            inner = [f"for c{d} in range(n{d}):", *indented(inner)]
         self.names |= dict(zip((*loop.sums, *loop.maxima), (*sums, *maxima), strict=True))
         return [*(f"total_{name} = float64_of(0)" for name in sums),
                 *(f"{name} = -acc_t(INF)" for name in maxima),
@@ -400,10 +394,6 @@ class _Text:
     def _first_column(self) -> str:
         place = [" * ".join((f"c{d}", *(f"n{inner}" for inner in range(d)))) for d in self.row_dims[1:]]
         return " + ".join(place) or "0"
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
-    return ["    " + line for line in lines]
 
 
 def _stride(operand: Operand, d: int) -> str:
