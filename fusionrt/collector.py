@@ -9,6 +9,16 @@ from collections.abc import Iterator
 MANY = 10_000  # new objects, of which a walk takes a millisecond
 FEW = 1_000    # frozen objects: Python 3.12 starts with some hundreds, who freezes a program has more
 
+_program_freezes = False
+
+
+def _is_frozen() -> bool:
+    """Whether a program has frozen what it holds. Who does so goes on, and is asked once: to count a million
+    objects takes 50 ms."""
+    global _program_freezes
+    _program_freezes = _program_freezes or gc.get_freeze_count() >= FEW
+    return _program_freezes
+
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
@@ -20,7 +30,7 @@ def paused() -> Iterator[None]:
     finally:
         if enabled:
             # Of few, the next walk is as it would have been: a program that comes here often would have none.
-            if gc.get_count()[0] - before > MANY and gc.get_freeze_count() < FEW:
+            if gc.get_count()[0] - before > MANY and not _is_frozen():
                 gc.freeze()  # the new objects are old ones then: else they would be walked now
                 gc.unfreeze()
             gc.enable()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fusionrt import collector
 from fusionrt.collector import paused
 
 
@@ -15,8 +16,9 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
+def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a program; conftest.py freezes what the suite has imported."""
+    monkeypatch.setattr(collector, "_program_freezes", False)
     gc.unfreeze()
     yield
     gc.enable()
@@ -69,3 +71,13 @@ def test_what_python_itself_has_frozen_does_not_matter(monkeypatch: pytest.Monke
     with paused():
         kept = [[one] for one in range(100_000)]
     assert [count >= len(kept) for count in made_old] == [True] * (frozen == 375)
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time would take longer than most of what pauses the collector."""
+    counted: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or collector.FEW)
+    for _ in range(3):
+        with paused():
+            kept = [[one] for one in range(2 * collector.MANY)]
+    assert len(counted) == 1 and kept

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt import collector
 from fusionrt.bench import timing
 from fusionrt.bench.timing import Call
 
@@ -72,7 +73,7 @@ def on_cpu(variants: Mapping[str, Call], warmup: int, repeat: int) -> dict[str, 
     found: dict[str, list[float]] = {name: [] for name in variants}
     turns = min(repeat, 10) if len(variants) > 1 else 1
     shares = [repeat // turns + (turn < repeat % turns) for turn in range(turns)]
-    with timing.no_collector():
+    with collector.paused():
         for k, name in enumerate(timing.in_turns(list(variants), turns)):
             call = variants[name]
             with naming(name):
@@ -203,7 +204,7 @@ def on_gpu(variants: Mapping[str, Sequence[Call]], warmup: int, repeat: int, flu
             if graph:
                 prepared[name] = _captured(variant, calls)
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
-    with timing.no_collector():
+    with collector.paused():
         for name in timing.in_turns(list(variants), repeat):
             with naming(name):
                 samples[name].append(prepared[name].counted())

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt import collector
+
 Call = Callable[[], object]
 BURST = 300  # calls: fewer than the launch queue holds (1024), so the host never waits for it
 
@@ -48,16 +50,6 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
         yield from names if k % 2 == 0 else reversed(names)
 
 
-@contextlib.contextmanager
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # -- CPU -------------------------------------------------------------------------------------------
 
 def cpu(variants: Mapping[str, Call], rounds: int = 15, settle: float = 0.02
@@ -67,7 +59,7 @@ def cpu(variants: Mapping[str, Call], rounds: int = 15, settle: float = 0.02
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         call()
-    with no_collector():
+    with collector.paused():
         for name in in_turns(list(variants), rounds):
             call, settled = variants[name], time.perf_counter() + settle
             while time.perf_counter() < settled:
@@ -87,7 +79,7 @@ def bursts(variants: Mapping[str, Call], calls: int = BURST, rounds: int = 21) -
     for call in variants.values():
         for _ in range(20):
             call()
-    with no_collector():
+    with collector.paused():
         for name in in_turns(list(variants), rounds):
             call = variants[name]
             torch.cuda.synchronize()
