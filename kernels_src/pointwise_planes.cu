@@ -9,6 +9,7 @@
 //   finding::                     what columns.cuh needs; store(p, n, values)
 //   elements::                    what pointwise_walk.cu needs
 //   MIN_BLOCKS, AHEAD             blocks on a multiprocessor, packs of a thread on their way
+//   AT_ONCE                       of them in the second pass
 //   TOGETHER, PLANE, LANES        channels of a cluster; pixels of a plane; packs of the channels' planes of an image
 //   CLUSTER                       blocks
 //   KEPT_BYTES                    of the operands that both passes read, for a pack
@@ -163,8 +164,15 @@ pointwise_planes(const __grid_constant__ Params p) {
     __syncthreads();
 
     const elements::Tile<VEC> fixed = elements::load_fixed<VEC>(p.elements, base + place);
-#pragma unroll 2
-    for (int k = 0; k < packs; ++k) {
+    int k = 0;
+    for (; k + AT_ONCE <= packs; k += AT_ONCE) {
+        elements::Tile<VEC> tiles[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) tiles[u] = recall(own + (k + u) * STEP, p.elements, at(k + u), fixed);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) elements::finish<VEC>(p.elements, at(k + u), tiles[u], {});
+    }
+    for (; k < packs; ++k) {
         const index_t i = at(k);
         elements::finish<VEC>(p.elements, i, recall(own + k * STEP, p.elements, i, fixed), {});
     }

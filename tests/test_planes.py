@@ -35,14 +35,14 @@ def taken(shape, dtype=BF16, clusters=True):
 def test_layouts(shape, dtype):
     """Forward and backward; all packs are kept, and blocks fit on a multiprocessor."""
     found = taken(shape, dtype)
-    assert len(found) == (2 if dtype == BF16 or shape[2] * shape[3] % 4 else 1)
+    assert len(found) == 2
     for problem in found:
         made = planes.layout(problem)
         plane = shape[2] * shape[3]
         assert made.lanes * made.width == made.together * plane
         assert made.together == 1 or made.threads % made.lanes == 0
         assert made.packs * made.threads * made.cluster >= shape[0] * made.lanes
-        assert made.part <= 216 << 10
+        assert made.part < planes.MOST
         assert planes.grid(problem, made) * made.together == shape[1] * made.cluster
         assert planes.blocks(problem, made) * made.part <= planes.SHARED
 
@@ -79,7 +79,7 @@ def test_against_double(shape, dtype, with_residual, launches):
     y = norm(x, weight, bias, residual, running)
     grad = torch.randn_like(y)
     found = [y.detach(), *running, *torch.autograd.grad(y, [x, weight, bias], grad)]
-    if dtype != F32:  # of whose planes alone, or of three operands, others are as fast
+    if dtype != F32 or not with_residual:  # of which no cluster holds the three operands of some
         assert set(launches) <= {"pointwise_planes"}  # plans may be there from another test
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     twice = torch.zeros_like(wide[1]).detach(), torch.ones_like(wide[1]).detach()

@@ -7,7 +7,6 @@ many neighbours as make whole packs, where a plane alone does not (7 x 7).
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -22,15 +21,16 @@ from fusionrt.runtime.resident import Joined, kept, places, recalling
 from fusionrt.runtime.source import ITEMSIZE, Field, arithmetic, assemble, template
 
 OWNED = (False, True, False)     # of pixels, channels, images: a thread stays in a channel
-RESERVED = 2 << 10               # bytes of shared memory of a block beside its part and what it finds
-SHARED, REGISTERS = 224 << 10, 1 << 16   # of a multiprocessor
-# What a thread does once is done for as many packs as can be: with 256 threads, or parts of 54 KB, kernels
-# took up to half as long again. Threads of planes that share packs have more of that.
-THREADS, THREADS_OF_SHARED, MOST_LANES = 192, 128, 512
-PARTS = 112 << 10, 216 << 10     # bytes of a block's part at most
-CLUSTERS = 1, 2, 4, 8            # blocks; with 16 they are no faster than reading twice
+RESERVED = 1 << 10               # bytes of shared memory that a block takes beside what it asks for
+SHARED, REGISTERS = 228 << 10, 1 << 16   # of a multiprocessor
+MOST = SHARED - RESERVED         # bytes of a block
+# What a thread does once is done for as many packs as can be; threads of planes that share packs have more
+# of that. For eight elements a pack one block alone on a multiprocessor would be too few threads.
+THREADS, THREADS_ALONE, THREADS_OF_SHARED, MOST_LANES = 192, 384, 128, 512
+CLUSTERS = 1, 2, 4, 8            # blocks: the fewer, the faster; with 16 as slow as reading twice
 FEW, LEAST = 32 << 10, 64        # bytes of a block that may be one of few; blocks otherwise
 AHEAD = 12                       # packs of a thread on their way
+AT_ONCE = 8                      # in the second pass, where that reads more than what was kept
 WORKING = 32                     # registers of a thread beside operands and values
 
 
@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     lanes: int      # packs of their planes in an image
     threads: int    # of a block
     cluster: int
-    packs: int      # of a thread
-    part: int       # bytes of a block
+    packs: int = 0  # of a thread
+    part: int = 0   # bytes of a block
 
 
 def fits(problem: Problem, device: torch.device) -> bool:
@@ -52,25 +52,32 @@ def fits(problem: Problem, device: torch.device) -> bool:
 def layout(problem: Problem) -> Layout | None:
     if not _is_of_planes(problem):
         return None
-    plane, channels, images = problem.sizes
+    plane, channels, _ = problem.sizes
     width = pointwise.pack_width(problem, 16)
     together = width // math.gcd(plane, width)
     lanes = together * plane // width
     if channels % together or (together > 1 and (plane < width or lanes > MOST_LANES)):
         return None
-    # One operand of float32 is as fast if it is read twice, in part from the L2; 28 x 28 by a tenth faster.
-    if together == 1 and width == 4 and len(kept(problem)) == 1:
-        return None
     # A thread has one place in planes that share packs, and so its columns' channels.
     threads = THREADS if together == 1 else lanes * max(1, THREADS_OF_SHARED // lanes)
-    a_pack = width * sum(ITEMSIZE[o.dtype] for o in kept(problem))
-    for most, cluster in itertools.product(PARTS, CLUSTERS):
-        packs = -(-images * lanes // (threads * cluster))
-        made = Layout(width, together, lanes, threads, cluster, packs, packs * threads * a_pack)
+    several = len(kept(problem)) > 1
+    # Of several operands two blocks of eight on a multiprocessor are faster than one of four.
+    for most, cluster in [*((MOST // 2 if several and c > 2 else MOST, c) for c in CLUSTERS),
+                          *((MOST, c) for c in CLUSTERS)]:
+        made = _of_threads(problem, Layout(width, together, lanes, threads, cluster))
+        if together == 1 and width == 8 and len(kept(problem)) < 3 and made.part > MOST // 2:
+            made = _of_threads(problem, made._replace(threads=THREADS_ALONE))
         enough = made.part <= FEW or grid(problem, made) >= LEAST
-        if enough and made.part + _found_bytes(problem, made) <= most:
+        if enough and made.part + _static_bytes(problem, made) <= most:
             return made
     return None
+
+
+def _of_threads(problem: Problem, made: Layout) -> Layout:
+    """With packs for as many threads."""
+    packs = -(-problem.sizes[2] * made.lanes // (made.threads * made.cluster))
+    a_pack = made.width * sum(ITEMSIZE[o.dtype] for o in kept(problem))
+    return made._replace(packs=packs, part=packs * made.threads * a_pack)
 
 
 def _is_of_planes(problem: Problem) -> bool:
@@ -98,14 +105,26 @@ def blocks(problem: Problem, made: Layout) -> int:
     values = sum(min(2, len(g.places)) for g in groups) * made.width
     pack = made.width * sum(ITEMSIZE[o.dtype] for o in kept(problem)) // 4
     needed = -(-(WORKING + values + pack) // 8) * 8
-    of_block = made.part + _found_bytes(problem, made) + RESERVED
+    of_block = made.part + _static_bytes(problem, made) + RESERVED
     return max(1, min(SHARED // of_block, REGISTERS // (needed * made.threads)))
 
 
-def _found_bytes(problem: Problem, made: Layout) -> int:
-    """Of what threads leave, each for two channels."""
+def _static_bytes(problem: Problem, made: Layout) -> int:
+    """What threads leave, each for two channels where those share packs, and what blocks tell each other."""
     values = accumulators.n_values(accumulators.groups(problem))
-    return 8 * values * made.threads if made.together > 1 else 0
+    threads = 2 * made.threads if made.together > 1 else made.threads // 32
+    return 4 * values * (threads + made.together * made.cluster) + 16
+
+
+def _at_once(problem: Problem, made: Layout) -> int:
+    """Packs of a thread in the second pass, whose own operands are on their way together."""
+    then, both = problem.then, kept(problem)
+    assert then is not None
+    names = {o.name for o in both}
+    own = [o for o in then.inputs if is_flat(o, problem.sizes) and o.name not in names]
+    a_pack = made.width * sum(ITEMSIZE[o.dtype] for o in (*both, *own)) // 4
+    free = REGISTERS // (blocks(problem, made) * made.threads) - WORKING
+    return max(1, min(made.packs, AT_ONCE if own else 2, free // a_pack))
 
 
 def generate(problem: Problem) -> pointwise.Source:
@@ -127,6 +146,7 @@ def generate(problem: Problem) -> pointwise.Source:
     constants = [f"constexpr int TOGETHER = {made.together}, PLANE = {problem.sizes[0]}, "
                  f"LANES = {made.lanes}, CLUSTER = {made.cluster};",
                  f"constexpr int MIN_BLOCKS = {blocks(problem, made)}, AHEAD = {min(AHEAD, made.packs)}, "
+                 f"AT_ONCE = {_at_once(problem, made)}, "
                  f"KEPT_BYTES = {made.part // (made.packs * made.threads)};"]
     text = assemble("pointwise_planes", arithmetic(problem.acc, then.significant_bits), [
         "namespace finding {", *first.lines, *accumulators.storing(problem), template("columns.cuh"), "}",
@@ -151,5 +171,3 @@ def _bringing(problem: Problem, width: int) -> list[str]:
 
 def grid(problem: Problem, made: Layout) -> int:
     return problem.sizes[1] // made.together * made.cluster
-
-
