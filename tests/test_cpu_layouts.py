@@ -33,6 +33,7 @@ def test_many_columns_are_shared_out_and_few_are_not():
     assert served("sum", torch.empty(16, 40_000), 1) == [False]
 
 
+@pytest.mark.covering(2)
 @dtypes
 @pytest.mark.parametrize("where", ACROSS)
 @pytest.mark.parametrize("op", OPS)
@@ -81,6 +82,7 @@ def out_and_gradient(function, x):
     return out, *torch.autograd.grad(out, x, torch.arange(out.numel()).view(out.shape).to(x.dtype) % 7)
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("step", [2, 3])
 def test_elements_that_lie_apart(step, dtype):
@@ -117,6 +119,7 @@ def test_drawn_numbers_are_those_of_neighbours():
     assert torch.equal(apart, frt.gelu_dropout(x.contiguous(), 0.5))
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize(("shape", "groups"), [
     ((4, 64, 40, 40), 16), ((2, 96, 30, 31), 3), ((3, 40, 50, 20), 40)])

@@ -203,6 +203,7 @@ def together(form):
             for w, c in most]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)

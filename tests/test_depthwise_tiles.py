@@ -224,6 +224,7 @@ LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + cha
               ("float16",) * 3, True)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride", [

@@ -36,6 +36,7 @@ def test_sums_by_index(kind, dtype, device):
         assert_same_bits(found, sum_by_index(grad, index, count, 0.5, -1))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     ("dtype", "vec", "columns", "norm"),

@@ -29,6 +29,7 @@ def test_who_has_its_columns_alone(shape, dim, expected):
     assert pointwise.is_alone(problem, rows, pointwise.vector_width(problem, 16)) == expected
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("op", OPS)
 @dtypes
