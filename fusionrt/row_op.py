@@ -188,6 +188,11 @@ class RowOperator(Operator):
                 parts = self._divided(args, shape, order, outputs, along)
                 if row_choice.takes_sums(self._posed(args, shape, parts[0]), alignment, clusters):
                     return parts
+        else:
+            from fusionrt.cpu import rows
+            parts = self._divided(args, shape, order, outputs, Along.ROWS)
+            if rows.takes_sums(self._posed(args, shape, parts[0])):
+                return parts
         return self._divided(args, shape, order, outputs, Along.NONE)
 
     def _divided(self, args: Args, shape: Ints, order: Sequence[int], outputs: Sequence[torch.Tensor],

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,11 +119,21 @@ class Text:
         self.scope["own_memory"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
         self.lines.append("own = own_memory()")
 
-    def fill(self, k: int, first: int) -> None:
-        """Result k with sums from there on in the order of the walk."""
-        result = self.results[k]
-        seen = f"own.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {first})"
-        self.lines.append(f"{self.returned[k]}.copy_({seen})")
+    def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0) -> None:
+        """Each has memory of its own for the sums of some results, `kept[k]` numbers of result k, which are
+        added up in the end, and for so many `buffers` of `size` bytes."""
+        ends = list(itertools.accumulate((tasks * n for n in kept.values()), initial=0))
+        self.memory_of_tasks(ends[-1] + tasks * buffers * size // 8)
+        for k, place in zip(kept, ends, strict=False):
+            self.pointers[len(self.problem.inputs) + k] = f"own.data_ptr() + {8 * place}"
+        self.pointers += [f"own.data_ptr() + {8 * ends[-1] + k * tasks * size}" for k in range(buffers)]
+        self.launch()
+        if kept and tasks > 1:
+            self.launch_alone(tasks, tasks + 1)
+        for k, place in zip(kept, ends, strict=False):
+            result = self.results[k]
+            seen = f"own.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {place})"
+            self.lines.append(f"{self.returned[k]}.copy_({seen})")
 
     def launch(self) -> None:
         known, d = {"row_size": str(float(self.problem.row_size))}, self.division

@@ -17,7 +17,6 @@ added up or compared for it. For a mean that is done in float64 throughout: that
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
     buffered, means = buffered_sums(problem), outputs_of(problem, ("moment_mean",))
-    summed = [o for o, reduced in zip(outputs, problem.reduced, strict=True) if reduced]
+    summed = summed_outputs(problem)
     operands = [*inputs, *summed, *_apart(problem)]
     seed = n_dims * (1 + len(operands))
     lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
@@ -74,7 +73,8 @@ def generate(problem: Problem) -> str:
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
     walk = [*own, *_walk(problem, [*body, *inner_run(problem, summed, buffered, means)], buffered)]
     has_tasks = _has_tasks(problem)
-    lines += _tasks(problem, summed, places, f"integers[{seed + 2}]", walk) if has_tasks else walk
+    count = " * ".join(f"n{d}" for d in range(1 if _in_columns(problem) else 0, n_dims)) or "1"
+    lines += in_tasks(problem, places, f"integers[{seed + 2}]", count, walk) if has_tasks else walk
     parameters = "first, last" if has_tasks else "start, stop"
     return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *indented(lines), ""])
 
@@ -115,7 +115,7 @@ def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) ->
     """From `start` to `stop`: elements, or rows where blocks of columns are walked."""
     if _in_columns(problem):
         rows = walk_down(body, [o for o in buffered if gathers(problem, o)], outputs_of(problem, TOPS))
-        plain = problem.across and not buffered and not fetched(problem)
+        plain = not buffered and not fetched(problem)
         if plain and all(gathers(problem, o) for o in problem.outputs):
             at = [f"{o.name}_base = c0" for o in problem.outputs]
             rows = [*at, *walk_down_together(problem, _coordinates(problem), body)]
@@ -124,12 +124,12 @@ def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) ->
     return ["i = start", *drawn, "while i < stop:", *indented([*body, "i += length"])]
 
 
-def _tasks(problem: Problem, summed: Sequence[Operand], places: Mapping[str, str], tasks: str,
-           walk: Sequence[str]) -> list[str]:
-    """A loop over tasks, each with sums of its own; or the addition of them all."""
+def in_tasks(problem: Problem, places: Mapping[str, str], tasks: str, count: str, walk: Sequence[str]
+             ) -> list[str]:
+    """A loop over tasks, each with sums of its own, and from `start` to `stop` of `count`; or the addition of
+    all the sums."""
     tops, sums, empty, joined = outputs_of(problem, TOPS), [], [], []
-    count = " * ".join(f"n{d}" for d in range(1 if _in_columns(problem) else 0, len(problem.sizes))) or "1"
-    for o in summed:
+    for o in summed_outputs(problem):
         kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
         sums.append(f"{o.name}_data = float64_at({places[o.name]} + task * {kept} * 8)")
         here, there = f"{o.name}_data[j]", f"{o.name}_other[j]"
@@ -161,13 +161,14 @@ def walk_down(body: Sequence[str], gathered: Sequence[Operand], tops: Container[
     return [f"for top_row in range(start, stop, {ROWS}):", *indented(group)]
 
 
-def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[str]) -> list[str]:
+def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[str], first: str = "start",
+                       last: str = "stop") -> list[str]:
     """Sums of columns, rows PLACES at a time, whose values are joined in registers; the rest of them, less
     than that many, by `body`. `place`: the coordinates of `row`."""
     tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
     each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
             for o in problem.inputs if o.strides[0]]
-    statements, results = emit(_values(problem), "{} = {}")
+    statements, results = emit(_values(problem), "{} = {}", stem="v")
     each += statements
     head = [*place, *bases(problem.inputs),
             *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
@@ -185,8 +186,9 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
         joined.append(_add(f"{o.name}_data[{o.name}_base + {_step(o)}]", one, o in tops))
     group = [*(f"row_{k} = row + {k}" for k in range(PLACES)), *of_all(head), "for j in range(length):",
              *indented([*of_all(each), *joined])]
-    return [f"for row in range(start, stop - {PLACES - 1}, {PLACES}):", *indented(group),
-            f"for row in range(start + (stop - start) // {PLACES} * {PLACES}, stop):", *indented(body)]
+    return [f"for row in range({first}, {last} - {PLACES - 1}, {PLACES}):", *indented(group),
+            f"for row in range({first} + ({last} - {first}) // {PLACES} * {PLACES}, {last}):",
+            *indented(body)]
 
 
 def bases(operands: Sequence[Operand]) -> list[str]:
@@ -206,6 +208,10 @@ def _add(place: str, value: str, is_top: bool) -> str:
 
 
 TOPS = ("row_max", "row_top")
+
+
+def summed_outputs(problem: Problem) -> list[Operand]:
+    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
 
 
 def outputs_of(problem: Problem, ops: Container[str]) -> list[Operand]:
@@ -317,9 +323,9 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
-    sums_of = [_kept(problem.outputs[k], problem.sizes) for k in summed]
+    sums_of = {k: _kept(problem.outputs[k], problem.sizes) for k in summed}
     # A task per part of the domain, never so many that their sums take long beside the domain itself.
-    most = min(SUM_TASKS, count // (32 * max(sums_of)) + 1) if summed else TASKS
+    most = min(SUM_TASKS, count // (32 * max(sums_of.values())) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
     near = len(fetched(problem)) + len(repeated(problem))
     buffers = len(problem.streams) + len(buffered_sums(problem)) + near
@@ -329,26 +335,11 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
         text.draw(len(integers))
     if _has_tasks(problem):
         text.divide(tasks, tasks > 1 and pays(count), 1)
-        _launch_tasks(text, summed, sums_of, tasks, buffers)
+        text.launch_tasks(tasks, sums_of, buffers, BUFFER)
     else:
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()
     return text.compile(n_args)
-
-
-def _launch_tasks(text: Text, summed: Sequence[int], sums_of: Sequence[int], tasks: int, buffers: int
-                  ) -> None:
-    """Each has memory of its own for its sums, which are added up in the end, and for its buffers."""
-    ends = list(itertools.accumulate((tasks * n for n in sums_of), initial=0))
-    text.memory_of_tasks(ends[-1] + tasks * buffers * BUFFER // 8)
-    for k, place in zip(summed, ends, strict=False):
-        text.pointers[len(text.problem.inputs) + k] = f"own.data_ptr() + {8 * place}"
-    text.pointers += [f"own.data_ptr() + {8 * ends[-1] + k * tasks * BUFFER}" for k in range(buffers)]
-    text.launch()
-    if summed and tasks > 1:
-        text.launch_alone(tasks, tasks + 1)
-    for k, place in zip(summed, ends, strict=False):
-        text.fill(k, place)
 
 
 def _kept(operand: Operand, sizes: Ints) -> int:

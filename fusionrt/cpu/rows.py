@@ -5,6 +5,9 @@ every pass of the schedule, and one for the exponentials of a softmax after the 
 What is costly and needed again is kept in a row of scratch; everything else is computed anew.
 Of an operand whose rows, and not columns, are neighbours in memory (a transposed gradient, say) several
 rows at a time are turned over in scratch.
+
+Sums over all rows (a weight's gradient) go along: after a few rows what these add to them, while they are in
+the cache. Then a kernel takes a range of tasks with sums of their own; their number follows from the shape.
 """
 
 from __future__ import annotations
@@ -17,11 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.cpu import compiler
+from fusionrt.cpu import compiler, team
 from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
-from fusionrt.cpu.pointwise import COSTLY, ELEMENT
-from fusionrt.expr import Expr, emit, exp, substitute, toposort
+from fusionrt.cpu.pointwise import (
+    COSTLY,
+    ELEMENT,
+    PLACES,
+    SUM_TASKS,
+    bases,
+    buffered_sums,
+    in_tasks,
+    inner_run,
+    summed_outputs,
+    walk_down_together,
+)
+from fusionrt.expr import REDUCTIONS, Expr, emit, exp, leaves, substitute, toposort
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule, with_sums
 
@@ -30,10 +44,10 @@ DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
 TURNED = 16           # rows that are turned over at a time: a cache line of float32
 TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
 PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
-PLACES = 4            # of rows that are read side by side
 AHEAD = 256           # elements, between which lines of memory are asked for that a later loop needs
 CACHE_LINE = 64       # bytes
 APART = 1024          # bytes between a buffer and whatever else is in memory; see `_scratch`
+LEAST_SUMMED = 256    # rows whose sums go along: a task has 32 of them at least
 _COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
 
 
@@ -141,37 +155,46 @@ class _Text:
         self.operands = (*inputs, *outputs)
         self.inputs = {o.name: o for o in inputs}
         self.roots = spelled_out(problem.roots)
-        self.loops = loops(self.roots)
+        self.sums = _of_sums(self.problem)
+        summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+        self.loops = [loop._replace(outputs=tuple(k for k in loop.outputs if k not in summed))
+                      for loop in loops(self.roots)]
         self.kept = kept_values(self.roots, self.loops)
         self.written: dict[Expr, str] = {}   # kept values of the loops so far
         self.names: dict[Expr, str] = {}
         self.numbers = itertools.count()
-        self.side_by_side = not self.turned and self._waits_for_memory()
+        self.side_by_side = not (self.turned or summed) and self._waits_for_memory()
         self.block = LANE * (8 if self.side_by_side else 32)  # LLVM takes a vector, or four at a time
 
     def kernel(self) -> str:
         p, n_dims = self.problem, len(self.problem.sizes)
         after = n_dims * (1 + len(self.operands))
+        first, last = ("start", "stop") if self.sums is None else ("first", "last")
         lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
         lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
                   for k, o in enumerate(self.operands) for d in range(n_dims)
                   if self.turned.get(o.name, o).strides[d] not in (0, 1)]
         lines += [f"columns = {' * '.join(f'n{d}' for d in self.row_dims)}", "row_size = acc_t(columns)",
-                  f"mine = start // integers[{after}] * integers[{after + 1}]", *self._arrays()]
+                  f"mine = {first} // integers[{after}] * integers[{after + 1}]", *self._arrays()]
         lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(p.scalars)]
-        body = self._row_begins()
+        body, begin = self._row_begins(), list[str]()
         if p.streams:
-            lines += [f"seed = uint64_of(integers[{after + 2}])", f"offset = integers[{after + 3}]",
-                      "drawn = 0", "drawn_end = start * columns"]
+            lines += [f"seed = uint64_of(integers[{after + 2}])", f"offset = integers[{after + 3}]"]
+            begin = ["drawn = 0", "drawn_end = start * columns"]
             body += self._draws()
         body += [line for loop in self.loops for line in self._loop(loop)]
-        if self.turned:
-            body = self._turning(body)
+        if self.sums is not None:
+            places = {o.name: f"pointers[{k}]" for k, o in enumerate(self.operands)}
+            rows = " * ".join(f"n{d}" for d in range(len(self.row_dims), n_dims))
+            body = in_tasks(p, places, f"integers[{after + 4}]", rows,
+                            [*begin, *self._with_sums(body, self.sums)])
+        elif self.turned:
+            body = [*begin, *self._turning(body)]
         elif self.side_by_side:
             body = self._side_by_side(body)
         else:
-            body = ["for row in range(start, stop):", *indented(body)]
-        return "\n".join(["def kernel(pointers, integers, scalars, start, stop):",
+            body = [*begin, "for row in range(start, stop):", *indented(body)]
+        return "\n".join([f"def kernel(pointers, integers, scalars, {first}, {last}):",
                           *indented([*lines, *body]), ""])
 
     def _arrays(self) -> list[str]:
@@ -183,8 +206,9 @@ class _Text:
         own += [(f"{o.name}_data", o.dtype) for o in self.turned.values()]
         places = [f"pointers[{k}]" for k in range(len(shared))]
         places += [f"pointers[{len(shared) + k}] + mine" for k in range(len(own))]
+        of_tasks = {f"{o.name}_data" for o in summed_outputs(p)}
         lines = [f"{name} = {ELEMENT.get(dtype, dtype)}_at({place})"
-                 for place, (name, dtype) in zip(places, shared + own, strict=True)]
+                 for place, (name, dtype) in zip(places, shared + own, strict=True) if name not in of_tasks]
         return lines + [f"words_{s} = uint64_at({place})"
                         for place, s in zip(places[len(shared):], p.streams, strict=False)]
 
@@ -223,6 +247,17 @@ class _Text:
         lines = [each_column, f"    {each_row}", *indented(indented(of_rows))] if of_rows else []
         return lines + (
             [each_row, f"    {each_column}", *indented(indented(of_columns))] if of_columns else [])
+
+    def _with_sums(self, body: Sequence[str], sums: Problem) -> list[str]:
+        """The rows, a few and then what they add to the sums."""
+        place = coordinates("row", range(1, len(sums.sizes)))
+        alone = [*place, *bases(sums.inputs), *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
+                                                for o in sums.inputs if not o.strides[0]),
+                 *inner_run(sums, sums.outputs, [], [])]
+        group = [f"end = min(top_row + {PLACES}, stop)", "for row in range(top_row, end):", *indented(body),
+                 "c0 = 0", "length = n0", *bases(sums.outputs),
+                 *walk_down_together(sums, place, alone, "top_row", "end")]
+        return [f"for top_row in range(start, stop, {PLACES}):", *indented(group)]
 
     def _waits_for_memory(self) -> bool:
         """Whether an element takes a few instructions, and comes from one place: where several operands are
@@ -418,6 +453,31 @@ def _store(output: Operand, at: str, value: str) -> str:
     return f"{output.name}_data[{output.name}_{at}] = store_{output.dtype}(acc_t({value}))"
 
 
+# -- sums over the rows ----------------------------------------------------------------------------
+
+def takes_sums(problem: Problem) -> bool:
+    """Whether the kernel over the rows takes the sums of columns along: where these are of arguments alone,
+    and cheap, as they are computed apart."""
+    sums = _of_sums(problem)
+    if sums is None or problem.row_dims != 1 or math.prod(problem.sizes[1:]) < LEAST_SUMMED:
+        return False
+    of_columns = all(o.strides[0] == 1 and not any(o.strides[1:]) for o in sums.outputs)
+    of_arguments = not any(n.op in (*REDUCTIONS, "row_size", "random") for n in toposort(sums.roots))
+    return of_columns and of_arguments and not buffered_sums(sums) and not turned(problem)
+
+
+def _of_sums(problem: Problem) -> Problem | None:
+    """What is summed over the rows, if anything is."""
+    if not any(problem.reduced):
+        return None
+    of_sums = [(root, o) for root, o, reduced in zip(
+        problem.roots, problem.outputs, problem.reduced, strict=True) if reduced]
+    roots, outputs = zip(*of_sums, strict=True)
+    read = leaves(roots, "arg")
+    return problem._replace(roots=roots, outputs=outputs, reduced=(True,) * len(roots), streams=(),
+                            inputs=tuple(o for o in problem.inputs if o.name in read))
+
+
 # -- running ---------------------------------------------------------------------------------------
 
 WORK = 2  # additions that an element is worth: two threads pay from 16 Ki elements on
@@ -430,14 +490,20 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     operands = [*problem.inputs, *problem.outputs]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     places, share = _scratch(problem, columns)
-    arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0], len(problem.scalars))
+    summed, work = [k for k, reduced in enumerate(problem.reduced) if reduced], WORK * rows * columns
+    tasks = max(1, min(SUM_TASKS, rows // 32, work // team.SERIAL_BELOW))
+    arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0, tasks],
+                          len(problem.scalars))
     text = Text(problem, results, run, arguments)
-    text.divide(rows, pays(WORK * rows * columns), 1, len(integers))
+    text.divide(tasks if summed else rows, pays(work), 1, len(integers))
     if share:
         text.scratch(share, places)
     if problem.streams:
         text.draw(len(integers) + 2)
-    text.launch()
+    if summed:
+        text.launch_tasks(tasks, dict.fromkeys(summed, columns))
+    else:
+        text.launch()
     return text.compile(n_args)
 
 
