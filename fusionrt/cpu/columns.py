@@ -22,6 +22,7 @@ from fusionrt.cpu.pointwise import (
     TOPS,
     bases,
     buffered_sums,
+    entering,
     fetched,
     gathers,
     inner_run,
@@ -67,8 +68,7 @@ def generate(problem: Problem) -> str:
     lines += [f"{o.name}_found = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in outputs]
     lines.append(f"blocks = (n0 + {BLOCK - 1}) // {BLOCK}")
 
-    row = [*coordinates("row", _dims(problem, False)), *bases(inputs),
-           *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]),
+    row = [*coordinates("row", _dims(problem, False)), *entering(inputs),
            *inner_run(problem, outputs, buffered, means)]
     rows = " * ".join(f"n{d}" for d in _dims(problem, False)) or "1"
     block = [f"c0 = block % blocks * {BLOCK}", "number = block // blocks",

@@ -170,9 +170,7 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
             for o in problem.inputs if o.strides[0]]
     statements, results = emit(_values(problem), "{} = {}", stem="v")
     each += statements
-    head = [*place, *bases(problem.inputs),
-            *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
-              for o in problem.inputs if not o.strides[0])]
+    head = [*place, *entering(problem.inputs)]
     of_each = of_several([*head, *each], PLACES)
 
     def of_all(lines: Sequence[str]) -> list[str]:
@@ -194,6 +192,12 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
 def bases(operands: Sequence[Operand]) -> list[str]:
     """Where the run begins in each."""
     return [f"{o.name}_base = {_offset(o)}" for o in operands]
+
+
+def entering(inputs: Sequence[Operand]) -> list[str]:
+    """Where the run begins in each, and those that are the same for all of it."""
+    return [*bases(inputs), *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
+                              for o in inputs if not o.strides[0])]
 
 
 def _offset(operand: Operand) -> str:

@@ -30,6 +30,7 @@ from fusionrt.cpu.pointwise import (
     SUM_TASKS,
     bases,
     buffered_sums,
+    entering,
     in_tasks,
     inner_run,
     summed_outputs,
@@ -251,9 +252,7 @@ class _Text:
     def _with_sums(self, body: Sequence[str], sums: Problem) -> list[str]:
         """The rows, a few and then what they add to the sums."""
         place = coordinates("row", range(1, len(sums.sizes)))
-        alone = [*place, *bases(sums.inputs), *(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])"
-                                                for o in sums.inputs if not o.strides[0]),
-                 *inner_run(sums, sums.outputs, [], [])]
+        alone = [*place, *entering(sums.inputs), *inner_run(sums, sums.outputs, [], [])]
         group = [f"end = min(top_row + {PLACES}, stop)", "for row in range(top_row, end):", *indented(body),
                  "c0 = 0", "length = n0", *bases(sums.outputs),
                  *walk_down_together(sums, place, alone, "top_row", "end")]
