@@ -430,7 +430,8 @@ def tanh_softplus(a: Any) -> Expr:
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
-    """x, but not below `min` and not above `max`; either may be None. NaN passes."""
+    """x, but not below `min` and not above `max`; either may be None. NaN passes. What lies on a bound has a
+    gradient of 1, as in torch before 2.14."""
     if min is None and max is None:
         raise TraceError("clamp needs min or max")
     return node("clamp", x, -math.inf if min is None else min, math.inf if max is None else max)

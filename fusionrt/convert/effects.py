@@ -93,6 +93,9 @@ def _of_method(node: Node) -> Effect:
 
 def _of_function(node: Node) -> Effect:
     target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # Dynamo's for tensors' properties since torch 2.14
+        schemas = [getattr(target, name)._schema for name in target.overloads()]
+        return BARRIER if any(s.is_mutable or not s.returns for s in schemas) else NONE
     if isinstance(target, torch._ops.OpOverload):
         schema = target._schema
         if not schema.is_mutable:

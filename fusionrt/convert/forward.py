@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import _symbolic_trace
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
@@ -115,7 +115,7 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-                or _symbolic_trace._is_fx_tracing_flag):  # by someone else
+                or is_fx_symbolic_tracing()):  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if (self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked
                 and self.first is None and _function(self.module) is self._function):

@@ -6,6 +6,7 @@ None where these arguments make it something else. Dtypes are not its business: 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -241,17 +242,29 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
 @rule("clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
-    return None if min is None and max is None else expr.clamp(input, min, max)
+    return None if min is None and max is None else _clamped(input, min, max)
 
 
 @rule()
 def clamp_min(input: Any, min: Any) -> Any:
-    return expr.clamp(input, min)
+    return _clamped(input, min, None)
 
 
 @rule()
 def clamp_max(input: Any, max: Any) -> Any:
-    return expr.clamp(input, None, max)
+    return _clamped(input, None, max)
+
+
+def _clamped(x: Any, low: Any, high: Any) -> Any:
+    """What lies on a bound has a gradient of 1 before torch 2.14; since then of 0 where the bounds are
+    numbers, and shares it with those that are tensors."""
+    if torch.__version__ < "2.14":
+        return expr.clamp(x, low, high)
+    if not isinstance(low, Expr) and not isinstance(high, Expr):
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
+        return expr.node("hardtanh", x, low, high) if low <= high else None
+    x = x if low is None else expr.maximum(x, low)
+    return x if high is None else expr.minimum(x, high)
 
 
 @rule()

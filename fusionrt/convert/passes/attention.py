@@ -235,7 +235,8 @@ def _transposed(n: Any) -> Any:
     if named(n, "transpose", "swapaxes") and len(n.args) == 3:
         rank = value(n).dim()
         return n.args[0] if {d % rank for d in n.args[1:]} == {rank - 1, rank - 2} else None
-    return n.args[0] if isinstance(n, Node) and n.target is getattr and n.args[1] == "mT" else None
+    read = isinstance(n, Node) and n.target is getattr and n.args[1] == "mT"  # Dynamo's before torch 2.14
+    return n.args[0] if read or named(n, "mT") else None
 
 
 # -- heads that several queries share ------------------------------------------------------------------
