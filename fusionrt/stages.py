@@ -200,7 +200,8 @@ class Plan:
 
     def _compiled(self, passes: Sequence[Pass]) -> list[Stage]:
         """A kernel for each; or one, which computes the elements together with what they follow from."""
-        joined = self._joined(*passes) if self.op.of_channels and self.on_gpu and len(passes) == 2 else None
+        wanted = self.op.of_channels or not self.on_gpu
+        joined = self._joined(*passes) if wanted and len(passes) == 2 else None
         if joined is not None:
             run = self._run_of(joined)
             if not self.outputs[0].is_meta:  # other devices want the others
@@ -213,7 +214,6 @@ class Plan:
 
     def _joined(self, first: Pass, second: Pass) -> Pass | None:
         """Both in one kernel, where that is possible."""
-        from fusionrt.runtime import planes, resident
         plain = first.problem.across and all(map(_in_order, first.made)) and not any(second.problem.reduced)
         if not plain or self.alignment < 16 or second.shape != self.shape:
             return None
@@ -226,10 +226,18 @@ class Plan:
         names = {k: f"out{at}" for at, k in (*enumerate(first.outputs), *enumerate(second.outputs, n))}
         outputs = tuple(sorted(names))
         problem = first.problem._replace(then=then, found=found, returned=tuple(names[k] for k in outputs))
-        device = self.outputs[0].device
-        if not (planes.fits(problem, device) or resident.fits(problem, device)):
+        if not self._fits_one_kernel(problem):
             return None
         return Pass(problem, first.args, self.shape, [*first.made, *second.made], (), outputs)
+
+    def _fits_one_kernel(self, problem: Problem) -> bool:
+        if not self.on_gpu:
+            from fusionrt.cpu import across
+            alone = problem.then is not None and {o.name for o in problem.then.outputs} == {*problem.returned}
+            return alone and across.joins(problem)
+        from fusionrt.runtime import planes, resident
+        device = self.outputs[0].device
+        return planes.fits(problem, device) or resident.fits(problem, device)
 
     def _finding(self, stage: Sequence[Expr], kept: Sequence[Expr], wanted: dict[int, Expr]) -> Pass:
         """One pass over the domain; a value is stored as an output wants it, and as arithmetic does."""

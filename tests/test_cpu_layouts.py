@@ -76,6 +76,35 @@ def test_softmax_across_memory(dim, dtype):
     check(lambda x: frt.softmax(x, dim), (x,), reference=lambda x: torch.softmax(x, dim))
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("shape", "dim"), [
+    ((40, 2100), 0), ((3, 19, 70, 31), 1), ((4, 37, 5, 130), 2), ((1, 9, 700), 1)], ids=str)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@dtypes
+def test_gradients_of_columns_in_the_cache(op, shape, dim, dtype):
+    x = torch.randn(shape).to(dtype)
+    for t in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
+        check(lambda x: getattr(frt, op)(x, dim), (t,), reference=lambda x: getattr(torch, op)(x, dim))
+
+
+def in_one(shape, dim, memory_format=torch.contiguous_format, op=frt.softmax):
+    """Of the kernels of a gradient: whether they are one, and elements follow in it."""
+    x = torch.empty(shape, device="meta", requires_grad=True).contiguous(memory_format=memory_format)
+    y = op(x, dim)
+    with collecting("cpu") as needed:
+        torch.autograd.grad(y, x, torch.empty_like(y))
+    return any(p.then is not None for p in needed)
+
+
+def test_which_gradients_are_one_kernel():
+    assert in_one((512, 8192), 0) and in_one((8, 19, 128, 256), 1)
+    assert in_one((4, 64, 64, 256), 3, torch.channels_last)
+    assert not in_one((512, 8192), 0, op=frt.log_softmax)  # whose sum is of one operand alone
+    # Of so long rows no columns are kept; of few columns tasks would be too few.
+    assert not in_one((100_000, 64), 0)
+    assert not in_one((8192, 40), 0)
+
+
 def out_and_gradient(function, x):
     x = x.detach().requires_grad_()
     out = function(x)

@@ -25,6 +25,8 @@ def texts(problem: Problem) -> list[tuple[str, str]]:
     if problem.row_dims:
         from fusionrt.cpu import rows
         return [(rows.generate(problem), problem.accuracy)]
-    from fusionrt.cpu import across, pointwise
-    parts = across.divided(problem) if problem.across else [problem]
-    return [(pointwise.generate(part), part.accuracy) for part in parts]
+    if problem.across:
+        from fusionrt.cpu import across
+        return across.kernels(problem)
+    from fusionrt.cpu import pointwise
+    return [(pointwise.generate(problem), problem.accuracy)]

@@ -2,7 +2,8 @@
 task walks down all rows, with the sums in the cache.
 
 Where there are few columns, tasks have parts of the rows instead, and sums of all columns (`pointwise`): of
-many columns these would be more than what is read.
+many columns these would be more than what is read. Elements that follow from the sums (a softmax's gradient)
+are computed by the same task, if its rows are few enough to stay in the cache (`problem.then`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from fusionrt.cpu import compiler, team
 from fusionrt.cpu.calling import Arguments, Text, pays
@@ -27,12 +30,16 @@ from fusionrt.cpu.pointwise import (
     gathers,
     inner_run,
     outputs_of,
+    step,
     walk_down,
     walk_down_together,
 )
-from fusionrt.problem import Output, Problem
+from fusionrt.expr import emit
+from fusionrt.problem import Operand, Output, Problem
 
 LEAST_BLOCKS = 16  # of columns, for many threads
+LANES = 16         # columns that a block has a multiple of
+KEPT = 1 << 19     # bytes of a block's columns, of which a task computes the elements while it has them
 
 
 def serves(problem: Problem) -> bool:
@@ -41,8 +48,19 @@ def serves(problem: Problem) -> bool:
             and _blocks(problem) >= LEAST_BLOCKS)
 
 
+def width(problem: Problem) -> int:
+    """Columns of a block: as many as there is room for."""
+    if problem.then is None:
+        return BLOCK
+    rows = math.prod(problem.sizes[d] for d in _dims(problem, False))
+    a_column = rows * sum(getattr(torch, o.dtype).itemsize for o in problem.inputs if o.strides[0])
+    return min(BLOCK, KEPT // max(1, a_column) // LANES * LANES)
+
+
 def _blocks(problem: Problem) -> int:
-    return -(-problem.sizes[0] // BLOCK) * math.prod(problem.sizes[d] for d in _dims(problem, True))
+    columns = width(problem)
+    of_one = -(-problem.sizes[0] // columns) if columns else 0
+    return of_one * math.prod(problem.sizes[d] for d in _dims(problem, True))
 
 
 def _dims(problem: Problem, kept: bool) -> list[int]:
@@ -53,58 +71,90 @@ def _dims(problem: Problem, kept: bool) -> list[int]:
 
 def generate(problem: Problem) -> str:
     """`pointers`: inputs, outputs, scratch of the first task."""
-    inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
+    inputs, n_dims = problem.inputs, len(problem.sizes)
+    outputs, scalars = _written(problem)
     buffered, means, tops = (buffered_sums(problem), outputs_of(problem, ("moment_mean",)),
                              outputs_of(problem, TOPS))
     near = fetched(problem)
-    names = [*(o.name for o in (*inputs, *outputs)), *(f"buffer_{o.name}" for o in buffered),
-             *(f"near_{o.name}" for o in near), *(f"sums_{o.name}" for o in outputs)]
+    names = [*(o.name for o in (*inputs, *outputs)), *_scratch(problem)]
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
+    own = {name: f"{places[name]} + task * {BUFFER}" for name in _scratch(problem)}
     lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
     lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]" for k, o in enumerate((*inputs, *outputs))
               for d in range(n_dims) if o.strides[d] not in (0, 1)]
-    lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
+    lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(scalars)]
     lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in inputs]
-    lines += [f"{o.name}_found = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in outputs]
-    lines.append(f"blocks = (n0 + {BLOCK - 1}) // {BLOCK}")
+    lines += [f"{o.name}_result = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in outputs]
+    after = n_dims * (1 + len(inputs) + len(outputs))
+    tasks = f"integers[{after}]"
+    lines += [f"width = integers[{after + 1}]", "blocks = (n0 + width - 1) // width"]
 
-    row = [*coordinates("row", _dims(problem, False)), *entering(inputs),
-           *inner_run(problem, outputs, buffered, means)]
+    row = [*coordinates("row", _dims(problem, False)), *entering(problem.inputs),
+           *inner_run(problem, problem.outputs, buffered, means)]
     rows = " * ".join(f"n{d}" for d in _dims(problem, False)) or "1"
-    block = [f"c0 = block % blocks * {BLOCK}", "number = block // blocks",
-             *coordinates("number", _dims(problem, True)), f"length = min(n0 - c0, {BLOCK})"]
-    for o in outputs:
-        block += [f"{o.name}_data = float64_at({places[f'sums_{o.name}']} + task * {BUFFER} - c0 * 8)",
+    block = ["c0 = block % blocks * width", "number = block // blocks",
+             *coordinates("number", _dims(problem, True)), "length = min(n0 - c0, width)"]
+    for o in problem.outputs:
+        block += [f"{o.name}_data = float64_at({own[f'sums_{o.name}']} - c0 * 8)",
                   "for j in range(length):",
                   f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
     walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered or near else
             walk_down_together(problem, coordinates("row", _dims(problem, False)), row))
-    block += [*(f"{o.name}_base = c0" for o in outputs), "start = 0", f"stop = {rows}", *walk,
-              *bases(outputs),
-              "for j in range(length):",
-              *(f"    {o.name}_found[{o.name}_base + j] = store_{o.dtype}({o.name}_data[c0 + j])"
-                for o in outputs)]
-    own = [f"buffer_{o.name} = {problem.acc}_at("
-           f"{places[f'buffer_{o.name}']} + task * {BUFFER})" for o in buffered]
-    own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at("
-            f"{places[f'near_{o.name}']} + task * {BUFFER})" for o in near]
+    block += [*(f"{o.name}_base = c0" for o in problem.outputs), "start = 0", f"stop = {rows}", *walk]
+    block += _elements(problem) if problem.then else [*bases(outputs), "for j in range(length):", *(
+        f"    {o.name}_result[{o.name}_base + j] = store_{o.dtype}({o.name}_data[c0 + j])" for o in outputs)]
+    begin = [f"buffer_{o.name} = {problem.acc}_at({own[f'buffer_{o.name}']})" for o in buffered]
+    begin += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({own[f'near_{o.name}']})" for o in near]
+    begin += [f"value_{name} = {problem.acc}_at({own[f'value_{name}']})" for name, _ in problem.found]
     count = " * ".join(["blocks", *(f"n{d}" for d in _dims(problem, True))])
-    tasks = f"integers[{n_dims * (1 + len(inputs) + len(outputs))}]"
-    loop = [*own, f"for block in range({count} * task // {tasks}, {count} * (task + 1) // {tasks}):",
+    loop = [*begin, f"for block in range({count} * task // {tasks}, {count} * (task + 1) // {tasks}):",
             *indented(block)]
     return "\n".join(["def kernel(pointers, integers, scalars, first, last):",
                       *indented([*lines, "for task in range(first, last):", *indented(loop)]), ""])
 
 
+def _written(problem: Problem) -> tuple[tuple[Operand, ...], tuple[str, ...]]:
+    """The outputs, and the numbers that the whole kernel needs."""
+    then = problem.then
+    if then is None:
+        return problem.outputs, problem.scalars
+    return then.outputs, tuple(dict.fromkeys((*problem.scalars, *then.scalars)))
+
+
+def _scratch(problem: Problem) -> list[str]:
+    return [*(f"buffer_{o.name}" for o in buffered_sums(problem)),
+            *(f"near_{o.name}" for o in fetched(problem)), *(f"sums_{o.name}" for o in problem.outputs),
+            *(f"value_{name}" for name, _ in problem.found)]
+
+
+def _elements(problem: Problem) -> list[str]:
+    """Of the block's columns, once more down all rows, given what was found."""
+    then = problem.then
+    assert then is not None
+    found = dict(problem.found)
+    values = [line for name, output in found.items() for line in (
+        "for j in range(length):", f"    value_{name}[j] = acc_t({output}_data[c0 + j])")]
+    read = [o for o in then.inputs if o.name not in found]
+    statements, results = emit(then.roots, "{} = {}", stem="e")
+    each = [*(f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {step(o)}])"
+              for o in read if o.strides[0]),
+            *(f"{name} = value_{name}[j]" for name in found), *statements,
+            *(f"{o.name}_result[{o.name}_base + {step(o)}] = store_{o.dtype}(acc_t({result}))"
+              for o, result in zip(then.outputs, results, strict=True))]
+    row = [*coordinates("row", _dims(problem, False)), *entering(read), *bases(then.outputs),
+           "for j in range(length):", *indented(each)]
+    return [*values, "for row in range(start, stop):", *indented(row)]
+
+
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
-    integers = [*problem.sizes, *(s for o in (*problem.inputs, *problem.outputs) for s in o.strides)]
-    count = problem.domain.numel
-    scratch = len(buffered_sums(problem)) + len(fetched(problem)) + len(results)
+    outputs, scalars = _written(problem)
+    integers = [*problem.sizes, *(s for o in (*problem.inputs, *outputs) for s in o.strides)]
+    count, scratch = problem.domain.numel, len(_scratch(problem))
     tasks = max(1, min(TASKS, _blocks(problem), count // team.SERIAL_BELOW))
-    text = Text(problem, results, run, Arguments(
-        len(problem.inputs) + len(results) + scratch, [*integers, tasks], len(problem.scalars)))
+    text = Text(problem._replace(scalars=scalars), results, run, Arguments(
+        len(problem.inputs) + len(results) + scratch, [*integers, tasks, width(problem)], len(scalars)))
     text.divide(tasks, tasks > 1 and pays(count), 1)
     text.memory_of_tasks(tasks * scratch * BUFFER // 8)
     text.pointers += [f"own.data_ptr() + {k * tasks * BUFFER}" for k in range(scratch)]

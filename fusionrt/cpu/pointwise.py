@@ -166,7 +166,7 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
     """Sums of columns, rows PLACES at a time, whose values are joined in registers; the rest of them, less
     than that many, by `body`. `place`: the coordinates of `row`."""
     tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
-    each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {_step(o)}])"
+    each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {step(o)}])"
             for o in problem.inputs if o.strides[0]]
     statements, results = emit(_values(problem), "{} = {}", stem="v")
     each += statements
@@ -181,7 +181,7 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
         values = of_all([f"float64_of({value})" if o in means else f"acc_t({value})"])
         one = (functools.reduce(lambda a, b: f"larger_or_nan({a}, {b})", values) if o in tops else
                " + ".join(values))
-        joined.append(_add(f"{o.name}_data[{o.name}_base + {_step(o)}]", one, o in tops))
+        joined.append(_add(f"{o.name}_data[{o.name}_base + {step(o)}]", one, o in tops))
     group = [*(f"row_{k} = row + {k}" for k in range(PLACES)), *of_all(head), "for j in range(length):",
              *indented([*of_all(each), *joined])]
     return [f"for row in range({first}, {last} - {PLACES - 1}, {PLACES}):", *indented(group),
@@ -275,7 +275,7 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
            means: Container[Operand]) -> list[str]:
     """A run of the innermost dimension."""
     tops, apart, near = outputs_of(problem, TOPS), _apart(problem), fetched(problem)
-    places = {o: f"{o.name}_data[{o.name}_base + {_step(o)}]" for o in problem.inputs if o.strides[0]}
+    places = {o: f"{o.name}_data[{o.name}_base + {step(o)}]" for o in problem.inputs if o.strides[0]}
     at_hand = (places | {o: f"near_{o.name}[j]" for o in near} |
                {o: f"near_{o.name}[{o.name}_base + j]" for o in repeated(problem)})
     lines = [f"{o.name} = load_{o.dtype}({place})" for o, place in at_hand.items()]
@@ -287,12 +287,12 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
     after, inner = [], _inner_sums(problem)
     taken = dict(problem.taken)
     for o, value in zip(problem.outputs, results, strict=True):
-        place = f"{o.name}_data[{o.name}_base" + (f" + {_step(o)}]" if o.strides[0] else "]")
+        place = f"{o.name}_data[{o.name}_base" + (f" + {step(o)}]" if o.strides[0] else "]")
         buffer, is_top = f"buffer_{o.name}[j]", o in tops
         if o not in summed:
             # By the name of the operand whose memory it takes: LLVM sees one memory, and vectorises.
             name = taken.get(o.name, o.name)
-            at = f"{name}_base + {_step(o)}" if o in apart or o.name in taken else "i + j"
+            at = f"{name}_base + {step(o)}" if o in apart or o.name in taken else "i + j"
             lines.append(f"{name}_data[{at}] = store_{o.dtype}(acc_t({value}))")
         elif o in buffered and gathers(problem, o):
             lines.append(f"{buffer} = " + (f"larger_or_nan({buffer}, acc_t({value}))" if is_top else
@@ -315,7 +315,7 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
     return [*before, "for j in range(length):", *indented(lines), *after]
 
 
-def _step(operand: Operand) -> str:
+def step(operand: Operand) -> str:
     stride = operand.strides[0]  # 0 where there is one element
     return f"j * {operand.name}_s0" if stride > 1 else "j" if stride else "0"
 
