@@ -28,6 +28,7 @@ from fusionrt.cpu.pointwise import (
     entering,
     fetched,
     gathers,
+    goes_together,
     inner_run,
     outputs_of,
     step,
@@ -98,8 +99,9 @@ def generate(problem: Problem) -> str:
         block += [f"{o.name}_data = float64_at({own[f'sums_{o.name}']} - c0 * 8)",
                   "for j in range(length):",
                   f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
-    walk = (walk_down(row, [o for o in buffered if gathers(problem, o)], tops) if buffered or near else
-            walk_down_together(problem, coordinates("row", _dims(problem, False)), row))
+    walk = (walk_down_together(problem, coordinates("row", _dims(problem, False)), row)
+            if goes_together(problem) else
+            walk_down(row, [o for o in buffered if gathers(problem, o)], tops))
     block += [*(f"{o.name}_base = c0" for o in problem.outputs), "start = 0", f"stop = {rows}", *walk]
     block += _elements(problem) if problem.then else [*bases(outputs), "for j in range(length):", *(
         f"    {o.name}_result[{o.name}_base + j] = store_{o.dtype}({o.name}_data[c0 + j])" for o in outputs)]
