@@ -16,6 +16,8 @@ from fusionrt.fusion import trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
 
+READS_PARTIALS = torch.__version__ >= "2.8"  # whether Dynamo can tell what a partial function is given
+
 Run = Callable[..., Any]
 # Any function that works on a traced value: a public op, one made by `fuse`, a plain one of scalars.
 Epilogue = Callable[[Any], Any] | None
@@ -132,7 +134,9 @@ def _passing(params: tuple[str, ...], given: tuple[bool, ...], told: str) -> Cal
 def _constant(flag: Any) -> Any:
     """Dynamo makes a number of a module a variable of its program where sizes are, before torch 2.13 also one
     that changes; as the key of a dictionary (before 2.13) and in a set it is a constant again."""
-    if isinstance(flag, functools.partial):
+    if callable(flag):  # first: of a function within a function Dynamo of torch 2.6 says no type
+        if not (READS_PARTIALS and isinstance(flag, functools.partial)):
+            return flag
         numbers = {name: _constant(number) for name, number in flag.keywords.items()}
         return functools.partial(flag.func, *flag.args, **numbers)
     return next(iter({*{flag: None}})) if isinstance(flag, float) else flag

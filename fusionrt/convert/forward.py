@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
@@ -22,6 +22,9 @@ from fusionrt.convert import capture, tracing
 from fusionrt.convert.sharing import SeparateLoads, SeparateMoves, shared_clone
 
 Call = Callable[..., Any]
+# Later versions of torch warn of the second name, which earlier ones have alone.
+is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing",
+                                            _symbolic_trace.is_fx_tracing)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
 _numbers = itertools.count()
@@ -115,7 +118,7 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-                or is_fx_symbolic_tracing()):  # by someone else
+                or is_fx_tracing()):  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if (self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked
                 and self.first is None and _function(self.module) is self._function):

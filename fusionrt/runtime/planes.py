@@ -25,7 +25,7 @@ RESERVED = 1 << 10               # bytes of shared memory that a block takes bes
 SHARED, REGISTERS = 228 << 10, 1 << 16   # of a multiprocessor
 MOST = SHARED - RESERVED         # bytes of a block
 # What a thread does once is done for as many packs as can be; threads of planes that share packs have more
-# of that. For eight elements a pack one block alone on a multiprocessor would be too few threads.
+# of that. A block alone on a multiprocessor needs more threads where packs have eight elements.
 THREADS, THREADS_ALONE, THREADS_OF_SHARED, MOST_LANES = 192, 384, 128, 512
 CLUSTERS = 1, 2, 4, 8            # blocks: the fewer, the faster; with 16 as slow as reading twice
 FEW, LEAST = 32 << 10, 64        # bytes of a block that may be one of few; blocks otherwise
