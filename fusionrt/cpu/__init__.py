@@ -27,6 +27,6 @@ def texts(problem: Problem) -> list[tuple[str, str]]:
         return [(rows.generate(problem), problem.accuracy)]
     if problem.across:
         from fusionrt.cpu import across
-        return across.kernels(problem)
+        return [(writer.generate(part), part.accuracy) for writer, part in across.kernels(problem)]
     from fusionrt.cpu import pointwise
     return [(pointwise.generate(problem), problem.accuracy)]

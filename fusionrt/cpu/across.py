@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,16 +78,16 @@ def _joined(problem: Problem, finding: Problem, following: Problem) -> Problem:
     return finding._replace(found=found)
 
 
-def kernels(problem: Problem) -> list[tuple[str, str]]:
-    """Of each the text and the accuracy of the mathematics."""
+def kernels(problem: Problem) -> list[tuple[ModuleType, Problem]]:
+    """Who writes each, and of which problem: of values and elements in one, of sums and maxima themselves, or
+    of what finds the values and what follows from them."""
     finding, following = divided(problem)
-    of_columns, parts = columns.serves(finding), [following]
     if problem.then is not None:
-        of_columns, finding, parts = True, _joined(problem, finding, following), []
-    elif of_columns and problem.inner == 1 and _is_found(problem, following):
-        finding, parts = finding._replace(outputs=problem.outputs), []
-    found = (columns if of_columns else pointwise).generate(finding), finding.accuracy
-    return [found, *((pointwise.generate(part), part.accuracy) for part in parts)]
+        return [(columns, _joined(problem, finding, following))]
+    writer = columns if columns.serves(finding) else pointwise
+    if writer is columns and problem.inner == 1 and _is_found(problem, following):
+        return [(columns, finding._replace(outputs=problem.outputs))]
+    return [(writer, finding), (pointwise, following)]
 
 
 def _is_found(problem: Problem, following: Problem) -> bool:
@@ -97,22 +98,21 @@ def _is_found(problem: Problem, following: Problem) -> bool:
 
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments (and random numbers)."""
-    finding, following = divided(problem)
+    (writer, finding), *rest = kernels(problem)
     if problem.then is not None:
-        joined = _joined(problem, finding, following)
-        return columns.build(joined, results[len(problem.outputs):], n_args)
-    if problem.inner > 1:
-        return _of_inner(problem, finding, following, results, n_args)
+        in_one: Callable[..., Any] = writer.build(finding, results[len(problem.outputs):], n_args)
+        return in_one
     n, in_order = n_read(problem), [r._replace(strides=r.walk_strides) for r in results]
-    of_columns = columns.serves(finding)
-    if of_columns and _is_found(problem, following):
-        made = columns.build(finding._replace(outputs=problem.outputs), in_order, n_args)
-        return _as_declared(made, results)
+    if not rest:
+        return _as_declared(writer.build(finding, in_order, n_args), results)
+    ((_, following),) = rest
+    if problem.inner > 1:
+        return _of_inner(problem, writer, finding, following, results, n_args)
     values = [
         Output(root, torch.float64, r.shape, r.walk_strides, r.over, True)
         for root, r in zip(finding.roots, [results[0]] * len(finding.roots), strict=True)
     ]
-    find = (columns if of_columns else pointwise).build(finding, values, n_args)
+    find = writer.build(finding, values, n_args)
     finish = pointwise.build(following, in_order, n + len(values))
 
     def call(*args: Any) -> Any:
@@ -121,8 +121,8 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     return _as_declared(call, results)
 
 
-def _of_inner(problem: Problem, finding: Problem, following: Problem, results: Sequence[Output], n_args: int
-              ) -> Callable[..., Any]:
+def _of_inner(problem: Problem, writer: ModuleType, finding: Problem, following: Problem,
+              results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """Of rows with a few neighbours in memory (the channels of a group), which are found apart, and then
     joined, so that each of them has its row's values; an output may want those of one of them."""
     n, kept, inner = n_read(problem), following.sizes[0], problem.inner
@@ -130,8 +130,7 @@ def _of_inner(problem: Problem, finding: Problem, following: Problem, results: S
     def flat(root: Expr, dtype: torch.dtype) -> Output:
         return Output(root, dtype, (kept,), (1,), (1,), True)
 
-    find = (columns if columns.serves(finding) else pointwise).build(
-        finding, [flat(root, torch.float64) for root in finding.roots], n_args)
+    find = writer.build(finding, [flat(root, torch.float64) for root in finding.roots], n_args)
     finish = pointwise.build(following, [flat(r.root, r.dtype) for r in results], n + len(finding.roots))
     tops = [root.op in pointwise.TOPS for root in finding.roots]
     places = [(r.shape, r.walk_strides, o.name in problem.once)
