@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from fusionrt.convert import calls
 from fusionrt.convert import max_pool as max_pools
 from fusionrt.convert.max_pool import Window, max_pool
 from fusionrt.ops import folding
@@ -82,7 +83,9 @@ def anywhere(monkeypatch):
 
 
 @pytest.mark.parametrize(("act", "gate"), [(F.silu, torch.sigmoid), (F.hardswish, F.hardsigmoid),
-                                           (F.relu, torch.sigmoid)])
+                                           (F.relu, torch.sigmoid), (F.relu6, torch.sigmoid),
+                                           (nn.ReLU6(inplace=True), F.hardsigmoid),
+                                           (lambda x: F.hardtanh(x, 0, 6), torch.sigmoid)])
 def test_inverted_block(anywhere, act, gate):
     model = randomised(Inverted(act=act, gate=gate)).eval()
     counts = check_module(model, torch.randn(2, 16, 6, 6), grad=False, rtol=1e-4, atol=1e-4)
@@ -91,6 +94,34 @@ def test_inverted_block(anywhere, act, gate):
     with torch.no_grad():
         run(torch.randn(2, 16, 6, 6))
     assert len(replaced(found, "pixels")) == (1 if act is F.relu else 2)
+
+
+@pytest.mark.parametrize(("act", "name"), [
+    (nn.ReLU6(inplace=True), "relu6"), (F.relu6, "relu6"), (nn.Hardtanh(0, 6), "relu6"),
+    (nn.Hardtanh(-0.5, 0.5), None), (lambda x: x * torch.sigmoid(1.702 * x), None)])
+def test_whatever_follows_pixels_goes_along(anywhere, act, name, monkeypatch):
+    """Activations of the catalogue by their names, others as functions."""
+    taken, original = [], calls.linear_activation
+
+    def seen(*args, **more):
+        taken.append(args[3])
+        return original(*args, **more)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+
+        def forward(self, x):
+            return act(self.bn(self.conv(x)))
+
+    monkeypatch.setattr(calls, "linear_activation", seen)
+    model, x = randomised(Block()).eval(), torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    run, found = compiled(model)
+    with torch.no_grad():
+        assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(replaced(found, "pixels")) == 1
+    assert taken and all(a == name if name else callable(a) for a in taken)
 
 
 def test_what_records_gradients_is_left(anywhere):

@@ -92,9 +92,9 @@ def test_route(monkeypatch):
     monkeypatch.setattr(gemm, "chosen", lambda *args: ours.append(args) or (args[5] is silu and args[0] > 64))
     monkeypatch.setattr(gemv, "chosen", lambda m, *rest: m < 4)
 
-    def way(epilogue, library=True, device=gpu, dtype=BF16, m=8):
+    def way(epilogue, library=True, device=gpu, dtype=BF16, m=8, rows=True):
         linear.route.cache_clear()
-        return linear.route(device, dtype, m, 16, 32, epilogue, library)
+        return linear.route(device, dtype, m, 16, 32, epilogue, library, rows)
 
     assert way(relu) == way(tanh) == linear.EPILOGUE
     assert ours[-1] == (8, 16, 32, BF16, gpu, tanh, True)
@@ -102,10 +102,25 @@ def test_route(monkeypatch):
     assert way(relu, device=torch.device("cpu")) == linear.KERNEL
     assert way(silu, m=128) == linear.GEMM
     assert way(silu, m=3) == way(relu, m=3) == linear.GEMV
+    assert way(silu, m=128, rows=False) == way(silu, m=3, rows=False) == linear.KERNEL
+    assert way(relu, m=3, rows=False) == linear.EPILOGUE
     capability = (8, 9)
     assert way(tanh) == linear.KERNEL
     assert way(relu) == linear.EPILOGUE
     linear.route.cache_clear()
+
+
+def test_a_weight_of_columns_is_cuBLASs(monkeypatch):
+    """As that of the Conv1D of transformers: its activation is cuBLASLt's, where that has it."""
+    asked = []
+    monkeypatch.setattr(linear, "route", lambda *args: asked.append(args[-1]) or linear.KERNEL)
+    monkeypatch.setattr(linear, "sites", Sites())
+    x, weight, bias = operands(F32, "cpu", (3,))
+    with torch.no_grad():
+        for w in (weight, weight.t().contiguous().t()):
+            found = frt.linear_activation(x, w, bias, "gelu")
+            torch.testing.assert_close(found, F.gelu(F.linear(x, weight, bias)))
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize(("rows", "way"), [(512, "gemm_sm90"), (4, "gemv")])

@@ -189,6 +189,15 @@ class Edits:
         self.changed()
 
 
+def called(n: Node) -> Any:
+    """Whose call it is, also where functions among its options are part of the target."""
+    return n.target.func if isinstance(n.target, functools.partial) else n.target
+
+
+def options_of(n: Node) -> dict[str, Any]:
+    return {**(n.target.keywords if isinstance(n.target, functools.partial) else {}), **n.kwargs}
+
+
 @functools.lru_cache(1024)
 def _with_constants(target: Callable[..., Any], constants: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     made: Any = functools.partial(target, **dict(constants))

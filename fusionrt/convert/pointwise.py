@@ -222,7 +222,7 @@ def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Any:
 
 @rule(method=False)
 def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    return None if inplace else where(input <= min_val, min_val, where(input >= max_val, max_val, input))
+    return None if inplace else _between(input, min_val, max_val)
 
 
 @rule(method=False)
@@ -255,14 +255,19 @@ def clamp_max(input: Any, max: Any) -> Any:
     return _clamped(input, None, max)
 
 
+def _between(x: Any, low: Any, high: Any) -> Any:
+    """Of numbers alone; torch refuses those in the wrong order."""
+    return None if isinstance(low, Expr) or isinstance(high, Expr) or low > high else expr.node(
+        "hardtanh", x, low, high)
+
+
 def _clamped(x: Any, low: Any, high: Any) -> Any:
     """What lies on a bound has a gradient of 1 before torch 2.14; since then of 0 where the bounds are
     numbers, and shares it with those that are tensors."""
     if torch.__version__ < "2.14":
         return expr.clamp(x, low, high)
     if not isinstance(low, Expr) and not isinstance(high, Expr):
-        low, high = -math.inf if low is None else low, math.inf if high is None else high
-        return expr.node("hardtanh", x, low, high) if low <= high else None
+        return _between(x, -math.inf if low is None else low, math.inf if high is None else high)
     x = x if low is None else expr.maximum(x, low)
     return x if high is None else expr.minimum(x, high)
 

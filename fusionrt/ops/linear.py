@@ -51,20 +51,20 @@ UNAVAILABLE = (CaptureError, MissingKernelError)
 # -- which way -------------------------------------------------------------------------------------
 
 @functools.lru_cache(4096)
-def route(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, epilogue: Expr, library: bool
-          ) -> str:
+def route(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, epilogue: Expr, library: bool,
+          rows: bool = True) -> str:
     """How epilogue(x W^T + b, residual) of an m x n product over k is computed: EPILOGUE by cuBLASLt's own,
     if the `library` can be asked (there is a bias, and the product is not kept), GEMM by our product, which
-    has the expression inside, GEMV by that of few rows, KERNEL by a product and a kernel. Measured by
-    benchmarks/linear.py."""
-    if gemv.chosen(m, n, k, dtype, device, epilogue):
+    has the expression inside, GEMV by that of few rows, both where W lies in `rows`, KERNEL by a product and
+    a kernel. Measured by benchmarks/linear.py."""
+    if rows and gemv.chosen(m, n, k, dtype, device, epilogue):
         return GEMV
     name = next((name for name in EPILOGUES if epilogue is _alone(name)), None) if library else None
     has = (name is not None and device.type == "cuda" and device.index is not None  # as it has in no warm-up
            and dtype != torch.float64 and min(n, k) > 1)
     if has and name == "gelu_tanh":  # slow on Ada, and on the Blackwell of graphics cards
         has = torch.cuda.get_device_capability(device) not in ((8, 9), (12, 0), (12, 1))
-    if gemm.chosen(m, n, k, dtype, device, epilogue, has):
+    if rows and gemm.chosen(m, n, k, dtype, device, epilogue, has):
         return GEMM
     return EPILOGUE if has else KERNEL
 
@@ -80,7 +80,7 @@ def way_of(operator: Operator, x: Tensor, weight: Tensor, bias: Any, keep: bool 
     n, k = weight.shape
     device = stands_for(x.device) if x.is_meta else x.device
     return route(device, x.dtype, math.prod(x.shape[:-1]), n, k, operator.outputs[0],
-                 bias is not None and not keep)
+                 bias is not None and not keep, weight.stride(1) == 1)
 
 
 def product(way: str, operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None,

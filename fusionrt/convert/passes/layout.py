@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fusionrt.convert.derived import channels_last
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import DERIVED, VALUE, Edits, hint, is_tensor
+from fusionrt.convert.graph import DERIVED, VALUE, Edits, called, hint, is_tensor, options_of
 from fusionrt.convert.match import named
 from fusionrt.convert.revalue import revalue
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
@@ -73,7 +73,7 @@ def weights(edits: Edits) -> None:
     """Weights of convolutions of channels_last images are converted once, where no gradients are recorded:
     cuDNN would do so in every call. With a norm and a relu behind the folded weights have that layout."""
     for n in edits.nodes():
-        if n.target not in _CONVOLUTIONS or not _converts(n) or not edits.allows(n):
+        if called(n) not in _CONVOLUTIONS or not _converts(n) or not edits.allows(n):
             continue
         weight: Any = n.args[1]
         made = edits.call(channels_last, (weight,), {}, n, given=torch.empty_like(
@@ -88,6 +88,6 @@ def _converts(n: Node) -> bool:
     if not isinstance(weight, Node) or weight.op != "placeholder" or not is_tensor(n.args[0]):
         return False
     x, w = value(n.args[0]), value(weight)
-    folded = n.target is conv_bn_act and n.kwargs.get("activation") == "relu"
+    folded = called(n) is conv_bn_act and options_of(n)["activation"] == "relu"
     return (not folded and w.dim() == 4 and w.device.type in DEVICES and not value(n).requires_grad
             and bool(w.shape[1] > 1 and x.stride(1) == 1 and w.stride(1) != 1))

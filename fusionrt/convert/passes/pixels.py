@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fusionrt.convert.calls import pixel_linear
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import Edits, is_tensor, present
+from fusionrt.convert.graph import Edits, called, is_tensor, options_of, present
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
 
 DEVICES = ("cuda",)
@@ -21,8 +21,8 @@ def pixels(edits: Edits) -> None:
     """Where no gradients are recorded, in 16 bits: cuBLAS has the bias, which a norm becomes, and our product
     what follows it in one kernel. So has cuDNN with a relu, which is left to it."""
     for n in edits.nodes():
-        if n.target in (conv_activation, conv_bn_act) and _fits(n) and edits.allows(n):
-            given = n.kwargs
+        if called(n) in (conv_activation, conv_bn_act) and _fits(n) and edits.allows(n):
+            given = options_of(n)
             options = present(eps=given.get("eps"), activation=given["activation"],
                               residual=given.get("residual"))
             edits.replace([n], n, pixel_linear, n.args, None, **options)
@@ -35,12 +35,13 @@ def _fits(n: Node) -> bool:
     return (t.device.type in DEVICES and t.dtype in HALVES and not t.requires_grad
             and all(a.dtype == t.dtype for a in tensors) and is_linear_of_pixels(n)
             and x.stride(1) == 1 and t.stride(1) == 1
-            and (residual is None or _takes(n, residual)) and n.kwargs["activation"] != "relu" and _pays(n))
+            and (residual is None or _takes(n, residual))
+            and options_of(n)["activation"] != "relu" and _pays(n))
 
 
 def _pays(n: Node) -> bool:
     """Of many pixels memory decides: tiles that are not full cost more than one more pass does."""
-    if n.kwargs["activation"] is None and n.kwargs.get("residual") is None:
+    if options_of(n)["activation"] is None and n.kwargs.get("residual") is None:
         return True
     sizes = value(n).shape
     many = all(isinstance(size, int) for size in sizes) and sizes.numel() // sizes[1] >= MANY
@@ -57,7 +58,7 @@ def is_linear_of_pixels(n: Node) -> bool:
 
 
 def _takes(n: Node, residual: Node) -> bool:
-    before_activation = n.target is conv_bn_act and n.kwargs["activation"] is not None
+    before_activation = called(n) is conv_bn_act and options_of(n)["activation"] is not None
     return is_tensor(residual) and value(residual).dtype == value(n).dtype and not before_activation
 
 
