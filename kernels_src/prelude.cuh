@@ -106,7 +106,11 @@ __device__ __forceinline__ void next_may_begin() {
 }
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // A loop of one turn: within a basic block ptxas moved what is loaded by the read-only path to before the wait.
+    asm volatile("" ::"r"(threadIdx.x), "r"(blockIdx.x));  // which then have been read
+    int blocks;
+    do asm volatile("griddepcontrol.wait;\n\tmov.u32 %0, %%nctaid.x;" : "=r"(blocks)::"memory");
+    while (blocks < 0);
 #endif
 }
 

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from checking import captured
+from machine_code import reads_too_early
 
+import fusionrt as frt
 from fusionrt import ops
+from fusionrt.problem import Problem
+from fusionrt.rehearsal import collecting
+from fusionrt.runtime import compiler, launch
 
 SOURCES = Path(__file__).parents[1] / "kernels_src"
+needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 
 
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.stem)
@@ -21,6 +27,48 @@ def test_every_kernel_waits(path: Path) -> None:
         body = re.split(r"^}", kernel, maxsplit=1, flags=re.MULTILINE)[0]
         assert "wait_for_kernel_before();" in body
         assert "return" not in body.split("wait_for_kernel_before();")[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "rows", "columns", "dtype"), [
+    ("sm_90", 512, 4096, torch.float32), ("sm_90", 1024, 2048, torch.float32),
+    ("sm_90", 1024, 4096, torch.bfloat16), ("sm_90", 2048, 2048, torch.bfloat16),
+    ("sm_100", 64, 4096, torch.float32), ("sm_100", 512, 4096, torch.bfloat16)])
+def test_nothing_is_read_before_the_wait(arch, rows, columns, dtype) -> None:
+    """The compiler had moved loads of read-only memory to before it."""
+    with collecting("cuda", True) as needed:
+        x = torch.empty(rows, columns, dtype=dtype, device="meta", requires_grad=True)
+        for op in (ops.softmax, lambda x: ops.layer_norm(x, (columns,))):
+            y = op(x)
+            y.backward(torch.empty_like(y))
+    sources = [s for problem in needed if isinstance(problem, Problem) for s in launch.sources(problem)]
+    texts = {source.text: source for source in sources}
+    assert len(texts) >= 4
+    for text, source in texts.items():
+        entry = compiler.build(compiler.seen_by(arch, text), source.entry, arch, "rows")
+        assert reads_too_early(entry.payload) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, columns", [(512, 4096), (1024, 2048)])
+@pytest.mark.parametrize("ahead", [(8192, 256), (4096, 512), (2048, 1024)])
+def test_a_gradient_behind_a_kernel_that_lets_it_begin(rows, columns, ahead) -> None:
+    """What the kernel ahead writes is other in each replay."""
+    x, v = torch.randn(rows, columns, device="cuda", requires_grad=True), torch.empty(*ahead, device="cuda")
+
+    def run():
+        y = ops.softmax(x)  # in here: a backward pass goes to the stream of its forward pass
+        return torch.autograd.grad(y, x, ops.softmax(v).view(rows, columns))
+
+    inputs, wanted = [torch.randn(*ahead, device="cuda") * scale for scale in (1, 5)], []
+    for given in inputs:
+        v.copy_(given)
+        wanted.append(run()[0].clone())
+    graph, found = captured(run)
+    for k in range(200):
+        v.copy_(inputs[k % 2])
+        graph.replay()
+        assert torch.equal(found[0], wanted[k % 2])
 
 
 def chain(x, y, weight, bias, square):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pointwise_ops
 import pytest
 import torch
+from machine_code import reads_too_early
 
 import fusionrt as frt
 from fusionrt import inventory, precompile
@@ -471,6 +472,14 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
     for op in pointwise_ops.DIFFERENTIABLE:
         assert any(name.startswith(f"{op}_backward") for name in kernels()), op
     assert faulty() == []
+    assert early() == []
+
+
+def early() -> list[str]:
+    """Kernels that may begin before the one ahead has ended, and do not wait for what they read."""
+    return [info.metadata["kernel"] for info, entry in cache.contents()
+            if info.metadata.get("arch", "").startswith(("sm_9", "sm_1"))
+            and entry.payload.startswith(b"\x7fELF") and reads_too_early(entry.payload)]
 
 
 def faulty() -> list[dict]:
@@ -492,6 +501,7 @@ def test_one_op_of_every_kind_compiles_for_wider_elements(dtype: str) -> None:
              "var")
     assert warmup("sm_90", kinds, dtype).failed == []
     assert faulty() == []
+    assert early() == []
 
 
 @needs_nvrtc

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fusionrt.optim import cpu_text
-from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, keep_for_graphs
+from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, hold
 from fusionrt.runtime import source
 from fusionrt.runtime.source import ITEMSIZE, Field, pointer
 
@@ -214,6 +214,6 @@ def step(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficie
         cpu_step(kind)(table.device, table.n_chunks, pointers, [seed - (seed >> 63 << 64)], coefficients,
                        work=table.work)
         return
-    keep_for_graphs(table)
+    hold(table)
     step_kernel(kind)(table.device, table.n_chunks, *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
                       table.chunks.data_ptr(), prepared, seed, *coefficients)

@@ -43,23 +43,29 @@ class Table:
         self.tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self.chunks = torch.cat(chunks).to(torch.int32).to(device)
         self.n_chunks = len(self.chunks)
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.work = sum(row.numel for row in rows) // max(1, self.n_chunks)  # of a chunk, on average
 
 
 _captured: list[Table] = []  # a graph that replays reads them
 
 
-def keep_for_graphs(table: Table) -> None:
-    if table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def hold(table: Table) -> None:
+    """For a launch on the current stream: its memory is nobody else's before that has read it."""
+    if table.stream is None:
+        return
+    if torch.cuda.is_current_stream_capturing():
         _captured.append(table)
+    stream = torch.cuda.current_stream(table.device)
+    if stream != table.stream:
+        for part in (table.tensors, table.chunks):
+            part.record_stream(stream)
 
 
 def shared_table(device: torch.device, addresses: tuple[int, ...] | None, numels: tuple[int, ...]) -> Table:
     """For tensors without state; without `addresses` they are the launch's gradients themselves."""
     table = _kept(device, addresses, numels)
-    if device.type == "cuda":  # another stream than the first one's may be reading it when it is let go of
-        for part in (table.tensors, table.chunks):
-            part.record_stream(torch.cuda.current_stream(device))
+    hold(table)
     return table
 
 

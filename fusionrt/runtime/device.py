@@ -6,10 +6,12 @@ host cost of its `launchKernel` and of the alternatives: benchmarks/NOTES.md.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from fusionrt.runtime import binding, compiler
 _DYNAMIC_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _RELAXED = 2  # CUstreamCaptureMode
+_NON_BLOCKING = 1  # CUstream_flags
 _DEPENDENT_LAUNCHES_IN_GRAPHS = 12030  # since this version of the driver
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
 _KERNELS = re.compile(rb"\.nv\.constant0\.(\w+)\0")  # of a cubin: sections of their parameters
@@ -64,22 +67,36 @@ def shared_bytes(device: int) -> tuple[int, int]:
 def memory(n_bytes: int) -> int:
     """Address of memory of the current device that is nobody's but the caller's, for as long as the process
     lives: what torch allocates while it prepares a CUDA graph may become somebody else's."""
-    driver, address, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), ctypes.c_int(_RELAXED)
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # a capture in another thread goes on
-    status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes))
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    address = ctypes.c_uint64()
+    with _captures_go_on() as driver:
+        status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes))
     if status:
         raise RuntimeError(f"no {n_bytes} bytes of the device's memory: CUDA error {status}")
     return address.value
 
 
 def zeros(n_bytes: int) -> int:
-    """The same, filled with them."""
-    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(memory(n_bytes))
-    status = driver.cuMemsetD8_v2(address, 0, ctypes.c_size_t(n_bytes)) or driver.cuCtxSynchronize()
+    """The same, filled with them: on a stream of its own, as the whole device cannot be waited for while
+    another thread captures."""
+    address, stream = ctypes.c_uint64(memory(n_bytes)), ctypes.c_void_p()
+    with _captures_go_on() as driver:
+        status = (driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
+                  or driver.cuMemsetD8Async(address, 0, ctypes.c_size_t(n_bytes), stream)
+                  or driver.cuStreamSynchronize(stream) or driver.cuStreamDestroy_v2(stream))
     if status:
         raise RuntimeError(f"{n_bytes} bytes of the device's memory: CUDA error {status}")
     return address.value
+
+
+@contextlib.contextmanager
+def _captures_go_on() -> Iterator[ctypes.CDLL]:
+    """The driver, by which what is otherwise refused while some thread captures does not end that capture."""
+    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield driver
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def has_clusters(device: int) -> bool:

@@ -197,22 +197,21 @@ class Text:
         memory."""
 
         def copies(operands: Sequence[Operand], to: str, begin: Mapping[Operand, str]) -> list[str]:
-            return ["    const column_t count = first < end ? end - first : 0;",
-                    f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in operands)});",
+            return [f"    expect(full, count * {sum(ITEMSIZE[o.dtype] for o in operands)});",
                     "    if (!count) return;",
                     *(f"    copy_bulk({to} + {o.name}_AT, {begin[o]} + first, count * {ITEMSIZE[o.dtype]}, "
                       "full);" for o in operands), "}"]
 
-        of_columns = weights(self.problem)
+        of_columns, count = weights(self.problem), "    const column_t count = first < end ? end - first : 0;"
         return [f"{INLINE} void fetch(const Params& p, unsigned r, column_t first, column_t end,",
-                "        char* stage, Barrier* full) {", *coordinates,
-                *(f"    prefetch_bulk({place[o]} + first, (end - first) * {ITEMSIZE[o.dtype]});"
+                "        char* stage, Barrier* full) {", *coordinates, count,
+                *(f"    if (count) prefetch_bulk({place[o]} + first, count * {ITEMSIZE[o.dtype]});"
                   for o in self.late),
                 *copies(self.row, "stage", place),
                 f"{INLINE} void fetch_ahead(const Params& p, unsigned r, column_t first, column_t end) {{",
                 *(self._asked(place, coordinates) if self.ahead else []), "}",
                 f"{INLINE} void fetch_weights(const Params& p, column_t first, column_t end, char* memory,",
-                "        Barrier* full) {",
+                "        Barrier* full) {", count,
                 *copies(of_columns, "memory", {o: f"p.{o.name}" for o in of_columns}),
                 f"{INLINE} void find_weights(Row& row, column_t first, const char* memory) {{",
                 *(f"    row.{o.name} = reinterpret_cast<const {o.dtype}_t*>(memory + {o.name}_AT) - first;"
