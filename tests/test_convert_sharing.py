@@ -124,3 +124,16 @@ def test_what_torch_loads_a_module_with(net):
     converted(net)._load_from_state_dict(state, "", {}, strict=True, missing_keys=missing, unexpected_keys=[],
                                          error_msgs=[])
     assert not missing and torch.equal(net.scale, state["scale"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_steps_of_torchs_fused_optimizers_are_seen(optimizer):
+    """They change no version of a parameter."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    fast, x = frt.auto_convert_model(model), torch.randn(16, 8)
+    stepping = optimizer(fast.parameters(), lr=0.3, fused=True)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x))
+        fast(x).square().sum().backward()
+        stepping.step()

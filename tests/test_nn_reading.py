@@ -127,3 +127,23 @@ def test_tables_that_do_more_are_called():
     made.word_embeddings = torch.nn.Embedding(20, 8, sparse=True)
     made(torch.tensor([[2, 3, 4]])).sum().backward()
     assert made.word_embeddings.weight.grad.is_sparse
+
+
+def test_hooks_of_all_modules_are_heard():
+    """What children would compute is then not read from their tensors."""
+    mlp, x, seen = fnn.FusedMLP(4, 6), torch.randn(3, 4), []
+    with torch.no_grad():
+        plain = mlp(x)
+
+    def hook(module, args, out):
+        seen.append(type(module).__name__)
+        return out * 2 if type(module) is nn.Linear else out
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        with torch.no_grad():
+            hooked = mlp(x)
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "Linear", "FusedMLP"]
+    assert not torch.allclose(plain, hooked)

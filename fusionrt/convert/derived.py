@@ -2,8 +2,8 @@
 
 What is kept lives as long as its first weight and is made anew when one of the weights was written to (its
 version tells), is another one or has other memory. A write through `.data` changes no version, as autograd
-does not see it either. Nor does what a norm does to its statistics: those are compared by their numbers,
-which can be done on a CPU only.
+does not see it either; nor does one through the buffer that parameters are views of. Nor does what a norm
+does to its statistics: those are compared by their numbers, which can be done on a CPU only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 Tensor = torch.Tensor
@@ -84,6 +85,18 @@ class Last:
         self._last = None if found is None or found.result is not result else (
             found.weights[0], found.source[0], found.memory[0], result)
         return cast(Tensor, result)
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """After a step of any optimizer: torch's fused ones write to parameters, whose versions do not tell."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for p in group["params"]:
+                if not p.is_inference():
+                    torch.autograd.graph.increment_version(p)
+
+
+register_optimizer_step_post_hook(_count)
 
 
 def is_statistic(t: Tensor) -> bool:

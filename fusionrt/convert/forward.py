@@ -13,20 +13,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace
 from torch.nn import Module
-from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fusionrt.autograd import is_watched
 from fusionrt.convert import capture, tracing
 from fusionrt.convert.sharing import SeparateLoads, SeparateMoves, shared_clone
+from fusionrt.nn.hooks import GLOBAL_HOOKS, HOOKS
 
 Call = Callable[..., Any]
 # Later versions of torch warn of the second name, which earlier ones have alone.
 is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing",
                                             _symbolic_trace.is_fx_tracing)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
 _numbers = itertools.count()
 
 
@@ -156,7 +154,7 @@ class Forward:
 
     def _hooks(self) -> list[tuple[int, tuple[int, ...]]]:
         """Of the whole tree and of all modules: where they are, and which."""
-        places = [*_GLOBAL_HOOKS, *(vars(m)[name] for m in self.module.modules() for name in HOOKS)]
+        places = [*GLOBAL_HOOKS, *(vars(m)[name] for m in self.module.modules() for name in HOOKS)]
         return [(id(place), tuple(place)) for place in places if place]
 
     def __getstate__(self) -> dict[str, Any]:

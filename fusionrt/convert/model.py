@@ -40,8 +40,8 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     parameters stay the same objects, as torch's do. (Of one of its parts, `to`, `half` and such change the
     original's part; `assign=True` of the original gives parameters to that alone; a buffer registered later,
     as torch.nn.utils.prune does, is one of both.) What follows from weights alone is kept until autograd's
-    version of one changes: after a write that this does not see (`p.data.mul_(2)`, `p.detach().numpy()`)
-    call torch.autograd.graph.increment_version(p).
+    version of one changes: after a write that this does not see (`p.data.mul_(2)`, `p.detach().numpy()`, a
+    buffer that p is a view of) call torch.autograd.graph.increment_version(p).
 
     model:              any module that is not wrapped or compiled yet.
     input_shape:        of the argument, or a list of shapes, for validation: what the model takes (floating
@@ -54,7 +54,8 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     validate_accuracy:  compare original and converted with a float64 run on random inputs, in evaluation
                         mode; a replacement that makes the error larger than twice the original's own is
                         undone, and reported by `fusionrt.convert.conversion_report`. (The padding of an
-                        nn.TransformerEncoder is what torch.compile makes of it, not its fast path's zeros.)
+                        nn.TransformerEncoder is what torch.compile makes of it, not its fast path's zeros;
+                        an attention's row of which an added mask lets nothing pass is zeros, not NaN.)
     accuracy_threshold: the error allowed instead, over the largest number of each output.
     strict:             raise ValidationError instead of undoing replacements.
     passes:             names of `fusionrt.convert.PASSES`, in order; default: all of them.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fusionrt.activation import finishing
+from fusionrt.nn.hooks import has_hooks
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.ffn import ffn, gating, geglu_mlp, swiglu_mlp
 
@@ -25,9 +26,8 @@ def is_read(child: Any, *forwards: Callable[..., Any]) -> bool:
 
     The classes that parametrize makes have torch's forward, and tensors that are computed when they are read.
     """
-    return child is None or (getattr(child.forward, "__func__", None) in forwards and not (
-        child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks
-        or child._backward_hooks))
+    return child is None or (
+        getattr(child.forward, "__func__", None) in forwards and not has_hooks(child))
 
 
 def feed_forward(x: Tensor, first: Any, second: Any, activation: Any, dropout_p: float, training: bool,

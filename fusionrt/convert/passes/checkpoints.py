@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusionrt.convert.effects import BARRIER, Facts
 from fusionrt.convert.graph import EFFECT, Edits
@@ -29,7 +29,7 @@ def checkpoints(edits: Edits) -> None:
 
 def checkpointing(body: GraphModule, *args: Any, **options: Any) -> Any:
     """torch's, which saves the arguments; but not what the body writes to, as a norm does to its statistics:
-    that autograd would refuse in the second run."""
+    that autograd would refuse in the second run. That is to write the same again, and goes on to the end."""
     written = body.meta.get(_WRITTEN)
     if written is None:
         facts, given = Facts(body.graph), [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -40,7 +40,8 @@ def checkpointing(body: GraphModule, *args: Any, **options: Any) -> Any:
         others = iter(rest)
         return body(*(bound[k] if k in bound else next(others) for k in range(len(args))))
 
-    return checkpoint(run, *(a for k, a in enumerate(args) if k not in bound), **options)
+    with set_checkpoint_early_stop(not bound):
+        return checkpoint(run, *(a for k, a in enumerate(args) if k not in bound), **options)
 
 
 def checkpointed(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
