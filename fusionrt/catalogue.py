@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from fusionrt.dispatch import Sites, Usual, front, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
@@ -19,30 +19,34 @@ Make = Callable[..., Any]
 Example = Callable[[Make], tuple[Any, ...]]
 
 
-class Op(Protocol):
-    """A public op."""
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class Op(Protocol[P, R]):
+    """A public op, with the arguments of its function."""
 
     __name__: str
     example: Example
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def cuda(self, *args: Any, **kwargs: Any) -> Any: ...
-    def cpu(self, *args: Any, **kwargs: Any) -> Any: ...
-    def reference(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def cuda(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def cpu(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def reference(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
-class Catalogue(MutableMapping[str, Op]):
+class Catalogue(MutableMapping[str, "Op[..., Any]"]):
     """The ops by name: going through the names imports nothing, going through the ops all of them."""
 
     def __init__(self) -> None:
-        self._declared: dict[str, Op] = {}
+        self._declared: dict[str, Op[..., Any]] = {}
 
-    def __getitem__(self, name: str) -> Op:
+    def __getitem__(self, name: str) -> Op[..., Any]:
         if name not in self._declared and name in MODULE:
             importlib.import_module(f"fusionrt.ops.{MODULE[name]}")
         return self._declared[name]
 
-    def __setitem__(self, name: str, op: Op) -> None:
+    def __setitem__(self, name: str, op: Op[..., Any]) -> None:
         self._declared[name] = op
 
     def __delitem__(self, name: str) -> None:
@@ -56,7 +60,6 @@ class Catalogue(MutableMapping[str, Op]):
 
 
 OPS = Catalogue()
-F = TypeVar("F", bound=Callable[..., Any])
 # In the docstrings of ops that take each element by itself.
 ELEMENTWISE = """\
 Shapes: tensors, arrays and numbers that broadcast, as in torch. Dtypes: float16 and bfloat16 (computed in
@@ -76,16 +79,16 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
 
 
 def public(*, example: Example, usual: Usual | None = None, asks: tuple[Sites, str] | None = None,
-           more: str = "") -> Callable[[F], F]:
+           more: str = "") -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op that chooses between fused functions, or checks its arguments first. `asks`: which sites
     it asks, and with which tensors. `more` stands in its docstring as well."""
 
-    def declare(function: F) -> F:
+    def declare(function: Callable[P, R]) -> Op[P, R]:
         names = list(inspect.signature(function).parameters)
         _say(more, function)
         made = cast(Any, shortcut(function, usual) if usual else front(function, *asks) if asks else function)
         made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
-        return cast(F, _register(made, example))
+        return cast("Op[P, R]", _register(made, example))
 
     return declare
 
@@ -94,8 +97,8 @@ def _say(more: str, function: Callable[..., Any]) -> None:
     """In front of the example, which ends a docstring; Python leaves these out if told to (-OO)."""
     said = inspect.getdoc(function)
     if more and said:
-        text, gap, example = said.rpartition("\n\n    ")
-        function.__doc__ = f"{text}\n\n{more}{gap}{example}"
+        text, *example = said.rsplit("\n\n    ", 1)
+        function.__doc__ = "\n\n".join([text, more, *(f"    {line}" for line in example)])
 
 
 def _register(function: Any, example: Example | None) -> Any:

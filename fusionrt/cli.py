@@ -63,6 +63,8 @@ def for_users(*expected: type[Exception]) -> Iterator[None]:
     """What users can cause is said in one line, without a traceback."""
     try:
         yield
+    except BrokenPipeError:  # click's: whoever read has enough
+        raise
     except expected as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import keyword
+import sys
 from pathlib import Path
 
 import click
@@ -69,6 +72,18 @@ print(compare_implementations({"eager": formula, "fused": NAME}, inputs, sizes=(
 FILES = {"NAME.py": OP, "test_NAME.py": TEST, "bench_NAME.py": BENCHMARK}
 
 
+def _taken() -> set[str]:
+    """What the files, or a program beside them, would no longer find under its name."""
+    nodes = [node for text in FILES.values() for node in ast.walk(ast.parse(text))]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    used |= {name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))
+             for alias in node.names for name in (alias.name, alias.asname or alias.name)}
+    used |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    return {*sys.stdlib_module_names, *dir(builtins), *used, *functions} - {"NAME"}
+
+
 @click.command("new-op")
 @click.argument("name")
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), metavar="FOLDER",
@@ -77,6 +92,9 @@ def new_op(name: str, into: Path) -> None:
     """Begin a fused function of your own: NAME.py, test_NAME.py and bench_NAME.py, which run as they are."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise click.BadParameter(f"must be a name in Python, got {name!r}", param_hint="'NAME'")
+    if name in _taken():
+        raise click.BadParameter(f"must be no name of Python's, nor one in these files, got {name!r}",
+                                 param_hint="'NAME'")
     texts = {into / file.replace("NAME", name): text.replace("NAME", name) for file, text in FILES.items()}
     there = [str(path) for path in texts if path.exists()]
     if there:

@@ -379,6 +379,10 @@ def test_quick_benchmark_and_compare_functions(inputs):
      "quick_benchmark: num_iterations must be at least 1, got 0"),
     (lambda f: bench.compare_functions(torch.relu, f), TypeError,
      "compare_functions: functions must be a list of functions or a mapping of names to functions, got relu"),
+    (lambda f: bench.KernelProfiler().compare_implementations([torch.relu], f), TypeError,
+     "compare_implementations: implementations must be a mapping of names to functions, got list"),
+    (lambda f: bench.profile_with_pytorch_profiler([torch.relu]), TypeError,
+     r"functions must be triples \(function, name, arguments\), got relu"),
     (lambda f: bench.compare_functions({"a": 3}, f), TypeError,
      "compare_implementations: a must be a function, got int"),
     (lambda f: bench.benchmark_kernel(3, f), TypeError, "benchmark_kernel: fn must be a function, got int"),
@@ -409,3 +413,22 @@ def test_profile_model_inference():
     assert "memory beyond the arguments" in report
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_mapping_may_be_the_only_argument():
+    x = {"x": torch.ones(3)}
+
+    def of_mapping(d):
+        return d["x"] + 1
+
+    assert bench.KernelProfiler().compare_implementations({"f": of_mapping}, x, num_iterations=2)["f"]
+    assert bench.profile_with_pytorch_profiler([(of_mapping, "f", x)], 2)["f"]
+
+
+def test_the_report_of_a_model_on_a_cpu_has_our_kernels_time():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return fusionrt.bias_gelu(fusionrt.softmax(x), x[0])
+
+    said = bench.profile_model_inference(Model(), torch.randn(512, 512), num_iterations=3)
+    assert "what is no op of torch's" in said

@@ -188,3 +188,11 @@ def test_rows_that_cannot_be_drawn(function, rows, message, tmp_path):
 def test_a_file_without_figures_cannot_be_drawn(tmp_path):
     with pytest.raises(ValueError, match="from_results: nothing to draw, none of 1 rows has 'op' and 'us'"):
         plot.from_results(content({"op": "mish", "error": "boom"}), tmp_path / "figure.png")
+
+
+def test_a_fraction_that_rounds_to_nothing_is_one(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plot, "_groups", lambda axes, rows, value, *rest: drawn.append(value))
+    for of_copy in (0.0, 0.5, None):
+        plot._catalogue([row(of_copy=0.9), row(op="gelu", of_copy=of_copy)])
+    assert drawn == ["of_copy", "of_copy", "us"]

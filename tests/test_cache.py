@@ -396,6 +396,20 @@ def test_export_and_import(tmp_path: Path, home: Path, monkeypatch: pytest.Monke
     assert archive.import_from(tmp_path / "kernels.zip") == (0, 4, [])
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_import_from_a_pipe(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no end to begin at, where an archive says what it holds."""
+    filled(2)
+    archive.export_to(tmp_path / "kernels.zip")
+    monkeypatch.setenv("FUSIONRT_CACHE_DIR", str(tmp_path / "elsewhere"))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(
+        (tmp_path / "kernels.zip").read_bytes()))
+    writer.start()
+    assert archive.import_from(tmp_path / "pipe") == (2, 0, [])
+    writer.join()
+
+
 def test_the_same_entries_give_the_same_archive(tmp_path: Path) -> None:
     filled(3)
     archive.export_to(tmp_path / "one.zip")

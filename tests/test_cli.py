@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fusionrt
-from fusionrt.cli import main
+from fusionrt.cli import for_users, main
 from fusionrt.runtime import cache, compiler
 
 ROOT = Path(fusionrt.__file__).parents[1]
@@ -422,3 +422,8 @@ def test_doctor_names_the_compiler() -> None:
     (nvrtc,) = [check for check in report["checks"] if check["name"] == "nvrtc"]
     assert nvrtc["status"] == "ok"
     assert nvrtc["detail"].startswith(f"{compiler.version()} ({compiler.toolchain()})")
+
+
+def test_a_reader_who_has_enough_is_no_error() -> None:
+    with pytest.raises(BrokenPipeError), for_users(OSError):
+        raise BrokenPipeError

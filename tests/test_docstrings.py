@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from fusionrt import catalogue
 from fusionrt.catalogue import OPS
 from fusionrt.op_names import OPS as FAMILIES
 
@@ -26,3 +27,16 @@ def test_begins_with_a_sentence_and_ends_with_an_example(name):
     first, *_, example = inspect.getdoc(OPS[name]).split("\n\n")
     assert first.split("\n")[0].rstrip()
     assert f"{name}(" in example
+
+
+def test_what_all_elementwise_ops_say_stands_behind_the_text():
+    """Also where no example ends it."""
+    for said in ("relu(a - b).", "relu(a - b).\n\n    Source: none.\n\n        sub_relu(x, y)\n    "):
+        def sub_relu(a, b):
+            return a
+
+        sub_relu.__doc__ = said
+        catalogue._say(catalogue.ELEMENTWISE, sub_relu)
+        text, *example = inspect.getdoc(sub_relu).split("\n\n    ")
+        assert text.startswith("relu(a - b).\n\n") and text.endswith(f"\n\n{catalogue.ELEMENTWISE}")
+        assert example == (["sub_relu(x, y)"] if "x" in said else [])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from click.testing import CliRunner
 
 from fusionrt.cli import main
@@ -45,3 +46,11 @@ def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     began = begin("gate", "--into", tmp_path / "file" / "inside")
     assert began.exit_code == 1 and "Traceback" not in began.output
+
+
+@pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "pytest", "print", "json"])
+def test_names_that_its_files_or_python_need(name, tmp_path):
+    began = begin(name, "--into", tmp_path)
+    assert began.exit_code == 2
+    assert f"must be no name of Python's, nor one in these files, got '{name}'" in began.output
+    assert not any(tmp_path.iterdir())

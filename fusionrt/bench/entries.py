@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.bench import memory, profile, traffic
-from fusionrt.bench.kernel import Measurement, benchmark_kernel, check_functions, name_of, split_inputs
+from fusionrt.bench.kernel import Measurement, benchmark_kernel, check_functions, name_of
 from fusionrt.errors import as_count
 
 Function = Callable[..., Any]
@@ -39,8 +39,11 @@ class KernelProfiler:
         `args`: a tuple or list of arguments, or a single one. Raises TypeError for what is no function.
         """
         as_count("compare_implementations", "num_iterations", num_iterations, 1)
+        if not isinstance(implementations, Mapping):
+            raise TypeError("compare_implementations: implementations must be a mapping of names to "
+                            f"functions, got {type(implementations).__name__}")
         check_functions("compare_implementations", implementations)
-        args, _ = split_inputs(args)
+        args = _arguments(args)
         calls = {name: functools.partial(f, *args, **(kwargs or {})) for name, f in implementations.items()}
         where = traffic.device_of((args, kwargs), self.device)
         times = benchmark_kernel(calls, repeat=num_iterations, device=where)
@@ -122,7 +125,11 @@ def profile_with_pytorch_profiler(functions: Sequence[tuple[Function, str, Seque
         profile_with_pytorch_profiler([(torch.softmax, "softmax", (x, -1))])["softmax"][0].us
     """
     as_count("profile_with_pytorch_profiler", "iterations", iterations, 1)
-    named = {name: (function, split_inputs(args)[0]) for function, name, args in functions}
+    for each in functions:
+        if not isinstance(each, (tuple, list)) or len(each) != 3:
+            raise TypeError("profile_with_pytorch_profiler: functions must be triples (function, name, "
+                            f"arguments), got {name_of(each)}")
+    named = {name: (function, _arguments(args)) for function, name, args in functions}
     if len(named) < len(functions):
         raise ValueError("profile_with_pytorch_profiler: the functions need different names, got "
                          + ", ".join(str(name) for _, name, _ in functions))
@@ -133,6 +140,11 @@ def profile_with_pytorch_profiler(functions: Sequence[tuple[Function, str, Seque
         call()
         found[name] = profile.kernels(call, traffic.device_of(args), iterations)
     return found
+
+
+def _arguments(args: Any) -> tuple[Any, ...]:
+    """A tuple or a list of them, or a single one."""
+    return tuple(args) if isinstance(args, (tuple, list)) else (args,)
 
 
 def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int = 50, top: int = 10) -> str:
@@ -148,7 +160,7 @@ def profile_model_inference(model: torch.nn.Module, x: Any, num_iterations: int 
                         f"{type(model).__name__}")
     as_count("profile_model_inference", "num_iterations", num_iterations, 1)
     as_count("profile_model_inference", "top", top)
-    args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    args = _arguments(x)
     where = traffic.device_of((args, list(model.parameters())))
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -168,6 +180,9 @@ def _report(measured: Measurement, parameters: int, peak: int, found: list[profi
             ) -> str:
     kind = "op" if measured.device == "cpu" else "kernel"
     total, count = sum(k.us for k in found), sum(k.launches for k in found)
+    if measured.device == "cpu" and (rest := measured["median_time"] * 1e3 - total) > 0:
+        ours = profile.KernelTime("what is no op of torch's: fused kernels, Python", rest, 1)
+        found, total = sorted([*found, ours], key=lambda k: -k.us), total + rest
     host = "" if measured.host is None else f", of the host {measured.host / 1e3:.4g} ms"
     lines = [f"{measured.name} on {measured.device}: {parameters:,} parameters",
              f"time: {measured['median_time']:.4g} ms (mean {measured['mean_time']:.4g}, std "

@@ -141,7 +141,7 @@ def _styles(rows: Sequence[Row]) -> Styles:
 
 def _catalogue(rows: Sequence[Row]) -> Figure:
     """A panel a direction (and size); an op a group of bars, one a dtype."""
-    value = "of_copy" if all(findings.number(row, "of_copy") for row in rows) else "us"
+    value = "of_copy" if all(findings.number(row, "of_copy") is not None for row in rows) else "us"
     panels = findings.by_direction(rows)
     ops = list(dict.fromkeys(findings.op_name(row) for row in rows))
     dtypes = list(dict.fromkeys(str(row.get("dtype", "")) for row in rows))

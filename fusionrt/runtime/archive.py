@@ -8,6 +8,7 @@ whose maker may run code as you.
 import os
 import re
 import stat
+import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
     imported = present = total_bytes = 0
     refused = []
     try:
-        archive = zipfile.ZipFile(file)
+        archive = zipfile.ZipFile(_seekable(file))
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         # also what zipfile makes of a future zip version and of names that are not UTF-8
         raise ValueError(f"{os.fspath(file)} is not an archive of the cache: {error}") from error
@@ -74,6 +75,19 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
             else:
                 refused.append((member.filename, f"cannot write to {cache.directory()}"))
     return Imported(imported, present, refused)
+
+
+def _seekable(file: str | os.PathLike[str]) -> Any:
+    """What comes through a pipe as a file of its own, as the contents of an archive stand at its end."""
+    if Path(file).is_file() or not Path(file).exists():
+        return file
+    held = tempfile.TemporaryFile()
+    with Path(file).open("rb") as stream:
+        while len(part := stream.read(1 << 20)) > 0:
+            if held.write(part) and held.tell() > cache.MAX_BYTES:
+                raise ValueError(f"more than {cache.MAX_BYTES} bytes")
+    held.seek(0)
+    return held
 
 
 def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, room: int) -> tuple[str, bytes]:
