@@ -60,6 +60,13 @@ def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any
     return [a for a, _ in found], (lambda result: result) if has_torch else backs[0]
 
 
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse sparse tensors and nested ones."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        found = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {found}")
+
+
 def check_writeable(op: str, **tensors: Any) -> None:
     """Raises ValueError for arrays that cannot be written to: for what `op` is about to write to."""
     if torch.compiler.is_dynamo_compiling():  # which has torch's tensors alone

@@ -61,7 +61,8 @@ class Definition:
     @functools.cached_property
     def digest(self) -> str:
         """Of what is computed; two operators of one name may differ."""
-        text = repr((emit(self.outputs, "{} = {}"), self.targets, self.traits, self.order))
+        text = repr((emit(self.outputs, "{} = {}"), self.targets, sorted(self.uniform), self.traits,
+                     self.order))
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
     def gradient(self, needed: tuple[bool, ...], given: tuple[bool, ...],

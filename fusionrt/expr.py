@@ -180,7 +180,10 @@ def node(op: str, *operands: Any) -> Expr:
 
 def _operand(op: str, value: Any, truth: bool) -> Expr:
     if not isinstance(value, Expr):
-        value = node("const", repr(float(_number(op, value))))
+        try:
+            value = node("const", repr(float(_number(op, value))))
+        except OverflowError:
+            raise TraceError(f"{op}: an operand is a number beyond those of float64") from None
     if truth and not value.is_truth:
         return node("ne", value, 0)
     if value.is_truth and not truth:
@@ -232,7 +235,7 @@ PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
     "sub": ("{} - {}", lambda g, out, a, b: (g, -g)),
     "mul": ("{} * {}", lambda g, out, a, b: (g * b, g * a)),
     "mul_rn": ("mul_rn({}, {})", lambda g, out, a, b: (g * b, g * a)),  # never contracted to an FMA
-    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -(g / b * out))),
+    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -(g * (out / b)))),
     "reciprocal": ("reciprocal({})", lambda g, out, a: (-g * (out * out),)),
     # 1 / a for 2^-126 < |a| < 2^126: what is out of range need not be looked after.
     "near_reciprocal": ("near_reciprocal({})", lambda g, out, a: (-g * (out * out),)),
@@ -384,7 +387,8 @@ def _function(op: str) -> Callable[..., Expr]:
                              f"{' and '.join(got)}")
         return node(op, *operands)
 
-    apply.__name__ = op
+    apply.__name__ = apply.__qualname__ = op
+    apply.__doc__ = f"{op} of traced values, in a fused function."
     return apply
 
 

@@ -36,16 +36,17 @@ class Fused(Protocol):
     def cpu(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+OWN_NAMES = "_frt_"  # of what stands beside the parameters in the text of a call: see dispatch.py
 _streams: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("streams")
 
 
 def kept(p: Any) -> Expr:
     """In a fused function: true with probability 1 - p, drawn anew for every element.
 
-    Each call in a function draws its own bits. `p` is taken to the nearest 2^-16; the masks come from
-    torch's generator and are recomputed, not stored, for the backward pass.
+    Each call in a function draws its own bits. `p`, from 0 to 1, is taken to the nearest 2^-16; the masks
+    come from torch's generator and are recomputed, not stored, for the backward pass.
 
-        where(kept(p), x / (1 - p), 0)      # dropout
+        where(kept(p), x / (1 - p), 0)      # dropout, of p below 1: `dropout_add` takes any
     """
     try:
         stream = next(_streams.get())
@@ -118,6 +119,8 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
+        if p.name.startswith(OWN_NAMES):
+            raise TraceError(f"{name}: {p.name} must have another name: those with {OWN_NAMES} are ours")
         if p.default is not p.empty and not isinstance(p.default, numbers.Real):
             raise TraceError(f"{name}: the default of {p.name} must be a number, got {p.default!r}")
     # Defaults as Python's own numbers: no fractions, not NumPy's.
@@ -142,6 +145,11 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
         result = function(*args[:len(args) - len(keyword)], **keyword)
     except TraceError as error:
         raise TraceError(f"{name}: {error}") from None
+    except TypeError as error:
+        if not str(error).endswith(f"got {Expr.__name__}"):
+            raise
+        raise TraceError(f"{name}: {error}: what needs more than one element is called outside of a fused "
+                         "function, on its argument or its result") from None
     finally:
         _streams.reset(token)
     outputs = result if isinstance(result, (tuple, list)) else (result,)

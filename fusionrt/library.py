@@ -7,6 +7,7 @@ does (`is_compiling`), and sees one opaque functional op with a fake implementat
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +95,7 @@ def overload(op: Operator, args: Any) -> Any:
     kinds = "".join("t" if isinstance(a, torch.Tensor) else "s" for a in args)
     # With the digest, as graphs of Inductor's cache and saved programs know their ops by name only.
     # Operators of one name and digest compute the same: a notebook's cell that is run again.
-    name = f"{op.name}_{op.digest}_{kinds}"
+    name = f"{re.sub(r'[^a-zA-Z0-9_]', '_', op.name)}_{op.digest}_{kinds}"  # a schema's are ASCII
     found = _overloads.get(name)
     if found is None:
         with _lock:

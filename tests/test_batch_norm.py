@@ -548,3 +548,25 @@ def test_sums_over_short_segments_have_a_kernel_of_their_own(size, along):
         y = frt.group_norm(x, 8, *of_channel)
         torch.autograd.grad(y, [x, *of_channel], torch.empty_like(y))
     assert [bool(p.row_dims) for p in needed] == [True] * 2 + [False] * (not along)
+
+
+def test_arrays_beside_tensors():
+    """Tensors decide what comes out, as they may need a gradient."""
+    x, weight = torch.randn(3, 4), torch.rand(4)
+    for run in (lambda x, w: frt.batch_norm(x, weight=w, training=True),
+                lambda x, w: frt.group_norm(x, 2, w),
+                lambda x, w: frt.instance_norm(x.reshape(1, 4, 3), weight=w)):
+        expected = run(x, weight)
+        for given, w in ((x.clone().requires_grad_(), weight.numpy()),
+                         (x.numpy(), weight.clone().requires_grad_())):
+            found = run(given, w)
+            assert isinstance(found, torch.Tensor)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+        assert isinstance(run(x.numpy(), weight.numpy()), np.ndarray)
+
+
+def test_no_channels_in_training():
+    assert frt.batch_norm(torch.randn(3, 0), training=True).shape == (3, 0)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        frt.batch_norm(torch.randn(1, 3), training=True)

@@ -413,7 +413,7 @@ def test_classes_that_float32_does_not_tell_apart(device):
         (
             lambda x, t: frt.cross_entropy(x, t, softcap=0.0),
             ValueError,
-            "softcap must be positive or None, got 0.0",
+            "softcap must be positive and finite, or None, got 0.0",
         ),
         (
             lambda x, t: frt.cross_entropy(x, t[:3]),
@@ -467,3 +467,31 @@ def test_classes_out_of_range(wrong, reduction):
         rf"other values such as {wrong}",
     ):
         frt.cross_entropy(x, target, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [(1 << 24) + 2, 2**31 - 1, -(1 << 40)])
+def test_classes_beside_a_large_number_to_ignore(reduction, ignored):
+    """What float32 rounds to it is out of range, or is not ignored."""
+    x, options = torch.randn(4, 5), {"ignore_index": ignored, "reduction": reduction}
+    for wrong in (ignored - 1, -1):
+        target = torch.tensor([1, ignored, wrong, 0])
+        with pytest.raises(IndexError):
+            frt.cross_entropy(x, target, **options)
+        with pytest.raises(IndexError):
+            frt.linear_cross_entropy(x, torch.eye(5), target, **options)
+    for target in (torch.tensor([1, ignored, 2, ignored]), torch.tensor([1, 2, 3, 4])):
+        leaf, alike = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for _ in range(2):  # the second call finds what the first one has chosen
+            found = frt.cross_entropy(leaf, target, **options)
+            expected = torch.nn.functional.cross_entropy(alike, target, **options)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+            expected.sum().backward()
+        torch.testing.assert_close(leaf.grad, alike.grad)
+
+
+def test_one_row_of_probabilities():
+    hidden, weight, target = torch.randn(8), torch.randn(5, 8), torch.softmax(torch.randn(5), 0)
+    found = frt.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(weight @ hidden, target))

@@ -7,7 +7,10 @@ import pytest
 import torch
 from checking import BF16, F16, F32, F64, evaluate
 from pointwise_ops import DIFFERENTIABLE, FINITE, SPECIALS, exact, example
+from torch.nn import functional as F
+from torch.testing import assert_close
 
+import fusionrt as frt
 from fusionrt.catalogue import OPS
 
 
@@ -81,3 +84,39 @@ def test_the_slope_of_hardsigmoid_is_torchs(device):
     first, second = derivatives(OPS["hardsigmoid"], x)
     torch.testing.assert_close(first.tolist(), [0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
     assert not second.any()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2.0, -3.0])
+def test_slopes_that_are_learnt(value, device):
+    """As torch's, whose gradient of a slope is 0 where the slope was not used."""
+    x = torch.tensor([[1.0, value], [-1.0, 1.0]], device=device)
+    for ours, theirs, slope in (
+            (lambda x, a: frt.prelu_bias(x, a, 0.0), F.prelu, torch.full((2,), 0.25, device=device)),
+            (lambda x, a: frt.prelu_bias(x, a, 1.0, bias_first=False), lambda x, a: F.prelu(x, a) + 1,
+             torch.full((2,), 0.25, device=device)),
+            (frt.leaky_relu, lambda x, a: F.prelu(x, a.reshape(1)), torch.tensor(0.1, device=device))):
+        found, expected = [], []
+        for run, into in ((ours, found), (theirs, expected)):
+            leaves = [t.clone().requires_grad_() for t in (x, slope)]
+            y = run(*leaves)
+            into += [y, *torch.autograd.grad(y.sum(), leaves)]
+        for ours_, theirs_ in zip(found, expected, strict=True):
+            assert_close(ours_, theirs_, equal_nan=True)
+
+
+def test_gradients_of_quotients_do_not_overflow(device):
+    divide = frt.fuse(lambda a, b: a / b)
+    for a, b, g in ((1e-20, 1e-15, 1e25), (0.0, 1e-30, 1e10), (3.0, 7.0, 1.0)):
+        numerator, divisor, grad = (torch.tensor([v], device=device) for v in (a, b, g))
+        leaves = [t.requires_grad_() for t in (numerator, divisor)]
+        assert_close(torch.autograd.grad(divide(*leaves), leaves, grad),
+                     torch.autograd.grad(numerator / divisor, leaves, grad))
+
+
+def test_targets_of_infinite_logits(device):
+    x, y = (torch.tensor(v, device=device) for v in ([math.inf, -math.inf, 1.0], [0.0, 1.0, 1.0]))
+    found = y.clone().requires_grad_()
+    expected = y.clone().requires_grad_()
+    frt.bce_with_logits(x, found, reduction="none").sum().backward()
+    F.binary_cross_entropy_with_logits(x, expected, reduction="none").sum().backward()
+    assert_close(found.grad, expected.grad)

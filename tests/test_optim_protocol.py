@@ -545,3 +545,41 @@ def test_torch_compile_leaves_a_step_alone(device):
         compiled()
         reference.step()
     assert apart(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5},
+                                     {"momentum": 0.9, "master_weights": True}])
+def test_a_checkpoint_from_before_the_first_step_that_counts(options):
+    """As after GradScaler's first overflow: torch's SGD has no momentum yet, and takes the gradient."""
+    lr, theirs = 1.0, {name: value for name, value in options.items() if name != "master_weights"}
+    p = torch.nn.Parameter(torch.zeros(1))
+    first = SGD([p], lr=lr, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale((p * float("inf")).sum()).backward()
+    scaler.step(first)
+    assert "step" not in saved(first)["state"].get(0, {})
+    second = torch.optim.SGD([p], lr=lr, **theirs)
+    second.load_state_dict(saved(first))
+    for _ in range(3):
+        p.grad = torch.ones(1)
+        second.step()
+    q, momentum = torch.nn.Parameter(torch.zeros(1)), 0.0
+    for k in range(3):
+        momentum = 1.0 if k == 0 else 0.9 * momentum + 1 - options.get("dampening", 0)
+        q.data -= momentum
+    torch.testing.assert_close(p, q)
+    third = SGD([q], lr=lr, **options)
+    third.load_state_dict(saved(second))
+    for one, its in ((second, p), (third, q)):
+        its.grad = torch.ones(1)
+        one.step()
+    torch.testing.assert_close(q, p)
+
+
+def test_options_of_a_checkpoint_are_checked():
+    p = torch.nn.Parameter(torch.zeros(3))
+    given = torch.optim.AdamW([p], differentiable=True).state_dict()
+    optimizer = AdamW([p])
+    with pytest.raises(ValueError, match="AdamW: differentiable=True is not supported"):
+        optimizer.load_state_dict(given)
+    assert not optimizer.param_groups[0]["differentiable"]

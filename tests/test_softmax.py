@@ -533,3 +533,27 @@ def test_errors(call, error, text):
 def test_a_dimension_is_needed(op):
     with pytest.raises(TypeError, match=f"{op}: dim must be an integer, got None"):
         getattr(frt, op)(torch.ones(3), None)
+
+
+def test_masks_and_causality_in_one_program(device):
+    """Their gradients have the same text: torch must know them for different ops."""
+    x, mask = torch.randn(4, 5, device=device), torch.tensor([True, False, True, True, False], device=device)
+    kinds = ({"causal": True}, {"mask": mask}, {"mask": torch.randn(5, device=device)}, {"scale": 2.0})
+    for options in kinds:
+        found = torch.func.grad(lambda v, options=options: frt.softmax(v, **options).pow(2).sum())(x)
+        leaf = x.clone().requires_grad_()
+        frt.softmax(leaf, **options).pow(2).sum().backward()
+        assert_close(found, leaf.grad)
+
+
+def test_arrays_beside_tensors():
+    """Tensors decide what comes out, as they may need a gradient."""
+    x, scale = torch.randn(3, 4), torch.tensor(2.0, requires_grad=True)
+    for op in (frt.softmax, frt.log_softmax):
+        found = op(x.numpy(), scale=scale)
+        assert isinstance(found, torch.Tensor)
+        found.pow(2).sum().backward()
+        assert_close(found, op(x, scale=2.0))
+    assert isinstance(frt.softmax(x.numpy(), mask=np.ones((3, 4), bool)), np.ndarray)
+    with pytest.raises(TypeError, match="attention_dropout: scores must be a tensor or an array, got str"):
+        frt.attention_dropout("a", training=False, softmax=False)

@@ -439,3 +439,20 @@ def test_compiled_for_sizes_that_vary_where_some_are_one(shape):
     x = torch.randn(shape)
     run = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(run(x, 1), function(x, 1))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "var", "std"])
+@pytest.mark.parametrize(("x", "options"), [
+    ([1.0, 2, 4, NAN, 3, 5, 1], {"stride": 4}), ([NAN, 1.0, 2, 4, 3], {"padding": (1, 0), "stride": 3})])
+def test_a_nan_that_no_counted_window_reads_has_no_gradient(device, op, x, options):
+    grads, x = [], torch.tensor(x, device=device)
+    counted = ~sliding_window(x, 3, op, min_periods=3, **options).isnan()
+    for values in (x, x.nan_to_num()):
+        leaf = values.clone().requires_grad_()
+        y = sliding_window(leaf, 3, op, min_periods=3, **options)
+        grads.append(torch.autograd.grad(y[counted].sum(), leaf)[0])
+    assert grads[0].isfinite().all()
+    torch.testing.assert_close(*grads)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusionrt import rehearsal
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.autograd import no_transforms
 from fusionrt.data import image_cpu, image_gpu
 from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, is_key, table
@@ -148,6 +148,7 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
         elif not isinstance(one, torch.Tensor):
             raise TypeError(f"image_preprocess: images must be tensors or arrays, got {type(one).__name__}")
         no_transforms("image_preprocess", "images", one)
+        check_dense("image_preprocess", "images", one)
         found.append(one)
     if not found:
         raise ValueError("image_preprocess: images must have at least one image, got an empty list")

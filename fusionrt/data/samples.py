@@ -110,7 +110,8 @@ def array(op: str, name: str, value: Any) -> Any:
 def _of_each(name: str, value: Any, count: int, dtype: Any, shape: tuple[int, ...] = ()) -> Any:
     """One value for all images, or one for each."""
     if isinstance(value, torch.Tensor):
-        value = value.cpu()
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value  # which NumPy has not
     values = array("image_preprocess", name, value)
     if values.shape not in (shape, (count, *shape)):
         one = f"{shape[0]} numbers" if shape else "a number" if dtype is not bool else "a bool"

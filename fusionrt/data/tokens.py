@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import random
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.autograd import no_transforms
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
@@ -196,6 +196,7 @@ def _joined(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
 def _check_dtype(ids: Tensor) -> None:
     if ids.dtype not in (torch.int32, torch.int64, torch.uint8):
         raise TypeError(f"{OP}: ids must be of dtype int32, int64 or (bytes) uint8, got {ids.dtype}")
+    check_dense(OP, "ids", ids)
     no_transforms(OP, "ids", ids)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.autograd import transforms_active
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
@@ -76,8 +76,7 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
 def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"sliding_window: x must be a tensor or an array, got {type(x).__name__}")
-    if x.layout is not torch.strided:
-        raise TypeError(f"sliding_window: x must be a dense tensor, got {x.layout}")
+    check_dense("sliding_window", "x", x)
     if x.dtype not in DTYPES:
         raise TypeError(f"sliding_window: x must be of a floating dtype ({', '.join(map(str, DTYPES))}), "
                         f"got {x.dtype}: cast it first")
@@ -215,8 +214,10 @@ def _moments_backward(x: Tensor, out: Tensor | None, grad: Tensor, counts: Tenso
         h = (2 * grad / freedom).masked_fill(none, 0)
     else:  # as torch, no gradient where nothing varies
         h = (grad / (out.to(wide) * freedom)).masked_fill((out == 0) | none, 0)
-    mean = _values(x, dim, *request._replace(op="mean", min_periods=0))
+    # NaN times 0 is NaN.
+    mean = _values(x, dim, *request._replace(op="mean", min_periods=0)).masked_fill(none, 0)
     n = x.shape[dim]
+    x = x.masked_fill(_spread((~none).to(wide), dim, n, request) == 0, 0)
     return (x * _spread(h, dim, n, request) - _spread(h * mean, dim, n, request)).to(dtype)
 
 

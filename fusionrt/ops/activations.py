@@ -32,7 +32,7 @@ def leaky_relu(x: Expr, negative_slope: float = 0.01) -> Expr:
 
         leaky_relu(torch.tensor([-1.0, 2.0]), 0.1)  # [-0.1, 2.]
     """
-    return where(x > 0, x, x * negative_slope)
+    return where(x > 0, x, negative_slope * where(x > 0, 0, x))  # else infinity times 0 is in the slope's
 
 
 @pointwise

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.errors import as_count, as_float, as_int, is_int
 from fusionrt.layout import is_among
@@ -33,9 +33,7 @@ def _check_operands(op: str, q: Any, k: Any, v: Any, shapes: str) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-        if t.is_nested or t.layout is not torch.strided:
-            found = "a nested one" if t.is_nested else t.layout
-            raise TypeError(f"{op}: {name} must be a dense tensor, got {found}")
+        check_dense(op, name, t)
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")

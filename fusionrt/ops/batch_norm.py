@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import check_writeable, is_foreign, to_torch
+from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.catalogue import Make, public
 from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
@@ -94,21 +94,22 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
 
 def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, residual: Any = None, *,
              num_batches_tracked: Any = None, **of_channels: Any) -> Any:
-    """function(x, *of_channels, residual, num_batches_tracked), of tensors that fit; where some argument is
-    another array, the result is of the kind of the first of these."""
+    """function(x, *of_channels, residual, num_batches_tracked), of tensors that fit; where all are other
+    arrays, the result is of the kind of the first of these."""
     named = {"x": x, **of_channels, "residual": residual, "num_batches_tracked": num_batches_tracked}
-    given, back = {}, None
     for name, a in named.items():
-        if is_foreign(a):
-            a, restore = to_torch(a, op, name)
-            back = back or restore
-        elif not isinstance(a, (torch.Tensor, type(None))) or (name == "x" and a is None):
+        fits = name != "x" if a is None else isinstance(a, torch.Tensor) or is_foreign(a)
+        if not fits:
             raise TypeError(f"{op}: {name} must be a tensor or an array, got "
                             f"{None if a is None else type(a).__name__}")
-        given[name] = a
+    if any(map(is_foreign, named.values())):
+        found, restore = converted(op, named)
+        given = dict(zip(named, found, strict=True))
+    else:
+        given, restore = named, None
     _check_shapes(op, given["x"], least_dims, given["residual"], {name: given[name] for name in of_channels})
     result = function(*given.values())
-    return result if back is None else back(result)
+    return result if restore is None else restore(result)
 
 
 def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_channels: dict[str, Any]
@@ -221,7 +222,7 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
     def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
             num_batches_tracked: Any) -> torch.Tensor:
         _check_running("batch_norm", x, running_mean, running_var, not training, eps, num_batches_tracked)
-        if training and x.numel() == x.shape[1]:
+        if training and x.shape[0] * math.prod(x.shape[2:]) == 1:
             raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
                              f"size {tuple(x.shape)}")
         running, tracked = (running_mean, running_var), running_mean is not None

@@ -79,6 +79,7 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
         raise ValueError(f"{op}: {weight_name} must have one value for each of the {n_classes} classes, got "
                          f"shape {tuple(weight.shape)}")
     _check_target(op, input, target, ignore_index)
+    target, ignore_index = with_exact_ignored(target, ignore_index)
     logits, of_classes = _classes_last(input), not target.is_floating_point()
     target = _classes_last(target) if not of_classes else _one_a_row(target, input)
     named: dict[str, Any] = {}
@@ -107,8 +108,20 @@ def check_options(op: str, ignore_index: Any, reduction: Any, label_smoothing: A
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
     if softcap is not None:
         check_number(op, "softcap", softcap)
-        if not softcap > 0:
-            raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{op}: softcap must be positive and finite, or None, got {softcap!r}")
+
+
+def with_exact_ignored(target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, int]:
+    """Kernels compare classes in float32: another number to ignore in the place of one that this rounds."""
+    if target.is_floating_point() or _is_exact(ignore_index):
+        return target, ignore_index
+    target = target.long()
+    return torch.where(target == ignore_index, -1, target.masked_fill(target == -1, -2)), -1
+
+
+def _is_exact(ignore_index: int) -> bool:
+    return -MOST_CLASSES <= ignore_index <= MOST_CLASSES
 
 
 def _classes_last(of_all: torch.Tensor) -> torch.Tensor:
@@ -417,6 +430,6 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
                              softcap=softcap, inplace_backward=inplace_backward)
     call = checked("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing, z_loss,
                    softcap)
-    if key is None or seen_by_torch(*tensors):
+    if key is None or seen_by_torch(*tensors) or not _is_exact(ignore_index):
         return _run(call, inplace_backward)
     return sites.keep(key, tensors, _repeated(call, inplace_backward))(*tensors)

@@ -12,11 +12,12 @@ by an op of torch's own: the same seed gives other masks there, the same ones in
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, public
 from fusionrt.dispatch import Usual
-from fusionrt.expr import Expr
+from fusionrt.expr import Expr, where
 from fusionrt.fusion import Fused, dropped, fuse
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.pointwise import is_tanh
@@ -60,9 +61,11 @@ def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
 def scale_of_kept(op: str, p: Any, training: bool, argument: str = "p") -> Any:
     """1 / (1 - p), or None when nothing is dropped. Of a traced value in a fused function too."""
     if isinstance(p, Expr):
-        return 1 / (1 - p) if training else None
+        return where(p < 1, 1 / (1 - where(p < 1, p, 0)), 0) if training else None
     if not isinstance(p, (int, float)):
-        raise TypeError(f"{op}: {argument} must be a number, got {type(p).__name__}")
+        if not isinstance(p, numbers.Real):
+            raise TypeError(f"{op}: {argument} must be a number, got {type(p).__name__}")
+        p = float(p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: {argument} must be a probability in [0, 1], got {p!r}")
     if not training or p == 0:

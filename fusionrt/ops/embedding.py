@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusionrt import indices, random
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, backward, is_watched, transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.errors import as_float, as_int
@@ -89,7 +89,7 @@ def _backward_sum(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any
     """Of each table. What is summed where it stands is summed with the tokens."""
     tokens, position_ids, token_type = saved
     scale, padding, sizes = args[6], args[7], args[8:]
-    grad = grads[0].reshape(-1, grads[0].shape[-1])
+    grad = grads[0].reshape(tokens.numel(), grads[0].shape[-1])
     period = tokens.shape[-1] if tokens.dim() else 1
     counted = needed[2] and position_ids is None and 0 < period < grad.shape[0]
     typed = needed[4] and sizes[2] <= MOST_TYPES
@@ -276,7 +276,8 @@ def _backward_all(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any
     found: list[Any] = [None] * len(args)
     if torch.is_grad_enabled() and eps is not None:
         return _differentiable_backward(operands, tail, rng, args, grads[0], needed)
-    grad = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()  # as the rows, whose random numbers it takes
+    # As the rows, whose random numbers it takes.
+    grad = grads[0].reshape(operands[0].numel(), grads[0].shape[-1]).contiguous()
     if eps is None:
         of_rows = _tail_gradient(grad, grad, tail, rng, ())[0]  # only of the first shape and dtype are read
     else:
@@ -434,6 +435,7 @@ def _check_kinds(arrays: dict[str, Any]) -> None:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{_OP}: {name} must be a tensor or an array, got {type(t).__name__}")
+        check_dense(_OP, name, t)
         if name in ("tokens", "position_ids", "token_type"):
             indices.check_dtype(_OP, name, t)
         elif t.dtype not in DTYPES:

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.ops.cross_entropy import Call, check_classes, checked, reducing, result_dtype
+from fusionrt.ops.cross_entropy import (
+    Call,
+    check_classes,
+    checked,
+    reducing,
+    result_dtype,
+    with_exact_ignored,
+)
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 from fusionrt.ops.linear import cast_as_autocast, rows_of
 
@@ -207,9 +214,10 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
             raise ValueError(f"{op}: {name} gets no gradient here: detach it, or use cross_entropy")
     rows, n_classes = rows_of(hidden), weight.shape[0]
     logits = torch.empty((rows.shape[0], n_classes), dtype=hidden.dtype, device="meta")
-    flat = target.flatten(0, -2) if target.is_floating_point() else target.flatten()
+    flat = target.reshape(-1, n_classes) if target.is_floating_point() else target.flatten()
     checked(op, logits, flat, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
             "class_weight")
+    flat, ignore_index = with_exact_ignored(flat, ignore_index)
     options = (ignore_index, reduction, float(label_smoothing), float(z_loss), softcap,
                result_dtype(hidden.device, hidden.dtype))
     rows, weight, bias = cast_as_autocast(rows, weight, bias)

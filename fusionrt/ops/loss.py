@@ -191,12 +191,12 @@ def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 
 # Nothing cancels near certainty: what is added is softplus(-|x|), spelled with a derivative at 0.
 @_loss
 def _bce_with_logits(x: Expr, y: Expr) -> Expr:
-    return where(x < 0, -(x * y), x * (1 - y)) + softplus(where(x < 0, x, -x))
+    return x * where(x < 0, -y, 1 - y) + softplus(where(x < 0, x, -x))
 
 
 @_loss
 def _bce_with_logits_weighted(x: Expr, y: Expr, weight: Expr, pos_weight: Expr) -> Expr:
-    certain = where(x < 0, -(x * (pos_weight * y)), x * (1 - y))
+    certain = x * where(x < 0, -(pos_weight * y), 1 - y)
     return weight * (certain + (1 - y + pos_weight * y) * softplus(where(x < 0, x, -x)))
 
 

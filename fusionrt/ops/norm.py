@@ -20,7 +20,7 @@ import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
-from fusionrt.errors import as_int
+from fusionrt.errors import as_int, is_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
 from fusionrt.op import seen_by_torch
@@ -63,7 +63,7 @@ sites = Sites()
 def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float,
           norm: str = "layer", residual: Any = None, dropout_p: float = 0.0, training: bool = True,
           epilogue: Epilogue = None, return_sum: bool = False, return_stats: bool = False) -> Any:
-    if hasattr(normalized_shape, "shape"):
+    if hasattr(normalized_shape, "shape") and not is_int(normalized_shape):
         if weight is not None:
             raise ValueError(f"{op}: normalized_shape must be numbers where a weight is given, got a tensor")
         normalized_shape, weight = normalized_shape.shape, normalized_shape

@@ -14,10 +14,10 @@ from typing import Any
 from fusionrt import expr
 from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, Make, pointwise, public
-from fusionrt.expr import Expr, exp, where
+from fusionrt.expr import Expr, exp
 from fusionrt.fusion import fuse
-from fusionrt.layout import is_among
-from fusionrt.ops.activations import gelu, gelu_tanh, mish, relu, silu
+from fusionrt.layout import broadcast_shapes, is_among
+from fusionrt.ops.activations import gelu, gelu_tanh, leaky_relu, mish, relu, silu
 
 
 def _with_bias(make: Make) -> tuple[Any, ...]:
@@ -180,13 +180,12 @@ def mish_scale(x: Expr, scale: Expr) -> Expr:
 
 @fuse(name="prelu_bias")
 def _prelu_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
-    y = x + bias
-    return where(y > 0, y, alpha * y)
+    return leaky_relu(x + bias, alpha)
 
 
 @fuse(name="prelu_then_bias")
 def _prelu_then_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
-    return where(x > 0, x, alpha * x) + bias
+    return leaky_relu(x, alpha) + bias
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS), make(COLUMNS), make(COLUMNS)), more=ELEMENTWISE)
@@ -202,14 +201,16 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
     shape, whole, more = shape_of(alpha) or (), shape_of(x), shape_of(bias)
     # What is no array is refused by name below, before alpha is measured by it.
     if shape and whole is not None and (more is not None or isinstance(bias, (int, float))):
-        # Of the sum, which bias may give dimensions that x has not.
-        whole = more if bias_first and more is not None and len(more) > len(whole) else whole
+        if bias_first and more is not None:  # of the sum, which bias may make larger
+            whole = broadcast_shapes([whole, more]) or whole
         channels = whole[1] if len(whole) > 1 else 1
         if not is_among(math.prod(shape), 1, channels):
             raise ValueError(f"prelu_bias: alpha must have 1 element or one for each of the {channels} "
                              f"channels (dimension 1 of x), got {tuple(shape)}")
-        if len(shape) == 1 and len(whole) != 2:
-            alpha = alpha.reshape((-1,) + (1,) * max(0, len(whole) - 2))
+        if math.prod(shape) == 1:
+            alpha = alpha.reshape(()) if len(shape) > len(whole) else alpha
+        elif len(shape) > 1 or len(whole) != 2:
+            alpha = alpha.reshape((-1,) + (1,) * (len(whole) - 2))
     return (_prelu_bias if bias_first else _prelu_then_bias)(x, alpha, bias)
 
 

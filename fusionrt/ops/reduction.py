@@ -336,7 +336,7 @@ def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 
 
 def _index_of(op: str, x: Any, dim: int | None, keepdim: bool) -> Any:
-    if dim is not None and not isinstance(dim, int):
+    if dim is not None and not is_int(dim):
         raise TypeError(f"{op}: dim must be None or an int, got {dim!r}")
     if is_foreign(x):
         tensor, back = to_torch(x, op, "x")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusionrt import indices
-from fusionrt.array import check_writeable, converted, is_foreign
+from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.errors import as_float, as_int
@@ -153,9 +153,9 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
 
     Pairs: columns i and i + rotary_dim / 2 (NeoX, LLaMA); `interleaved`: 2i and 2i + 1 (GPT-J). `rotary_dim`:
     even, D unless given; further columns are passed on.
-    cos, sin: tables of shape (positions, R) or (B, positions, R), of any floating dtype; R is rotary_dim / 2,
-    or rotary_dim, of which one value a pair is read (the first half; `interleaved`: every second one). Row
-    `offset` + s belongs to position s, or row position_ids[b, s].
+    cos, sin: tables of shape (positions, R) or, without position_ids, (B, positions, R), of any floating
+    dtype; R is rotary_dim / 2, or rotary_dim, of which one value a pair is read (the first half;
+    `interleaved`: every second one). Row `offset` + s belongs to position s, or row position_ids[b, s].
     Without tables angles are position base^(-2i / rotary_dim) / `scaling`, to float32's precision for
     positions up to 10^9; the position is `offset` + s or position_ids[b, s]. position_ids: int32 or int64,
     (S,) or (B, S).
@@ -207,8 +207,7 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{op}: {name} must be a dense tensor, got {t.layout}")
+        check_dense(op, name, t)
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")
@@ -286,7 +285,8 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
     if cos.dim() not in (2, 3) or not is_among(cos.shape[-1], rotary_dim, rotary_dim // 2) or (
             cos.dim() == 3 and not is_among(cos.shape[0], *batches)):
         raise ValueError(f"{op}: cos and sin must have the shape (positions, R) or ({batches[-1]}, "
-                         f"positions, R) with R = {rotary_dim // 2} or {rotary_dim}, got {tuple(cos.shape)}")
+                         f"positions, R){' with position_ids' if first is None else ''}, with R = "
+                         f"{rotary_dim // 2} or {rotary_dim}, got {tuple(cos.shape)}")
     if cos.shape[-2] < rows:
         raise ValueError(f"{op}: cos and sin must have a row for each of the {rows} positions (offset + S), "
                          f"got {cos.shape[-2]}")

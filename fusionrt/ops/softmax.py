@@ -5,7 +5,8 @@ for the gradient, which reads the result and not x where nothing comes after it.
 
 Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's. Every float argument
 has first and second derivatives. A row without any column that a boolean mask or causality lets pass is
-zeros (-inf for the logarithm): such a query attends to nothing. Rows of -inf are NaN, as in torch.
+zeros (-inf for the logarithm): such a query attends to nothing; so is one of which only scores of -inf pass.
+Rows of -inf of which all may pass are NaN, as in torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from fusionrt import rowwise
-from fusionrt.array import is_foreign, to_torch
+from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Sites
@@ -79,8 +80,9 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         run = key and sites.find(key, (x, factor, mask))
         if run is not None:
             return run(x, factor, mask)
-    if is_foreign(x):
-        x, restore = to_torch(x, op, "x")
+    if any(map(is_foreign, (x, factor, mask))):
+        (x, factor, mask), restore = converted(op, {"x": x, "scale": factor, "mask": mask})
+        scale = number if factor is None else factor
         return restore(_along(op, x, dim, scale, mask, causal, epilogue, p, kept_scale))
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
@@ -112,8 +114,6 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
 
 def _fitting(op: str, name: str, value: Any, x: torch.Tensor) -> torch.Tensor:
     """A tensor that broadcasts to x."""
-    if is_foreign(value):
-        value, _ = to_torch(value, op, name)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor{' or a number' if name == 'scale' else ''}, got "
                         f"{type(value).__name__}")
@@ -194,4 +194,9 @@ def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, sof
         return _along("attention_dropout", scores, -1, scale, mask, causal, None, p, kept_scale)
     if scale is not None or mask is not None or causal:
         raise ValueError("attention_dropout: scale, mask and causal need softmax=True")
-    return scores if kept_scale is None else _dropout(scores, p, kept_scale)
+    if kept_scale is not None:
+        return _dropout(scores, p, kept_scale)
+    if not isinstance(scores, torch.Tensor) and not is_foreign(scores):
+        raise TypeError("attention_dropout: scores must be a tensor or an array, got "
+                        f"{type(scores).__name__}")
+    return scores

@@ -55,9 +55,9 @@ class FusedOptimizer(torch.optim.Optimizer):
       element (fusionrt/optim/quantised.py); parameters of less than 4096 elements keep float32.
     * `clip_grad_norm`: scale the gradients so that their norm, over all groups that have this option, is at
       most this, as torch.nn.utils.clip_grad_norm_ but inside of the step. The gradients stay as they are.
-    * `skip_nonfinite`: do nothing in a step one of whose gradients, in any group that has this option or
-      clips, is NaN or infinite (of float32 or less, what is beyond 1e19 may count as that). One pass over the
-      gradients serves this and clipping.
+    * `skip_nonfinite`: groups with this option do nothing in a step one of whose gradients, in any group that
+      has it or clips, is NaN or infinite (of float32 or less, what is beyond 1e19 may count as that). One
+      pass over the gradients serves this and clipping.
 
     They work with torch.amp.GradScaler as torch's fused ones do: the step unscales, and does nothing if an
     infinity was found. It leaves the gradients as they are, scaled, where torch writes them back: who reads
@@ -102,6 +102,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """torch's names of the states, the first moment's first."""
         raise NotImplementedError
+
+    def _saved(self, state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """What a checkpoint has of a parameter with states of these names: torch can load it."""
+        return states.in_float(state, names)
 
     def _coefficients(self, group: dict[str, Any]) -> Coefficients:
         raise NotImplementedError
@@ -273,6 +277,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this optimizer or of torch's gave. Options come from it, but for
         `master_weights` and `state_dtype`, which say how this optimizer keeps the states."""
+        for group in state_dict.get("param_groups", ()):
+            self._check(self.defaults | group)
         seen: dict[str, Any] = {}
         # Registered last, so that it sees what the user's hooks have made of it.
         handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))
@@ -310,7 +316,7 @@ def _in_torch_terms(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> 
     assert isinstance(optimizer, FusedOptimizer)
     names = {key: optimizer._state_names(group) for saved, group in
              zip(given["param_groups"], optimizer.param_groups, strict=True) for key in saved["params"]}
-    given["state"] = {key: states.in_float(state, names[key]) if key in names else state
+    given["state"] = {key: optimizer._saved(state, names[key]) if key in names else state
                       for key, state in given["state"].items()}
     return given
 

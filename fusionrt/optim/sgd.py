@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusionrt.optim.kernels import Coefficients
 from fusionrt.optim.optimizer import FusedOptimizer, not_negative, number
+from fusionrt.optim.state import STEP
 
 
 class SGD(FusedOptimizer):
@@ -46,6 +48,13 @@ class SGD(FusedOptimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _saved(self, state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Before the first step that counts nothing, as torch's, whose first one takes the gradient."""
+        saved = super()._saved(state, names)
+        if names and STEP in state and not state[STEP].item():
+            saved = {key: value for key, value in saved.items() if key not in (STEP, *names)}
+        return saved
 
     def _flags(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"nesterov": bool(group["nesterov"])}
