@@ -130,6 +130,7 @@ class _Transformed(torch.autograd.Function):
         ctx.op, *args = inputs
         if ctx.op.gradient is not None:
             ctx.op._setup_context(ctx, args, output)
+            ctx.set_materialize_grads(True)  # vmap of torch 2.6 takes none that is None
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
