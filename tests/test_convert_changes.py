@@ -1,5 +1,6 @@
 """Converted modules whose class, attributes or surroundings change between calls."""
 
+import copy
 import functools
 
 import pytest
@@ -8,6 +9,7 @@ from convert_net import assert_same, one_thread  # noqa: F401  (a fixture)
 from torch import nn
 from torch.func import jacrev, vmap
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusionrt as frt
@@ -143,3 +145,24 @@ def test_parameters_of_other_types_are_proven_too():
     fast = frt.auto_convert_model(model)
     fast(X)
     assert record_of(fast).verdict.accepted
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_of_a_norm_that_ends_a_checkpoint(momentum):
+    """The second run moves them and counts, as torch's does."""
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(8, momentum=momentum)
+
+        def forward(self, x):
+            return checkpoint(self.bn, x * 1.0, use_reentrant=False)
+
+    model = Checkpointed()
+    fast = frt.auto_convert_model(copy.deepcopy(model))
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        for each in (model, fast):
+            each(x.clone().requires_grad_()).sum().backward()
+    for ours, theirs in zip(fast.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -11,9 +11,7 @@ from convert_checks import compiled
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
-import fusionrt as frt
 from fusionrt.convert import cuda_graphs, replay, stats, training
 from fusionrt.convert.capture import backend
 from fusionrt.convert.replay import Roles
@@ -595,24 +593,3 @@ def test_memory_of_a_step_has_no_gaps(passes):
     needed = 4 * (17 * 5000 * 1024 + 8 * 1024 * 1025)
     assert len(passes) == 1 and passes[0] is not None
     assert stats.held_by_graphs(device) - before < 1.1 * needed + (64 << 20)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_statistics_of_a_norm_that_ends_a_checkpoint(momentum):
-    """The second run moves them and counts, as torch's does."""
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(8, momentum=momentum)
-
-        def forward(self, x):
-            return checkpoint(self.bn, x * 1.0, use_reentrant=False)
-
-    model = Checkpointed()
-    fast = frt.auto_convert_model(copy.deepcopy(model))
-    for _ in range(3):
-        x = torch.randn(5, 8)
-        for each in (model, fast):
-            each(x.clone().requires_grad_()).sum().backward()
-    for ours, theirs in zip(fast.buffers(), model.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs)

@@ -592,27 +592,6 @@ def test_ops_that_look_at_their_arguments_take_traced_values(device):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("name", ["gelu_dropout", "relu_dropout", "dropout_add"])
-def test_a_probability_that_is_an_argument_may_be_one(name, device):
-    op = getattr(frt, name)
-    fused = frt.fuse((lambda x, p: op(x, x, p)) if name == "dropout_add" else (lambda x, p: op(x, p)))
-    x = torch.ones(3, device=device, requires_grad=True)
-    y = fused(x, 1.0)
-    rest = 1.0 if name == "dropout_add" else 0.0
-    assert y.tolist() == [rest] * 3
-    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [rest] * 3
-
-
-def test_names_of_other_alphabets():
-    @frt.fuse
-    def größe(a, b):
-        return a * b
-
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(torch.func.vmap(größe)(x, x), x * x)
-    torch.testing.assert_close(torch.func.grad(lambda v: größe(v, v).sum())(x), 2 * x)
-
-
 @pytest.mark.parametrize(("function", "text"), [
     (lambda x: frt.softmax(x), "softmax: x must be .*, got Expr: what needs more than one element is called"),
     (lambda x: frt.sum(x), "sum: x must be .*, got Expr: what needs more than one element"),
@@ -622,19 +601,3 @@ def test_names_of_other_alphabets():
 def test_what_else_cannot_be_traced(function, text):
     with pytest.raises(frt.TraceError, match=text):
         frt.fuse(function)
-
-
-@pytest.mark.parametrize(("x", "alpha", "bias"), [
-    ((3, 3), (3, 1), ()), ((3, 3), (1, 3), ()), ((2, 3, 3), (1, 3), ()), ((2, 3, 3, 3), (1, 1, 1, 3), ()),
-    ((4, 4, 4, 4), (4, 1, 1, 1), ()), ((2, 3, 5), (3, 1), (5,)), ((2, 1), (3,), (3,)), ((), (1,), ()),
-    ((3,), (1, 1), (3,))])
-def test_slopes_are_of_dimension_one(x, alpha, bias):
-    """However alpha lies: as many as there are channels."""
-    x, alpha, bias = -torch.rand(x), torch.rand(alpha), torch.rand(bias)
-    for first in (True, False):
-        y = x + bias if first else x
-        if alpha.numel() > 1 and (y.dim() < 2 or y.shape[1] != alpha.numel()):
-            continue
-        slope = alpha.reshape((-1,) + (1,) * (y.dim() - 2)) if alpha.numel() > 1 else alpha.reshape(())
-        expected = torch.where(y > 0, y, slope * y) + (0 if first else bias)
-        torch.testing.assert_close(frt.prelu_bias(x, alpha, bias, bias_first=first), expected)

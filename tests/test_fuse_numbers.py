@@ -153,3 +153,13 @@ def test_what_follows_from_a_result_is_of_the_value_that_is_returned(dtype, devi
     assert_close(squares, (total.double() - 256).square().to(dtype))
     found, = torch.autograd.grad(squares.sum(), x)
     assert_close(found, (2 * (total.double() - 256)).to(dtype))
+
+
+def test_names_of_other_alphabets():
+    @frt.fuse
+    def größe(a, b):
+        return a * b
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(torch.func.vmap(größe)(x, x), x * x)
+    torch.testing.assert_close(torch.func.grad(lambda v: größe(v, v).sum())(x), 2 * x)

@@ -198,3 +198,14 @@ def test_masks_of_a_cpu_and_a_gpu_are_the_same(name):
             masks.append([(OPS[name](*args, 0.5) != 0).cpu() for _ in range(3)])
         assert all(map(torch.equal, *masks))
         assert n < 1000 or not torch.equal(masks[0][0], masks[0][1])
+
+
+@pytest.mark.parametrize("name", ["gelu_dropout", "relu_dropout", "dropout_add"])
+def test_a_probability_that_is_an_argument_may_be_one(name, device):
+    op = getattr(frt, name)
+    fused = frt.fuse((lambda x, p: op(x, x, p)) if name == "dropout_add" else (lambda x, p: op(x, p)))
+    x = torch.ones(3, device=device, requires_grad=True)
+    y = fused(x, 1.0)
+    rest = 1.0 if name == "dropout_add" else 0.0
+    assert y.tolist() == [rest] * 3
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [rest] * 3

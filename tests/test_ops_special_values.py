@@ -120,3 +120,19 @@ def test_targets_of_infinite_logits(device):
     frt.bce_with_logits(x, found, reduction="none").sum().backward()
     F.binary_cross_entropy_with_logits(x, expected, reduction="none").sum().backward()
     assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize(("x", "alpha", "bias"), [
+    ((3, 3), (3, 1), ()), ((3, 3), (1, 3), ()), ((2, 3, 3), (1, 3), ()), ((2, 3, 3, 3), (1, 1, 1, 3), ()),
+    ((4, 4, 4, 4), (4, 1, 1, 1), ()), ((2, 3, 5), (3, 1), (5,)), ((2, 1), (3,), (3,)), ((), (1,), ()),
+    ((3,), (1, 1), (3,))])
+def test_slopes_are_of_dimension_one(x, alpha, bias):
+    """However alpha lies: as many as there are channels."""
+    x, alpha, bias = -torch.rand(x), torch.rand(alpha), torch.rand(bias)
+    for first in (True, False):
+        y = x + bias if first else x
+        if alpha.numel() > 1 and (y.dim() < 2 or y.shape[1] != alpha.numel()):
+            continue
+        slope = alpha.reshape((-1,) + (1,) * (y.dim() - 2)) if alpha.numel() > 1 else alpha.reshape(())
+        expected = torch.where(y > 0, y, slope * y) + (0 if first else bias)
+        assert_close(frt.prelu_bias(x, alpha, bias, bias_first=first), expected)
