@@ -401,3 +401,42 @@ def test_inputs_are_looked_at_when_they_move():
     assert run(b[:4], b[4:], 3) == "original"
     assert run(a[:4], b[4:], 3) == "rewritten"
     assert run(torch.ones(0), torch.ones(0), 3) == "rewritten"
+
+
+def test_views_that_are_conjugated_or_negated(captures, monkeypatch):
+    monkeypatch.setattr(replay, "device_of_graph", lambda gm: CPU)
+
+    def run(x):
+        z = torch.fft.rfft(x) * 2
+        return z, z.conj(), z.conj().imag
+
+    fast = torch.compile(run, backend=backend)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(8)
+            for ours, theirs in zip(fast(x), run(x), strict=True):
+                assert_close(ours.resolve_conj().resolve_neg(), theirs.resolve_conj().resolve_neg())
+    assert captures
+
+
+def test_inputs_that_need_gradients_leave_no_history(captures):
+    """A teacher's, that records none: its copies would hold what every call came from."""
+    ours, _ = replays(lambda x, w: (x.detach() * 2 + w,), weights=[1])
+    w, student = torch.randn(3), torch.randn(3, requires_grad=True)
+    for _ in range(5):
+        ours(student * torch.randn(3), w)
+    kind, = kinds(ours)
+    buffer, = kind.captured.buffers.values()
+    assert buffer.grad_fn is None
+
+
+def test_random_numbers_are_drawn_by_calls(captures, monkeypatch):
+    """In a graph they would be others than those of the same call that records gradients."""
+    monkeypatch.setattr(replay, "device_of_graph", lambda gm: CPU)
+    for function in (lambda x: torch.dropout(x, 0.5, True) * 2, lambda x: torch.relu(x) + torch.rand_like(x)):
+        torch._dynamo.reset()
+        fast = torch.compile(function, backend=backend)
+        with torch.no_grad():
+            for _ in range(4):
+                fast(torch.randn(64))
+    assert not captures

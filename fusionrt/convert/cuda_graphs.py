@@ -15,8 +15,12 @@ from typing import Any
 import torch
 
 from fusionrt.convert.calls import copied
+from fusionrt.ops.convolution_cudnn import convolves_in_tf32
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SETTINGS: list[Callable[[], bool]] = [getattr(torch._C, f"_get_{name}") for name in (
+    "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")]
 
 
 # -- taking turns --------------------------------------------------------------------------------------
@@ -81,9 +85,11 @@ class Turn:
     def aside(self) -> Iterator[None]:
         """On a stream of its own, for what comes before a capture."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class Libraries:
@@ -121,6 +127,11 @@ def _use_cublas() -> None:
 def turn_of(device: torch.device) -> Turn:
     with torch.cuda.device(device):
         return Turn(device)
+
+
+def settings() -> tuple[bool, ...]:
+    """What libraries go by, and Dynamo does not guard: a graph holds what they chose."""
+    return convolves_in_tf32(), *(get() for get in _SETTINGS)
 
 
 def release() -> None:
@@ -212,7 +223,9 @@ def copies_of(results: Sequence[Any], strides: Mapping[int, Sequence[int]] | Non
                 if found is None:
                     found = memory[whole.data_ptr()] = whole.clone()
                 view = torch.empty(0, dtype=t.dtype, device=t.device)
-                made[i] = view.set_(found, t.storage_offset(), t.shape, t.stride())
+                view.set_(found, t.storage_offset(), t.shape, t.stride())
+                view = view.conj() if t.is_conj() else view
+                made[i] = torch._neg_view(view) if t.is_neg() else view
         return tuple(made[id(r)] if isinstance(r, torch.Tensor) else r for r in results)
 
     return copies

@@ -16,14 +16,14 @@ _DRAWS = frozenset({
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
     "lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Those that may: the place of the argument `dropout_p`.
-_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10, "self_attention": 6}
 
 
 def is_pure(node: Node) -> bool:
-    return effect(node) == NONE and not _draws(node)
+    return effect(node) == NONE and not draws(node)
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return True
@@ -32,4 +32,6 @@ def _draws(node: Node) -> bool:
         at = _DROPOUT_AT[name]
         given: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
         return bool(given != 0.0)
-    return name.startswith("rand") or "dropout" in name or name in _DRAWS
+    ours = getattr(target, "operator", None)  # of a fused function
+    return (name.startswith("rand") or "dropout" in name or name in _DRAWS
+            or bool(node.kwargs.get("dropout_p")) or bool(getattr(ours, "streams", ())))

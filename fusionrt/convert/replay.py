@@ -13,7 +13,7 @@ import contextlib
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from fusionrt.convert import cuda_graphs, derived
 from fusionrt.convert.effects import Facts, tensors, value
 from fusionrt.convert.graph import DERIVED, is_weight
 from fusionrt.convert.last_copies import without_last_copies
+from fusionrt.convert.purity import draws
 from fusionrt.ops import folding
 
 Run = Callable[..., Any]
@@ -62,8 +63,9 @@ def device_of_graph(gm: GraphModule) -> torch.device | None:
 
 
 def _replays(gm: GraphModule) -> bool:
-    """Whether a replay does all that a call does, without gradients."""
-    return is_repeatable(gm) and not any(
+    """Whether a replay does all that a call does, without gradients. Random numbers may have to be drawn
+    again, by a call that records gradients (a checkpoint's): in a graph they would be others."""
+    return is_repeatable(gm) and not any(map(draws, gm.graph.nodes)) and not any(
         t.requires_grad for n in gm.graph.nodes if n.op.startswith("call") for t in tensors(value(n)))
 
 
@@ -144,8 +146,9 @@ class Replays:
                     return self.run(*args)
             kind.served += 1
             turn.after_others()
-            for k, buffer in captured.buffers.items():
-                buffer.copy_(args[k])
+            with torch.no_grad():  # the caller's may need a gradient, which nobody records here
+                for k, buffer in captured.buffers.items():
+                    buffer.copy_(args[k])
             captured.graph.replay()
             return captured.results()
 
@@ -154,7 +157,7 @@ class Replays:
         self.models.clear()
 
     def _kind(self, args: Sequence[Any], places: Sequence[int]) -> Kind:
-        key: Any = torch.is_inference_mode_enabled()
+        key: Any = torch.is_inference_mode_enabled(), cuda_graphs.settings()
         if self.roles.vary:
             key = key, *((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
         return recent(recent(self.models, self.weights(places), OrderedDict, MODELS), key, Kind, self.kept)
@@ -182,13 +185,12 @@ class Replays:
                 buffers = {k: cuda_graphs.buffer_like(args[k]) for k in moving
                            if isinstance(args[k], torch.Tensor)}
                 given = [buffers.get(k, a) for k, a in enumerate(args)]
-                for k, buffer in buffers.items():
-                    buffer.copy_(args[k])
-                before = {k: args[k].detach().clone() for k in self.roles.written}
-                with norms.noting() if not self.roles.written else contextlib.nullcontext():
+                with torch.no_grad():
+                    for k, buffer in buffers.items():
+                        buffer.copy_(args[k])
+                with (unchanged([args[k] for k in self.roles.written]),
+                      norms.noting() if not self.roles.written else contextlib.nullcontext()):
                     self.bare(*given)  # libraries set themselves up for the stream; what is kept is made
-                for k, content in before.items():
-                    args[k].detach().copy_(content)
                 held = [*_kept_of(args), norms]
                 with turn.capturing():
                     results = cuda_graphs.into(graph, turn.pool if self.fresh else None,
@@ -203,6 +205,17 @@ class Replays:
                         list(map(weakref.ref, sources)), list(map(version, sources)),
                         cuda_graphs.copies_of(results, self.strides) if self.fresh else
                         lambda: tuple(results), held)
+
+
+@contextlib.contextmanager
+def unchanged(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Tensors that are as they were in the end, whatever happens."""
+    before = [t.detach().clone() for t in written]
+    try:
+        yield
+    finally:
+        for t, content in zip(written, before, strict=True):
+            t.detach().copy_(content)
 
 
 def picked(places: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

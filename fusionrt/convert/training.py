@@ -11,6 +11,7 @@ which others hold gradients of the last one runs as it is.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.fx import GraphModule
 from fusionrt.autograd import is_watched
 from fusionrt.convert import cuda_graphs, replay
 from fusionrt.convert.effects import value
+from fusionrt.ops.linear import no_hooks
 
 Run = Callable[..., Any]
 WATCHED = 2  # calls, before one is captured
@@ -46,13 +48,15 @@ def _trains(gm: GraphModule, roles: replay.Roles) -> bool:
 
 class Passes(NamedTuple):
     """What was captured. Inputs by their places: `buffers`, which are copied, and `leaves`, which get
-    gradients; `seeds`: the gradients of the outputs that have some, by their places."""
+    gradients; `recorded`: outputs that can be differentiated; `seeds`: the gradients of those that are. (Of 0
+    for the others gradients would be NaN where a derivative is infinite.)"""
 
     forward: Any  # torch.cuda.CUDAGraph
     backward: Any
     buffers: dict[int, torch.Tensor]
     outputs: Sequence[Any]
     results: Callable[[], tuple[Any, ...]]
+    recorded: Sequence[int]
     seeds: dict[int, torch.Tensor]
     leaves: Sequence[int]
     grads: Sequence[torch.Tensor | None]
@@ -77,6 +81,7 @@ class Model:
 
     def __init__(self) -> None:
         self.calls, self.is_left_alone = 0, False
+        self.differentiated: set[int] = set()  # outputs of the calls that were watched
         self.passes: Passes | None = None
         self.last: Callable[[], Step | None] = lambda: None
 
@@ -88,12 +93,13 @@ class Model:
         """Look at how a call that runs as it is will be differentiated; it should be in one backward pass."""
         seen = set()
 
-        def noted(grad: torch.Tensor) -> None:
+        def noted(k: int, grad: torch.Tensor) -> None:
             seen.add(torch._C._current_graph_task_id())
+            self.differentiated.add(k)
             self.is_left_alone |= torch.is_grad_enabled() or len(seen) > 1
 
-        for out in _recorded(outputs).values():
-            out.register_hook(noted)
+        for k, out in _recorded(outputs).items():
+            out.register_hook(functools.partial(noted, k))
         return outputs
 
 
@@ -103,21 +109,23 @@ class Training:
     def __init__(self, run: Run, device: torch.device, roles: replay.Roles) -> None:
         self.run, self.device, self.roles = run, device, roles
         self.weights = replay.picked(roles.weights)
-        self.models: OrderedDict[tuple[int, ...], Model] = OrderedDict()
+        self.models: OrderedDict[tuple[Any, ...], Model] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
-        if torch.cuda.is_current_stream_capturing() or is_watched() or not torch.is_grad_enabled():
+        if (torch.cuda.is_current_stream_capturing() or is_watched() or not torch.is_grad_enabled()
+                or not no_hooks()):  # a checkpoint's would call this again, while it is captured
             return self.run(*args)
         turn = cuda_graphs.turn_of(self.device)
         with turn.lock, cuda_graphs.current(self.device):
-            model = replay.recent(self.models, self.weights(replay.places_of(args)), Model, KEPT)
+            kind = self.weights(replay.places_of(args)), cuda_graphs.settings()
+            model = replay.recent(self.models, kind, Model, KEPT)
             model.calls += 1
             if model.is_left_alone or model.is_pending():
                 return self.run(*args)
             if model.passes is None:
                 if model.calls <= WATCHED:
                     return model.watch(self.run(*args))
-                model.passes = self._capture(args, turn)
+                model.passes = self._capture(args, turn, model.differentiated)
                 model.is_left_alone = model.passes is None
             if model.passes is None or _held(model.passes, args):
                 return self.run(*args)
@@ -125,8 +133,9 @@ class Training:
             _spare(model.passes, args)
             return tuple(Replayed.apply(self, model, *args))
 
-    def _capture(self, args: Sequence[Any], turn: cuda_graphs.Turn) -> Passes | None:
-        """None where that cannot be done, which only trying tells."""
+    def _capture(self, args: Sequence[Any], turn: cuda_graphs.Turn, wanted: set[int]) -> Passes | None:
+        """None where that cannot be done, which only trying tells. `wanted`: outputs that are differentiated,
+        all if it is empty."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
         turn.after_others()
@@ -141,31 +150,32 @@ class Training:
                 reached = self._warm_up(args, given, buffers)
                 with turn.capturing(), cuda_graphs.growing_segments():
                     outputs = cuda_graphs.into(forward, pool, lambda: self.run(*given))
-                    seeds = {k: torch.empty_like(o) for k, o in _recorded(outputs).items()}
+                    recorded = _recorded(outputs)
+                    seeds = {k: torch.empty_like(o) for k, o in recorded.items() if k in (wanted or recorded)}
                     grads = cuda_graphs.into(backward, pool, lambda: _gradients(outputs, given, seeds))
+                if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+                    raise RuntimeError("a gradient has no memory that stays where it is")
         except RuntimeError:  # a call that no graph can hold, or no memory for it
             turn.recover()
             return None
         outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
-        return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), seeds, leaves,
-                      grads, list(map(_holders, grads)), reached)
+        return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), list(recorded),
+                      seeds, leaves, grads, list(map(_holders, grads)), reached)
 
     def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]
                  ) -> dict[int, list[bool]]:
         """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
         it has written to is as it was. Returns which leaves each of several outputs is computed from."""
-        before = {k: args[k].detach().clone() for k in self.roles.written}
         with torch.no_grad():
             for k in buffers:
                 given[k].copy_(args[k])
-        outputs = self.run(*given)
-        seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}
-        several = len(seeds) > 1
-        _gradients(outputs, given, seeds, several)
-        reached = {k: [grad is not None for grad in _gradients(outputs, given, {k: seed}, several)]
-                   for k, seed in seeds.items() if several}
-        for k, content in before.items():
-            args[k].detach().copy_(content)
+        with replay.unchanged([args[k] for k in self.roles.written]):
+            outputs = self.run(*given)
+            seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}
+            several = len(seeds) > 1
+            _gradients(outputs, given, seeds, several)
+            reached = {k: [grad is not None for grad in _gradients(outputs, given, {k: seed}, several)]
+                       for k, seed in seeds.items() if several}
         del outputs, seeds
         torch.cuda.empty_cache()  # what it and the calls before have left is what the graphs will need
         return reached
@@ -202,7 +212,8 @@ def _spare(passes: Passes, args: Sequence[Any]) -> None:
     """Parameters' gradients out of the memory that the next step writes to: they will be added to."""
     for k, grad in zip(passes.leaves, passes.grads, strict=True):
         if _is_of(args[k], grad):
-            args[k].grad = args[k].grad.clone()
+            own = args[k].grad  # the same object, which others may have by now
+            own.data = own.detach().clone()
 
 
 def _is_of(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
@@ -223,27 +234,31 @@ class Replayed(torch.autograd.Function):
         passes.forward.replay()
         ctx.device, ctx.passes, ctx.step = training.device, passes, Step()
         ctx.inputs = [args[k] for k in passes.leaves]
-        ctx.versions = list(map(replay.version, ctx.inputs))
+        ctx.sources = [args[k] for k in passes.leaves if k not in passes.buffers]
+        ctx.versions = list(map(replay.version, ctx.sources)), replay.places_of(ctx.sources)
         model.last = weakref.ref(ctx.step)
         results: tuple[Any, ...] = passes.results()
         ctx.mark_non_differentiable(*(r for k, r in enumerate(results)
-                                      if isinstance(r, torch.Tensor) and k not in passes.seeds))
+                                      if isinstance(r, torch.Tensor) and k not in passes.recorded))
         ctx.model = weakref.ref(model)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         passes, step, model = ctx.passes, ctx.step, ctx.model()
-        if step.done or torch.is_grad_enabled():
+        others = any(grads[k] is not None for k in passes.recorded if k not in passes.seeds)
+        if step.done or torch.is_grad_enabled() or others:
             if model is not None:
                 model.is_left_alone, model.passes = True, None
+            how = ("only through the results that the first calls were" if others else
+                   "once, without create_graph")
             raise RuntimeError(
-                "fusionrt: this forward pass was a replay of a CUDA graph, which can be differentiated once, "
-                "without create_graph. The next calls of the model will be none; nor are those of "
+                "fusionrt: this forward pass was a replay of a CUDA graph, which can be differentiated "
+                f"{how}. The next calls of the model will be none; nor are those of "
                 "torch.compile(model, backend=\"fusionrt\", options={\"cuda_graphs\": False})")
-        if ctx.versions != list(map(replay.version, ctx.inputs)):
+        if ctx.versions != (list(map(replay.version, ctx.sources)), replay.places_of(ctx.sources)):
             raise RuntimeError("fusionrt: a parameter needed for a gradient has been modified by an inplace "
-                               "operation between the forward and the backward pass")
+                               "operation between the forward and the backward pass, or lies elsewhere since")
         turn = cuda_graphs.turn_of(ctx.device)
         with turn.lock, cuda_graphs.current(ctx.device):
             turn.after_others()

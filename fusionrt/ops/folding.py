@@ -100,7 +100,7 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     if ahead is None or not ahead.has(form, values):
         kernel(form)(weight.device, -(-len(weight) * team // BLOCK), *values)
         if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
-            ahead.add(form, values, made)
+            ahead.add(form, values, made, given)
     # The memory of a graph is the graph's.
     if is_new and weight.is_cuda and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(weight.device).synchronize()  # other streams may have it next
@@ -116,11 +116,13 @@ class Ahead:
     def __init__(self) -> None:
         self.layers: dict[Form, dict[tuple[Any, ...], Folded]] = {}
         self.lists: list[tuple[Form, Tensor, Tensor]] = []
+        self.read: list[Sequence[Tensor | None]] = []  # some may be nobody else's
         self.is_noting = False
 
-    def add(self, form: Form, values: tuple[Any, ...], made: Folded) -> None:
+    def add(self, form: Form, values: tuple[Any, ...], made: Folded, given: Sequence[Tensor | None]) -> None:
         if self.is_noting:
             self.layers.setdefault(form, {})[values] = made
+            self.read.append(given)
 
     def has(self, form: Form, values: tuple[Any, ...]) -> bool:
         return not self.is_noting and values in self.layers.get(form, ())
