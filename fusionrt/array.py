@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -43,13 +43,15 @@ def to_torch(value: Any, op: str, name: str) -> tuple[torch.Tensor, Restore]:
                         f"viewed as a tensor: {error}") from error
 
 
-def converted(op: str, arrays: dict[str, Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+def converted(op: str, arrays: dict[str, Any], numbers: Container[str] | None = None
+              ) -> tuple[list[Any], Callable[[Any], Any]]:
     """All as torch tensors, and what a result becomes: torch's among other arrays decide, as they may
-    need a gradient."""
+    need a gradient. Beside them NumPy's scalars are `numbers`, all or those of some names."""
     has_torch, numpy = any(isinstance(a, torch.Tensor) for a in arrays.values()), sys.modules.get("numpy")
 
     def as_torch(name: str, a: Any) -> tuple[Any, Any]:
-        if has_torch and numpy is not None and isinstance(a, numpy.generic):
+        if has_torch and numpy is not None and isinstance(a, numpy.generic) and (
+                numbers is None or name in numbers):
             number = a.item()  # beside tensors, on whatever device these are
             if not isinstance(number, numpy.generic):  # as longdouble's is
                 return number, None

@@ -431,4 +431,4 @@ def test_the_report_of_a_model_on_a_cpu_has_our_kernels_time():
             return fusionrt.bias_gelu(fusionrt.softmax(x), x[0])
 
     said = bench.profile_model_inference(Model(), torch.randn(512, 512), num_iterations=3)
-    assert "what is no op of torch's" in said
+    assert profile.OUTSIDE in said

@@ -137,3 +137,20 @@ def test_steps_of_torchs_fused_optimizers_are_seen(optimizer):
             torch.testing.assert_close(fast(x), model(x))
         fast(x).square().sum().backward()
         stepping.step()
+
+
+def test_steps_count_where_torch_wrote():
+    """Not parameters without a gradient, nor those of our own optimizers, which tell of themselves."""
+    used, frozen = (nn.Parameter(torch.randn(3)) for _ in range(2))
+    used.grad = torch.ones(3)
+    stepping = torch.optim.SGD([used, frozen], lr=0.1, fused=True)
+    before = used._version, frozen._version
+    stepping.step()
+    assert (used._version > before[0], frozen._version) == (True, before[1])
+    half = nn.Parameter(torch.randn(3).bfloat16())
+    half.grad = torch.ones_like(half)
+    ours = frt.optim.SGD([half], lr=0.1, fused=True, master_weights=True)
+    ours.step()
+    version = half._version
+    ours.step()
+    assert half._version == version + 1

@@ -470,11 +470,11 @@ def test_classes_out_of_range(wrong, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignored", [(1 << 24) + 2, 2**31 - 1, -(1 << 40)])
+@pytest.mark.parametrize("ignored", [1 << 24, (1 << 24) + 2, 2**31 - 1, -(1 << 24), -(1 << 40)])
 def test_classes_beside_a_large_number_to_ignore(reduction, ignored):
     """What float32 rounds to it is out of range, or is not ignored."""
     x, options = torch.randn(4, 5), {"ignore_index": ignored, "reduction": reduction}
-    for wrong in (ignored - 1, -1):
+    for wrong in (ignored - 1, ignored + 1, -1):
         target = torch.tensor([1, ignored, wrong, 0])
         with pytest.raises(IndexError):
             frt.cross_entropy(x, target, **options)

@@ -583,3 +583,27 @@ def test_options_of_a_checkpoint_are_checked():
     with pytest.raises(ValueError, match="AdamW: differentiable=True is not supported"):
         optimizer.load_state_dict(given)
     assert not optimizer.param_groups[0]["differentiable"]
+
+
+def test_flattened_checkpoints_from_before_the_first_step():
+    """torch writes an empty mapping in the place of a state that there is not."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = SGD([p], lr=1.0, momentum=0.9)
+    given = optimizer.state_dict()
+    given["state"] = {0: {"step": {}, "momentum_buffer": {}}}
+    optimizer.load_state_dict(given)
+    optimizer.state_dict()
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), -2.9))
+    optimizer.state[p]["step"] = 2
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"] is not None
+
+
+def test_hooks_may_mend_the_options_of_a_checkpoint():
+    p = torch.nn.Parameter(torch.zeros(3))
+    given, optimizer = torch.optim.AdamW([p], differentiable=True).state_dict(), AdamW([p])
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: state["param_groups"][0].update(differentiable=False))
+    optimizer.load_state_dict(given)

@@ -557,3 +557,12 @@ def test_arrays_beside_tensors():
     assert isinstance(frt.softmax(x.numpy(), mask=np.ones((3, 4), bool)), np.ndarray)
     with pytest.raises(TypeError, match="attention_dropout: scores must be a tensor or an array, got str"):
         frt.attention_dropout("a", training=False, softmax=False)
+
+
+def test_numpys_scalars_beside_tensors():
+    """One that may be a number is one, others are arrays of one element."""
+    x = torch.randn(3, 4)
+    assert_close(frt.softmax(x, mask=np.float32(1), scale=np.float32(2)), torch.softmax(2 * x + 1, -1))
+    assert_close(frt.softmax(x, mask=np.bool_(True)), torch.softmax(x, -1))
+    with pytest.raises(ValueError, match=r"group_norm: weight must have one value a channel"):
+        frt.group_norm(x, 2, np.float32(1))

@@ -180,9 +180,6 @@ def _report(measured: Measurement, parameters: int, peak: int, found: list[profi
             ) -> str:
     kind = "op" if measured.device == "cpu" else "kernel"
     total, count = sum(k.us for k in found), sum(k.launches for k in found)
-    if measured.device == "cpu" and (rest := measured["median_time"] * 1e3 - total) > 0:
-        ours = profile.KernelTime("what is no op of torch's: fused kernels, Python", rest, 1)
-        found, total = sorted([*found, ours], key=lambda k: -k.us), total + rest
     host = "" if measured.host is None else f", of the host {measured.host / 1e3:.4g} ms"
     lines = [f"{measured.name} on {measured.device}: {parameters:,} parameters",
              f"time: {measured['median_time']:.4g} ms (mean {measured['mean_time']:.4g}, std "

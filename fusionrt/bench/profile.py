@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -15,9 +16,12 @@ from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch
 from fusionrt.runtime import device as cuda
 
+OUTSIDE = "outside of torch's ops: fused kernels, Python"
+
 
 class KernelTime(NamedTuple):
-    """A kernel, copy or fill on a GPU; an op of torch's, without the ops that it calls, on a CPU."""
+    """A kernel, copy or fill on a GPU; on a CPU an op of torch's, without the ops that it calls, or what
+    takes time beside them."""
 
     name: str
     us: float         # in all, a call of the function
@@ -37,14 +41,15 @@ def kernels(call: Callable[[], object], device: torch.device, calls: int = 10) -
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(calls):
-            call()
+            with contextlib.nullcontext() if on_gpu else torch.profiler.record_function(OUTSIDE):
+                call()
         if on_gpu:
             torch.cuda.synchronize(device)
     wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     found = [KernelTime(e.key, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / calls,
                         e.count / calls)
              for e in profiler.key_averages()
-             if e.device_type == wanted and not getattr(e, "is_user_annotation", False)]
+             if e.device_type == wanted and (e.key == OUTSIDE or not getattr(e, "is_user_annotation", False))]
     return sorted((k for k in found if k.us > 0), key=lambda k: -k.us)
 
 

@@ -89,11 +89,12 @@ class Last:
 
 def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """After a step of any optimizer: torch's fused ones write to parameters, whose versions do not tell."""
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            for p in group["params"]:
-                if not p.is_inference():
-                    torch.autograd.graph.increment_version(p)
+    if getattr(optimizer, "tells_versions", False):
+        return
+    stepped = [p for group in getattr(optimizer, "param_groups", ()) if group.get("fused")
+               for p in group["params"] if p.grad is not None and not p.is_inference()]
+    if stepped:
+        torch.autograd.graph.increment_version(stepped)
 
 
 register_optimizer_step_post_hook(_count)

@@ -8,6 +8,7 @@ Queries that may attend to no key have a result of zeros, and gradients of zeros
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ def _sides(op: str, window: Window, causal: bool) -> tuple[int, int]:
 
 def options_of(op: str, q: Tensor, keys: int, causal: bool, scale: float | None, dropout_p: float,
                training: bool, window: Window, has_slopes: bool, softcap: float | None) -> Options:
-    if softcap is not None and not (softcap := _number(op, "softcap", softcap)) > 0:
-        raise ValueError(f"{op}: softcap must be positive or None, got {softcap!r}")
+    if softcap is not None and not 0 < (softcap := _number(op, "softcap", softcap)) < math.inf:
+        raise ValueError(f"{op}: softcap must be positive and finite, or None, got {softcap!r}")
     dropped = scale_of_kept(op, dropout_p, training, "dropout_p") is not None
     left, right = _sides(op, window, causal)
     rows = q.shape[2]

@@ -103,7 +103,7 @@ def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, res
             raise TypeError(f"{op}: {name} must be a tensor or an array, got "
                             f"{None if a is None else type(a).__name__}")
     if any(map(is_foreign, named.values())):
-        found, restore = converted(op, named)
+        found, restore = converted(op, named, ())
         given = dict(zip(named, found, strict=True))
     else:
         given, restore = named, None

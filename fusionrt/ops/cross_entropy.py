@@ -121,7 +121,7 @@ def with_exact_ignored(target: torch.Tensor, ignore_index: int) -> tuple[torch.T
 
 
 def _is_exact(ignore_index: int) -> bool:
-    return -MOST_CLASSES <= ignore_index <= MOST_CLASSES
+    return -MOST_CLASSES < ignore_index < MOST_CLASSES
 
 
 def _classes_last(of_all: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,7 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
             raise ValueError(f"{op}: {name} gets no gradient here: detach it, or use cross_entropy")
     rows, n_classes = rows_of(hidden), weight.shape[0]
     logits = torch.empty((rows.shape[0], n_classes), dtype=hidden.dtype, device="meta")
-    flat = target.reshape(-1, n_classes) if target.is_floating_point() else target.flatten()
+    flat = target.reshape(len(rows), n_classes) if target.is_floating_point() else target.flatten()
     checked(op, logits, flat, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
             "class_weight")
     flat, ignore_index = with_exact_ignored(flat, ignore_index)

@@ -81,7 +81,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         if run is not None:
             return run(x, factor, mask)
     if any(map(is_foreign, (x, factor, mask))):
-        (x, factor, mask), restore = converted(op, {"x": x, "scale": factor, "mask": mask})
+        (x, factor, mask), restore = converted(op, {"x": x, "scale": factor, "mask": mask}, {"scale"})
         scale = number if factor is None else factor
         return restore(_along(op, x, dim, scale, mask, causal, epilogue, p, kept_scale))
     if not isinstance(x, torch.Tensor):

@@ -69,6 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    tells_versions = True  # those of parameters, as torch's fused ones do not
     rule: ClassVar[str]
     _held: Held | None = None
     _wide: frozenset[torch.Tensor] = frozenset()  # of 16 bits, that had gradients of float32
@@ -277,11 +278,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this optimizer or of torch's gave. Options come from it, but for
         `master_weights` and `state_dtype`, which say how this optimizer keeps the states."""
-        for group in state_dict.get("param_groups", ()):
-            self._check(self.defaults | group)
         seen: dict[str, Any] = {}
+
+        def see(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            for group in given["param_groups"]:
+                self._check(self.defaults | {k: v for k, v in group.items() if k not in _STORAGE})
+            seen.update(given)
+
         # Registered last, so that it sees what the user's hooks have made of it.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))
+        handle = self.register_load_state_dict_pre_hook(see)
         self._loading = seen
         try:
             super().load_state_dict(state_dict)

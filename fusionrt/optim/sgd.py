@@ -51,8 +51,8 @@ class SGD(FusedOptimizer):
 
     def _saved(self, state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
         """Before the first step that counts nothing, as torch's, whose first one takes the gradient."""
-        saved = super()._saved(state, names)
-        if names and STEP in state and not state[STEP].item():
+        saved, step = super()._saved(state, names), state.get(STEP)
+        if names and isinstance(step, (int, float, torch.Tensor)) and not float(step):
             saved = {key: value for key, value in saved.items() if key not in (STEP, *names)}
         return saved
 

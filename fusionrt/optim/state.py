@@ -57,6 +57,8 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
     """
     if not form.names and not form.master:
         return
+    for name in [name for name, value in state.items() if isinstance(value, dict)]:
+        del state[name]  # torch's flattened checkpoints leave an empty one in the place of what was not there
     begun = any(state.get(name) is not None for name in form.names)
     # SGD of torch does not count; ours does without a momentum too, whose first step is special.
     if STEP not in state or (form.names and not begun):

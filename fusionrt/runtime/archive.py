@@ -5,11 +5,13 @@ each entry is whole and is what its name says; it cannot prove who made it. Impo
 whose maker may run code as you.
 """
 
+import contextlib
 import os
 import re
 import stat
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
@@ -54,12 +56,12 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
     """Store the sound entries of an archive that are not yet there; say why others were not."""
     imported = present = total_bytes = 0
     refused = []
-    try:
-        archive = zipfile.ZipFile(_seekable(file))
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        # also what zipfile makes of a future zip version and of names that are not UTF-8
-        raise ValueError(f"{os.fspath(file)} is not an archive of the cache: {error}") from error
-    with archive:
+    with contextlib.ExitStack() as opened:
+        try:
+            archive = opened.enter_context(zipfile.ZipFile(opened.enter_context(_seekable(file))))
+        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            # also what zipfile makes of a future zip version and of names that are not UTF-8
+            raise ValueError(f"{os.fspath(file)} is not an archive of the cache: {error}") from error
         for member in archive.infolist():
             try:
                 key, blob = _unpacked(archive, member, cache.MAX_BYTES - total_bytes)
@@ -77,17 +79,19 @@ def import_from(file: str | os.PathLike[str]) -> Imported:
     return Imported(imported, present, refused)
 
 
-def _seekable(file: str | os.PathLike[str]) -> Any:
+@contextlib.contextmanager
+def _seekable(file: str | os.PathLike[str]) -> Iterator[Any]:
     """What comes through a pipe as a file of its own, as the contents of an archive stand at its end."""
     if Path(file).is_file() or not Path(file).exists():
-        return file
-    held = tempfile.TemporaryFile()
-    with Path(file).open("rb") as stream:
+        yield file
+        return
+    with Path(file).open("rb") as stream, tempfile.TemporaryFile() as held:
         while len(part := stream.read(1 << 20)) > 0:
-            if held.write(part) and held.tell() > cache.MAX_BYTES:
+            held.write(part)
+            if held.tell() > cache.MAX_BYTES:
                 raise ValueError(f"more than {cache.MAX_BYTES} bytes")
-    held.seek(0)
-    return held
+        held.seek(0)
+        yield held
 
 
 def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, room: int) -> tuple[str, bytes]:

@@ -3,6 +3,7 @@ pass."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def checkpointing(body: GraphModule, *args: Any, **options: Any) -> Any:
         others = iter(rest)
         return body(*(bound[k] if k in bound else next(others) for k in range(len(args))))
 
-    with set_checkpoint_early_stop(not bound):
+    with set_checkpoint_early_stop(False) if bound else contextlib.nullcontext():
         return checkpoint(run, *(a for k, a in enumerate(args) if k not in bound), **options)
 
 
