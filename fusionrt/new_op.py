@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import keyword
 import sys
 from pathlib import Path
@@ -92,8 +93,8 @@ def new_op(name: str, into: Path) -> None:
     """Begin a fused function of your own: NAME.py, test_NAME.py and bench_NAME.py, which run as they are."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise click.BadParameter(f"must be a name in Python, got {name!r}", param_hint="'NAME'")
-    if name in _taken():
-        raise click.BadParameter(f"must be no name of Python's, nor one in these files, got {name!r}",
+    if name in _taken() or importlib.util.find_spec(name) is not None:
+        raise click.BadParameter(f"must be no name of Python's, of a package or in these files, got {name!r}",
                                  param_hint="'NAME'")
     texts = {into / file.replace("NAME", name): text.replace("NAME", name) for file, text in FILES.items()}
     there = [str(path) for path in texts if path.exists()]

@@ -96,7 +96,15 @@ class Problem(NamedTuple):
                      if any(n.op in SHORTENED for n in toposort([root]))]
         written = max(_BITS.get(o.dtype, 24) for o in shortened or self.outputs)
         is_cast = any(root.op.startswith("cast_") for root in self.roots)
-        return max(written, 24) if is_cast and any(o.dtype == "float32" for o in self.inputs) else written
+        is_cast &= any(o.dtype == "float32" for o in self.inputs)
+        return max(written, 24) if is_cast or self._finds_again else written
+
+    @property
+    def _finds_again(self) -> bool:
+        """Whether what is computed is compared with what another kernel has stored of it, as a maximum: that
+        one had float32 outputs, and so float32's accuracy."""
+        return any(n.op in ("eq", "ne") and any(isinstance(a, Expr) and a.op == "arg" for a in n.args)
+                   and any(m.op in SHORTENED for m in toposort([n])) for n in toposort(self.roots))
 
 
 def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outputs: Sequence[Output],

@@ -21,7 +21,7 @@ import torch
 from fusionrt import forks
 
 # A generator is read and moved on in two steps: two threads must not take the same counters.
-_lock = forks.Lock()
+_lock = forks.Lock(threading.RLock)  # finalizers and handlers of signals may draw as well
 
 # seed, offset in Philox counters, and, if those are known on the device alone, a tensor of them: the offset
 # here then counts from the one there
@@ -109,6 +109,7 @@ def draw_tensor(device: torch.device) -> torch.Tensor:
 # State in which we left the generator -> (seed, counters drawn since that seed).
 _left: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 _REMEMBERED = 1 << 16  # for a checkpoint to come back to
+_draws = 0  # on the CPU
 
 
 def _draw_cpu(streams: int) -> Rng:
@@ -117,14 +118,17 @@ def _draw_cpu(streams: int) -> Rng:
 
 
 def _counted(streams: int) -> tuple[int, int]:
-    generator = torch.default_generator
-    before = _digest(generator)
-    if before in _left:
-        seed, offset = _left[before]
-    elif before == _digest(torch.Generator().manual_seed(generator.initial_seed())):
-        seed, offset = generator.initial_seed(), 0
-    else:  # others have drawn from it: any value that follows from its state will do
-        seed, offset = int(torch.randint(2**63 - 1, (), device="cpu").item()), 0
+    global _draws
+    generator, number = torch.default_generator, -1
+    while number != _draws:  # what a finalizer, or the handler of a signal, draws meanwhile comes first
+        number, before = _draws, _digest(generator)
+        if before in _left:
+            seed, offset = _left[before]
+        elif before == _digest(torch.Generator().manual_seed(generator.initial_seed())):
+            seed, offset = generator.initial_seed(), 0
+        else:  # others have drawn from it: any value that follows from its state will do
+            seed, offset = int(torch.randint(2**63 - 1, (), device="cpu").item()), 0
+    _draws += 1
     # Advance it, so that a saved and restored state repeats the mask.
     torch.rand((), dtype=torch.float32, device="cpu")
     _left[_digest(generator)] = seed, offset + streams

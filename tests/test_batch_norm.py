@@ -570,3 +570,17 @@ def test_no_channels_in_training():
     assert frt.batch_norm(torch.randn(3, 0), training=True).shape == (3, 0)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         frt.batch_norm(torch.randn(1, 3), training=True)
+
+
+def test_an_ensemble_in_training():
+    """By vmap over modules: each member's statistics move."""
+    members = [frt.nn.FusedConv2dBNReLU(4, 5, 3).train() for _ in range(3)]
+    x = torch.randn(2, 4, 6, 6)
+    state, buffers = torch.func.stack_module_state(members)
+    base = members[0].__class__(4, 5, 3).to("meta")
+    buffers = {name: b.clone() for name, b in buffers.items()}
+    found = torch.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (x,)))(state, buffers)
+    expected = torch.stack([member(x) for member in members])
+    torch.testing.assert_close(found, expected)
+    for name, moved in buffers.items():
+        torch.testing.assert_close(moved, torch.stack([dict(m.named_buffers())[name] for m in members]))

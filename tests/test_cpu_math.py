@@ -64,7 +64,7 @@ UNARY = {
     "exp": (torch.exp, 1.0), "exp2": (torch.exp2, 1.0), "expm1": (torch.expm1, 1.6),
     "log": (torch.log, 1.0), "log1p": (torch.log1p, 1.7), "log2": (torch.log2, 1.5),
     "sqrt": (torch.sqrt, 0.5), "rsqrt": (torch.rsqrt, 1.6), "tanh": (torch.tanh, 1.4),
-    "erf": (torch.erf, 1.2), "sigmoid": (torch.sigmoid, 2.5), "softplus": (softplus, 2.0),
+    "erf": (torch.erf, 1.2), "sigmoid": (torch.sigmoid, 2.5), "softplus": (softplus, 2.1),
     "normcdf": (normcdf, 100.0), "normpdf": (normpdf, 100.0), "sin": (torch.sin, 0.7),
     "cos": (torch.cos, 0.7),
 }

@@ -495,3 +495,17 @@ def test_one_row_of_probabilities():
     hidden, weight, target = torch.randn(8), torch.randn(5, 8), torch.softmax(torch.randn(5), 0)
     found = frt.linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(weight @ hidden, target))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 3)])
+def test_losses_of_rows_may_be_written_to(shape, device):
+    """As by whoever masks them."""
+    x = torch.randn(shape, device=device, requires_grad=True)
+    target = torch.randint(8, (shape[0], *shape[2:]), device=device)
+    grads = []
+    for function in (frt.cross_entropy, torch.nn.functional.cross_entropy):
+        loss = function(x, target, reduction="none")
+        loss *= 2
+        loss[1] = 0
+        grads.append(torch.autograd.grad(loss.sum(), x)[0])
+    torch.testing.assert_close(*grads)

@@ -528,3 +528,19 @@ G = torch.ones(4)
 def test_errors(change, kind, message):
     with pytest.raises(kind, match=f"embedding_position: {message}"):
         frt.embedding_position(**{"tokens": IDS, "weight": W} | change)
+
+
+def test_tables_that_hooks_lay_otherwise():
+    """Whoever keeps saved tensors may give back others whose columns lie apart."""
+    tokens = torch.tensor([[1, 2, 3, 1], [0, 4, 2, 2]])
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((6, 16), (8, 16), (16,), (16,))]
+
+    def turned(t):
+        return t.detach().t().contiguous().t() if t.dim() == 2 else t.detach().clone()
+
+    grads = []
+    for pack in (torch.Tensor.detach, turned):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = frt.embedding_position(tokens, *leaves[:2], layer_norm=tuple(leaves[2:]))
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    torch.testing.assert_close(*grads)

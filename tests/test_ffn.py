@@ -1,5 +1,6 @@
 """Feed-forward blocks: their results, their gradients, and what memory they take."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -433,3 +434,16 @@ def test_errors_of_gated_blocks(change, message):
         frt.swiglu_mlp(**args)
     with pytest.raises(ValueError, match="geglu_mlp: approximate must be 'none' or 'tanh', got 'erf'"):
         frt.geglu_mlp(**args, approximate="erf")
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.compiled_autograd, "_enable"), reason="no compiled autograd")
+def test_compiled_autograd():
+    """Of a forward pass that is not compiled."""
+    module, x, grads = frt.nn.FusedMLP(16, 32), torch.randn(4, 16), []
+    for context in (contextlib.nullcontext, lambda: torch._dynamo.compiled_autograd._enable(
+            torch.compile(backend="aot_eager"))):
+        module.zero_grad()
+        with context():
+            module(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in module.parameters()])
+    torch.testing.assert_close(*grads)

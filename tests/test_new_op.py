@@ -48,9 +48,9 @@ def test_a_folder_that_cannot_be(tmp_path):
     assert began.exit_code == 1 and "Traceback" not in began.output
 
 
-@pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "pytest", "print", "json"])
+@pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "print", "json", "numpy"])
 def test_names_that_its_files_or_python_need(name, tmp_path):
     began = begin(name, "--into", tmp_path)
     assert began.exit_code == 2
-    assert f"must be no name of Python's, nor one in these files, got '{name}'" in began.output
+    assert f"must be no name of Python's, of a package or in these files, got '{name}'" in began.output
     assert not any(tmp_path.iterdir())

@@ -311,3 +311,19 @@ def test_a_state_is_known_long_after():
         frt.relu_dropout(torch.ones(4), 0.5)
     torch.set_rng_state(state)
     assert torch.equal(frt.relu_dropout(torch.ones(1000), 0.5), expected)
+
+
+def test_whoever_draws_in_the_middle_of_a_draw(monkeypatch):
+    """As finalizers and handlers of signals do: it waits for nothing, and nobody draws the same."""
+    own, inner = random._digest, []
+
+    def interrupted(generator):
+        if not inner:
+            inner.append(None)
+            inner[0] = random._draw_cpu(10)
+        return own(generator)
+
+    monkeypatch.setattr(random, "_digest", interrupted)
+    outer = random._draw_cpu(10)
+    assert inner[0][0] == outer[0]
+    assert abs(inner[0][1] - outer[1]) == 10

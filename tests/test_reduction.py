@@ -544,3 +544,17 @@ def test_what_is_refused_is_refused_after_a_call_that_is_equal():
     for dim in ((0, 1.0), (False, True)):
         with pytest.raises(TypeError, match=re.escape(f"sum: dim must be None, an int or ints, got {dim}")):
             frt.sum(x, dim)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, None])
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("function", [frt.exp, frt.sigmoid, frt.tanh, frt.gelu], ids=lambda f: f.__name__)
+def test_extremes_of_functions_of_16_bits(function, op, dim, device):
+    """Their gradients find again, in another kernel, what the first one has stored."""
+    x = torch.randn(16, 20, device=device).bfloat16()
+    grads = []
+    for t in (x, x.float()):
+        leaf = t.clone().requires_grad_()
+        frt.row_reduce(leaf, dim, function, op).sum().backward()
+        grads.append(leaf.grad.float())
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)

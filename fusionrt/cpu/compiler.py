@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class Function(NamedTuple):
 
 _loaded: dict[str, Function] = {}
 _engines: list[Any] = []  # they own the code
-_lock = forks.Lock()
+_lock = forks.Lock(threading.RLock)  # finalizers and handlers of signals may compile as well
 
 
 @functools.cache

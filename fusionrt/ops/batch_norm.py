@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusionrt.array import check_writeable, converted, is_foreign
+from fusionrt.autograd import transforms_active
 from fusionrt.catalogue import Make, public
 from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
@@ -174,7 +175,10 @@ def _update(running: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tenso
             factor: float | torch.Tensor) -> None:
     """running += factor * (found - running), both in one kernel."""
     new = [f.to(r.dtype) for f, r in zip(found, running, strict=True)]
-    if isinstance(factor, torch.Tensor):
+    if transforms_active():  # vmap has no rules for those in place
+        for r, f in zip(running, new, strict=True):
+            r.copy_(torch.lerp(r, f, factor))
+    elif isinstance(factor, torch.Tensor):
         for r, f in zip(running, new, strict=True):
             r.lerp_(f, factor.to(r.dtype))
     else:

@@ -220,7 +220,7 @@ def _forward(call: Call, with_gradient: bool, planned: bool = False) -> Run:
         losses, stats = found[0], [found[k] for k in read]
         if reduce is None:
             check_classes(call, args)
-            return losses.squeeze(-1), None, stats
+            return torch.ops.aten._unsafe_view(losses, losses.shape[:-1]), None, stats  # to be written to
         return *reduce(args, losses, found[1] if has_shares else None), stats
 
     return run
@@ -300,12 +300,12 @@ class Recording:
         return run
 
     def _differentiably(self, saved: Sequence[torch.Tensor], grad_output: torch.Tensor) -> torch.Tensor:
-        if self.in_place:
+        if self.in_place and torch.is_grad_enabled():
             raise RuntimeError(f"{self.call.op}: inplace_backward has no second derivative")
         args = self.read(saved, None)[:len(self.call.args)]
         with torch.enable_grad():
             result = _forward(self.call._replace(args=args), True)(*args)[0]
-        grad, = torch.autograd.grad(result, args[0], grad_output, create_graph=True)
+        grad, = torch.autograd.grad(result, args[0], grad_output, create_graph=torch.is_grad_enabled())
         return grad
 
 

@@ -301,8 +301,14 @@ def _tail_gradient(x: Tensor, grad: Tensor, tail: Sequence[Any], rng: Tensor | N
     return [next(found), *(None if t is None else next(found) for t in tail[:2])]
 
 
+def _in_rows(operands: Sequence[Any]) -> list[Any]:
+    """With tables whose rows lie together; hooks of saved tensors may give back others."""
+    return [t if k not in _TABLES or t is None or t.stride(1) == 1 else t.contiguous()
+            for k, t in enumerate(operands)]
+
+
 def _run_norm_gradient(*args: Any) -> tuple[Tensor, ...]:
-    operands, (scale, *tail, rng, grad, mean, rstd) = args[:6], args[6:]
+    operands, (scale, *tail, rng, grad, mean, rstd) = _in_rows(args[:6]), args[6:]
     call, (weight, bias, eps, p) = _call(operands, scale), tail
     keep = scale_of_kept(_OP, p, True)
     if device_type(grad) != "cpu":
@@ -394,8 +400,7 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
     _check_shapes(arrays)
     keep = scale_of_kept(_OP, dropout_p, training, "dropout_p")
     given = list(arrays.values())
-    operands = [t if k not in _TABLES or t is None or t.stride(1) == 1 else t.contiguous()
-                for k, t in enumerate(given[:-2])]
+    operands = _in_rows(given[:-2])
     gamma, beta = given[-2:]
     weight = operands[1]
     sizes = (0 if operands[k] is None else operands[k].shape[0] for k in _TABLES)

@@ -208,8 +208,10 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
                    needed: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of function(*tensors), by ops that have gradients of their own."""
     with torch.enable_grad():
-        # Each its own: one tensor may be passed twice.
-        views = [t if t is None else t.view_as(t) for t in tensors]
+        # Each its own, where one is passed twice. (Compiled autograd takes views to be of the inputs anew.)
+        given = [id(t) for t in tensors if t is not None]
+        twice = len(set(given)) < len(given)
+        views = [t.view_as(t) if twice and t is not None else t for t in tensors]
         out = function(*views)
     wanted = [t for t, need in zip(views, needed, strict=False) if need and t is not None]
     found = iter(torch.autograd.grad(out, wanted, grad_output, create_graph=torch.is_grad_enabled()))

@@ -201,7 +201,7 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
     shape, whole, more = shape_of(alpha) or (), shape_of(x), shape_of(bias)
     # What is no array is refused by name below, before alpha is measured by it.
     if shape and whole is not None and (more is not None or isinstance(bias, (int, float))):
-        if bias_first and more is not None:  # of the sum, which bias may make larger
+        if bias_first and more is not None and more != whole:  # of the sum, which bias may make larger
             whole = broadcast_shapes([whole, more]) or whole
         channels = whole[1] if len(whole) > 1 else 1
         if not is_among(math.prod(shape), 1, channels):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch.fx import Node
 from torch.nn import functional as F
 
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import Edits, arguments
+from fusionrt.convert.graph import Edits, arguments, called
 from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
 
@@ -19,7 +18,7 @@ _OURS = (conv_activation, conv_bn_act)
 def recomputation(edits: Edits) -> None:
     """Of norms in training whose result nobody reads but convolutions, which then are ours."""
     for n in edits.nodes():
-        if (_function(n) in (conv_bn_act, batch_norm) and n.kwargs.get("training") and value(n).requires_grad
+        if (called(n) in (conv_bn_act, batch_norm) and n.kwargs.get("training") and value(n).requires_grad
                 and all(_reads(u, n) for u in n.users) and edits.allows(n)):
             n.kwargs = {**n.kwargs, "recompute": True}
             edits.note(n, None)
@@ -30,14 +29,9 @@ def recomputation(edits: Edits) -> None:
                     edits.replace([u], u, conv_activation, args, None, activation=None, **given)
 
 
-def _function(n: Node) -> Any:
-    """What is called, also with a part of its arguments bound to it."""
-    return n.target.func if isinstance(n.target, functools.partial) else n.target
-
-
 def _reads(u: Node, n: Node) -> bool:
     """As its images alone."""
-    return (bool(u.args) and u.args[0] is n and (_function(u) in _OURS or _plain(u) is not None)
+    return (bool(u.args) and u.args[0] is n and (called(u) in _OURS or _plain(u) is not None)
             and n not in u.args[1:] and n not in u.kwargs.values())
 
 

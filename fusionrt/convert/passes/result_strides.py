@@ -3,16 +3,14 @@ as their image. Results of a graph are put back, and views that only torch's hav
 
 from __future__ import annotations
 
-import functools
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusionrt.convert.calls import batch_first_attention, laid, self_attention
 from fusionrt.convert.effects import value
-from fusionrt.convert.graph import Edits, is_tensor
+from fusionrt.convert.graph import Edits, called, is_tensor
 from fusionrt.convert.kept_masks import attention_by_kept_mask
 from fusionrt.convert.match import named, rule_of
 from fusionrt.ops.attention import attention
@@ -28,7 +26,7 @@ def result_strides(edits: Edits) -> None:
     otherwise: set[Node] = set()  # may lie so
     for n in edits.nodes():
         follows = not otherwise.isdisjoint(n.all_input_nodes)
-        if _function(n) in _OURS or _module(n) in _NORMS or (follows and _lies_as_its_operands(n)):
+        if called(n) in _OURS or _module(n) in _NORMS or (follows and _lies_as_its_operands(n)):
             otherwise.add(n)
     output = next(n for n in edits.nodes() if n.op == "output")
     for n in output.all_input_nodes:
@@ -69,8 +67,4 @@ def _let_views_copy(edits: Edits) -> None:
 
 
 def _module(n: Node) -> str:
-    return str(getattr(_function(n), "__module__", ""))
-
-
-def _function(n: Node) -> Any:
-    return n.target.func if isinstance(n.target, functools.partial) else n.target
+    return str(getattr(called(n), "__module__", ""))
