@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checking import BF16, F16, F32, F64, assert_same_bits
+from torch.nn import functional
 
 import fusionrt as frt
 from fusionrt import reference
@@ -254,3 +255,17 @@ def test_autocast_leaves_doubles_alone():
     with torch.autocast("cpu", torch.bfloat16):
         found = frt.linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(hidden @ weight.T, target))
+
+
+def test_several_incoming_gradients_at_a_time():
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    target = torch.randint(5, (6,))
+    loss = frt.linear_cross_entropy(hidden, weight, target)
+    found = torch.autograd.grad(loss, [hidden, weight], torch.tensor([1.0, -2.0]), is_grads_batched=True)
+    logits = functional.linear(hidden, weight)
+    expected = torch.autograd.grad(functional.cross_entropy(logits, target), [hidden, weight])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, torch.stack([theirs, -2 * theirs]))
+    losses = frt.linear_cross_entropy(hidden, weight, target, reduction="none")
+    with pytest.raises(NotImplementedError, match="one incoming gradient at a time"):
+        torch.autograd.grad(losses, hidden, torch.eye(6), is_grads_batched=True)

@@ -175,14 +175,11 @@ def _update(running: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tenso
             factor: float | torch.Tensor) -> None:
     """running += factor * (found - running), both in one kernel."""
     new = [f.to(r.dtype) for f, r in zip(found, running, strict=True)]
-    if transforms_active():  # vmap has no rules for those in place
-        for r, f in zip(running, new, strict=True):
-            r.copy_(torch.lerp(r, f, factor))
-    elif isinstance(factor, torch.Tensor):
-        for r, f in zip(running, new, strict=True):
-            r.lerp_(f, factor.to(r.dtype))
-    else:
+    if not isinstance(factor, torch.Tensor) and not transforms_active():
         torch._foreach_lerp_(list(running), new, factor)
+        return
+    for r, f in zip(running, new, strict=True):  # vmap has no rules for those in place
+        r.copy_(torch.lerp(r, f, factor.to(r.dtype) if isinstance(factor, torch.Tensor) else factor))
 
 
 @torch.no_grad()

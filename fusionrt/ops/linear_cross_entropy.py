@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import transforms_active
+from fusionrt.autograd import is_batched, transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import (
     Call,
@@ -157,6 +157,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy has no second derivative: it needs a backward pass "
                                "without create_graph")
         needed = ctx.needs_input_grad[:3]
+        batched = not torch.compiler.is_dynamo_compiling() and is_batched(grad_output)
+        if batched and ctx.is_each:
+            raise NotImplementedError("linear_cross_entropy: reduction='none' takes one incoming gradient at "
+                                      "a time; use cross_entropy of torch.nn.functional.linear")
         incoming = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
         if ctx.is_each:
             compute: Any = _compute if grad_output.device.type == "meta" else _as_op
@@ -165,8 +169,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         else:
             count, *grads = ctx.saved_tensors
             scale = torch.where(count == 0, 0, incoming / count)  # of no target that counts: zeros
-            # `out`: not another float32 tensor of weight's size
-            found = [torch.mul(g, scale, out=torch.empty_like(g, dtype=dtype))
+            found = [(g * scale).to(dtype) if batched else
+                     torch.mul(g, scale, out=torch.empty_like(g, dtype=dtype))  # no more in float32
                      for g, dtype in zip(grads, ctx.dtypes, strict=True)]
         each = iter(found)
         return *(next(each) if need else None for need in needed), None, None, None
