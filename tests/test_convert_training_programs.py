@@ -78,11 +78,27 @@ def test_results_that_nobody_differentiates(converted, captures):  # noqa: F811
             grads.append([p.grad.clone() for p in model.parameters()])
         assert_close(*grads)
     assert len(captures) == 2
-    with pytest.raises(RuntimeError, match="only through the results that the first calls were"):
-        sum(t.sum() for t in fast(torch.rand(16, 8))).backward()
-    model.zero_grad()
-    sum(t.sum() for t in fast(torch.rand(16, 8))).backward()
+    for _ in range(3):  # now somebody does
+        x, grads = torch.randn(16, 8), []
+        for run in (model, fast):
+            model.zero_grad()
+            y, entropy = run(x)
+            (y.sum() + entropy[:1].sum()).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert_close(*grads, equal_nan=True)
     assert len(captures) == 2
+
+
+def test_other_results_of_what_draws_random_numbers(captures):  # noqa: F811
+    """Another call would draw others."""
+    ours = Training(lambda x, w: (x @ w, (x @ w).square()), CPU, Roles(weights=[1]), draws=True)
+    w = torch.randn(4, 5, requires_grad=True)
+    for _ in range(WATCHED + 2):
+        ours(torch.randn(3, 4), w)[0].sum().backward()
+        w.grad = None
+    with pytest.raises(RuntimeError, match="only through the results that the first calls were"):
+        ours(torch.randn(3, 4), w)[1].sum().backward()
+    ours(torch.randn(3, 4), w)[1].sum().backward()
 
 
 def test_gradients_that_somebody_keeps_stay(captures):  # noqa: F811

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from fusionrt.autograd import is_watched
 from fusionrt.convert import cuda_graphs, replay
 from fusionrt.convert.effects import value
+from fusionrt.convert.purity import draws
 from fusionrt.ops.linear import no_hooks
 
 Run = Callable[..., Any]
@@ -36,7 +37,7 @@ def trained(gm: GraphModule, run: Run, written: Sequence[int]) -> Run:
     device, roles = replay.device_of_graph(gm), replay.roles_of(gm, written)
     if device is None or not replay.is_repeatable(gm) or not _trains(gm, roles):
         return run
-    return Training(run, device, roles)
+    return Training(run, device, roles, any(map(draws, gm.graph.nodes)))
 
 
 def _trains(gm: GraphModule, roles: replay.Roles) -> bool:
@@ -106,8 +107,8 @@ class Model:
 class Training:
     """What a graph whose calls record gradients becomes: a function of its inputs."""
 
-    def __init__(self, run: Run, device: torch.device, roles: replay.Roles) -> None:
-        self.run, self.device, self.roles = run, device, roles
+    def __init__(self, run: Run, device: torch.device, roles: replay.Roles, draws: bool = False) -> None:
+        self.run, self.device, self.roles, self.draws = run, device, roles, draws
         self.weights = replay.picked(roles.weights)
         self.models: OrderedDict[tuple[Any, ...], Model] = OrderedDict()
 
@@ -161,6 +162,17 @@ class Training:
         outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
         return Passes(forward, backward, buffers, outputs, cuda_graphs.copies_of(outputs), list(recorded),
                       seeds, leaves, grads, list(map(_holders, grads)), reached)
+
+    def again(self, passes: Passes, args: Sequence[Any], grads: Sequence[torch.Tensor | None]
+              ) -> list[torch.Tensor | None]:
+        """The gradients of a step of which other results are differentiated than of those before: of a call
+        that runs as it is, from what its forward pass was replayed with."""
+        given = [_leaf(passes.buffers.get(k, a), a) for k, a in enumerate(args)]
+        with torch.enable_grad(), replay.unchanged([args[k] for k in self.roles.written]):
+            outputs = self.run(*given)
+            found = _gradients(outputs, given, {k: g for k, g in enumerate(grads) if g is not None})
+        of_leaves = dict(zip(_recorded(given), found, strict=True))
+        return [of_leaves.get(k) for k in range(len(args))]
 
     def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]
                  ) -> dict[int, list[bool]]:
@@ -233,6 +245,8 @@ class Replayed(torch.autograd.Function):
             buffer.copy_(args[k])
         passes.forward.replay()
         ctx.device, ctx.passes, ctx.step = training.device, passes, Step()
+        if len(passes.seeds) < len(passes.recorded):
+            ctx.again, ctx.draws = functools.partial(training.again, passes, args), training.draws
         ctx.inputs = [args[k] for k in passes.leaves]
         ctx.sources = [args[k] for k in passes.leaves if k not in passes.buffers]
         ctx.versions = list(map(replay.version, ctx.sources)), replay.places_of(ctx.sources)
@@ -247,9 +261,9 @@ class Replayed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         passes, step, model = ctx.passes, ctx.step, ctx.model()
         others = any(grads[k] is not None for k in passes.recorded if k not in passes.seeds)
-        if step.done or torch.is_grad_enabled() or others:
-            if model is not None:
-                model.is_left_alone, model.passes = True, None
+        if (step.done or torch.is_grad_enabled() or others) and model is not None:
+            model.is_left_alone, model.passes = True, None
+        if step.done or torch.is_grad_enabled() or (others and ctx.draws):
             how = ("only through the results that the first calls were" if others else
                    "once, without create_graph")
             raise RuntimeError(
@@ -259,6 +273,9 @@ class Replayed(torch.autograd.Function):
         if ctx.versions != (list(map(replay.version, ctx.sources)), replay.places_of(ctx.sources)):
             raise RuntimeError("fusionrt: a parameter needed for a gradient has been modified by an inplace "
                                "operation between the forward and the backward pass, or lies elsewhere since")
+        if others:
+            step.done = True
+            return None, None, *ctx.again(grads)
         turn = cuda_graphs.turn_of(ctx.device)
         with turn.lock, cuda_graphs.current(ctx.device):
             turn.after_others()
