@@ -12,7 +12,7 @@ from convert_checks import compiled_apart
 from torch import nn
 from torch.testing import assert_close
 
-from fusionrt.convert import cuda_graphs, derived, replay
+from fusionrt.convert import cuda_graphs, derived, purity, replay
 from fusionrt.convert.aliases import guarded
 from fusionrt.convert.capture import Options, backend
 from fusionrt.convert.replay import Replays, Roles
@@ -440,3 +440,40 @@ def test_random_numbers_are_drawn_by_calls(captures, monkeypatch):
             for _ in range(4):
                 fast(torch.randn(64))
     assert not captures
+
+
+class Read(nn.Module):
+    """What may draw random numbers in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.drop = nn.Sequential(nn.Dropout(0.5), nn.RReLU(), nn.AlphaDropout(0.2))
+
+    def forward(self, x):
+        return self.drop(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_in_evaluation_nothing_is_drawn():
+    """Of calls as they are traced, none of which is replaced."""
+    model, drawn = Read(), {}
+
+    def seen(gm, example):
+        drawn.setdefault(model.training, []).extend(
+            purity.draws(n) for n in gm.graph.nodes if n.op.startswith("call"))
+        return gm
+
+    with torch.no_grad():
+        for training in (True, False):
+            torch._dynamo.reset()
+            torch.compile(model.train(training), backend=seen)(torch.randn(2, 3, 8))
+    assert sum(drawn[True]) == 4 and not any(drawn[False])
+
+
+def test_dropouts_of_recurrent_layers():
+    graph = torch.fx.Graph()
+    data = [graph.placeholder(f"a{k}") for k in range(3)]
+    for p, train, expected in ((0.5, True, True), (0.5, False, False), (0.0, True, False)):
+        for more in ((data[2], True, 2), (data[1], data[2], True, 2)):  # packed sequences have one more
+            args = (data[0], *more[:-3], [data[1]], *more[-2:], p, train, False, True)
+            assert purity.draws(graph.call_function(torch.lstm, args)) is expected
