@@ -16,8 +16,7 @@ _DRAWS = frozenset({
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"})
 # Those that may: the place of the argument `dropout_p`.
 _DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10, "self_attention": 6}
-
-
+# Those that do so between their layers.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Those that draw in training alone: the place of the argument that says so.
 _TRAINING_AT = {"multi_head_attention_forward": 13, "rrelu": 3, **dict.fromkeys((
