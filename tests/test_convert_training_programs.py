@@ -164,3 +164,56 @@ def test_weights_that_move_between_the_passes_are_refused(captures):  # noqa: F8
     parameters[0].data = parameters[0].data.clone()
     with pytest.raises(RuntimeError, match="or lies elsewhere since"):
         loss.backward()
+
+
+def test_captures_draw_nothing(captures):  # noqa: F811
+    def run(x, w, b):
+        return (torch.nn.functional.dropout(layer(x, w, b)[0], 0.5),)
+
+    found = []
+    for function in (run, Training(run, CPU, Roles(weights=[1, 2]), draws=True)):
+        torch.manual_seed(0)
+        parameters = weights()
+        warmed(function, parameters)
+        found.append([function(torch.ones(3, 4), *parameters)[0].detach(), torch.rand(3)])
+    assert len(captures) == 2
+    assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_captures_draw_nothing_on_a_gpu():
+    found = []
+    for options in ({"cuda_graphs": False}, {}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Sigmoid(), nn.Dropout(0.5)).cuda()
+        fast = torch.compile(model, backend="fusionrt", options=options)
+        outs = []
+        for _ in range(WATCHED + 3):
+            outs.append(fast(torch.ones(32, 64, device="cuda")))
+            outs[-1].sum().backward()
+        found.append([*(out != 0 for out in outs), torch.rand(3, device="cuda")])
+    assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_models_that_are_trained_in_threads():
+    """All backward passes are one thread's; who captures must not wait for it with what it waits for."""
+    def train(k):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4 + k)), nn.GELU()).cuda()
+        fast, x = frt.auto_convert_model(model, validate_accuracy=False), torch.randn(64, 256, device="cuda")
+        for _ in range(60):
+            model.zero_grad()
+            fast(x).square().sum().backward()
+            grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert_close(grads, [p.grad for p in model.parameters()], rtol=2e-2, atol=1e-2)
+        done.append(k)
+
+    done, threads = [], [threading.Thread(target=train, args=(k,), daemon=True) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(done) == [0, 1, 2]

@@ -177,11 +177,13 @@ class Training:
     def _warm_up(self, args: Sequence[Any], given: Sequence[Any], buffers: Iterable[int]
                  ) -> dict[int, list[bool]]:
         """One step, of all gradients, some of which callers may not have asked for: kernels are loaded. What
-        it has written to is as it was. Returns which leaves each of several outputs is computed from."""
+        it has written to is as it was, and so are generators. Returns which leaves each of several outputs is
+        computed from."""
         with torch.no_grad():
             for k in buffers:
                 given[k].copy_(args[k])
-        with replay.unchanged([args[k] for k in self.roles.written]):
+        generators = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [], self.draws)
+        with generators, replay.unchanged([args[k] for k in self.roles.written]):
             outputs = self.run(*given)
             seeds = {k: torch.zeros_like(o) for k, o in _recorded(outputs).items()}
             several = len(seeds) > 1
@@ -200,8 +202,11 @@ def _recorded(values: Sequence[Any]) -> dict[int, torch.Tensor]:
 
 def _gradients(outputs: Sequence[Any], given: Sequence[Any], seeds: Mapping[int, torch.Tensor],
                retain_graph: bool = False) -> Sequence[torch.Tensor | None]:
-    return torch.autograd.grad([outputs[k] for k in seeds], list(_recorded(given).values()),
-                               list(seeds.values()), retain_graph=retain_graph, allow_unused=True)
+    """By the thread that asks: that of torch's engine may be in the backward pass of another model, which
+    waits for the turn that the asking one has."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad([outputs[k] for k in seeds], list(_recorded(given).values()),
+                                   list(seeds.values()), retain_graph=retain_graph, allow_unused=True)
 
 
 def _leaf(tensor: Any, like: Any) -> Any:
