@@ -1,12 +1,33 @@
 """What tests of depthwise convolutions share: images with neighbouring channels, and how kernels count."""
 
+import contextlib
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from checking import F16, F32, F64, assert_same_bits, check_in_norm
 from torch.nn import functional as F
 
 import fusionrt as frt
+from fusionrt.ops import depthwise_images
+from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops.depthwise_forms import Geometry
+
+
+@contextlib.contextmanager
+def planned_anew(**others: Any):
+    """With other thresholds, and without the kernels for small images, which have tests of their own."""
+    planned = kernels._convolution, kernels._of_source, kernels._of_weight, kernels._of_both
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(depthwise_images, "serves", lambda *args: False)
+        for name, value in others.items():
+            patch.setattr(kernels, name, value)
+        for found in planned:
+            found.cache_clear()
+        yield
+    for found in planned:
+        found.cache_clear()
 
 
 def pairs(*values):
@@ -72,9 +93,9 @@ def check_large_images(batch, k, stride, device="cuda", size=112):
         assert_same_bits(a, b)
 
 
-def check_epilogues(k, stride, device="cuda"):
+def check_epilogues(k, stride, device="cuda", size=(19, 21)):
     """A bias and an activation, and a residual as well."""
-    x = images(2, 24, 19, 21, dtype=F16, device=device)
+    x = images(2, 24, *size, dtype=F16, device=device)
     weight, bias = (torch.randn(shape, device=device).to(F16) for shape in ((24, 1, k, k), (24,)))
     options = {"padding": k // 2, "stride": stride}
     y, _ = check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"), options,
@@ -91,11 +112,11 @@ def check_epilogues(k, stride, device="cuda"):
     check_in_norm(added, (x, weight, bias, residual), {}, torch.no_grad()(expected))
 
 
-def check_infinities_and_nan(stride, device="cuda"):
+def check_infinities_and_nan(stride, device="cuda", size=(19, 37)):
     """Those of pixels stay with the results that depend on them."""
-    x = images(2, 16, 19, 37, dtype=F16, device=device)
+    x = images(2, 16, *size, dtype=F16, device=device)
     weight = torch.randn(16, 1, 3, 3, device=device).to(F16)
-    x[0, 3, 9, 9], x[1, 15, 0, 0], x[1, 15, 18, 36], x[1, 0, 3, 30] = (
+    x[0, 3, 9, 9], x[1, 15, 0, 0], x[1, 15, -1, -1], x[1, 0, 3, -7] = (
         float(v) for v in ("nan", "inf", "-inf", "inf"))
     y = frt.depthwise_conv2d(x, weight, padding=1, stride=stride).cpu()
     expected = F.conv2d(x.cpu().float(), weight.cpu().float(), None, stride, 1, 1, 16).half()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
-from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, pixels
+from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, pixels, planned_anew
 
 import fusionrt as frt
 from fusionrt.ops import depthwise, depthwise_kernels, depthwise_strips
@@ -14,6 +14,13 @@ from fusionrt.ops.depthwise_forms import PLAIN, Form, Geometry, line_of
 from fusionrt.ops.depthwise_strips import BLOCK, convolving, cut, weighing
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
+
+
+@pytest.fixture(autouse=True)
+def without_kernels_for_small_images():
+    with planned_anew():
+        yield
+
 
 # --- what kernels_src/depthwise.cu does with indices, step by step
 

@@ -15,6 +15,7 @@ from depthwise_walk import (
     digits,
     images,
     pixels,
+    planned_anew,
 )
 
 import fusionrt as frt
@@ -157,8 +158,7 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
 @pytest.mark.parametrize("channels, size, stems", [
     (96, 112, ("depthwise_mma", "depthwise_mma_backward")),
     (192, 28, ("depthwise_mma", "depthwise_mma_backward")),
-    (576, 14, ("depthwise", "depthwise_mma_backward")),
-    (576, 7, ("depthwise", "depthwise_backward"))], ids=str)
+    (576, 14, ("depthwise_images", "depthwise_images_backward"))], ids=str)
 def test_large_images_are_theirs(channels, size, stems):
     geometry = Geometry((1, 1), (2, 2), (1, 1))
     shape = (32, channels, size, size)
@@ -176,16 +176,10 @@ def test_large_images_are_theirs(channels, size, stems):
 
 
 @pytest.fixture
-def of_any_size(monkeypatch):
+def of_any_size():
     """Small images as well by matrix units."""
-    planned = (kernels._convolution, kernels._of_source, kernels._of_weight)
-    for found in planned:
-        found.cache_clear()
-    for name in [name for name in vars(kernels) if name.startswith("UNITS_OF")]:
-        monkeypatch.setattr(kernels, name, {0: 0})
-    yield
-    for found in planned:
-        found.cache_clear()
+    with planned_anew(**{name: {0: 0} for name in vars(kernels) if name.startswith("UNITS_OF")}):
+        yield
 
 
 OPTIONS = [((3, 3), 1, 1, 1, F16), ((5, 5), 2, 2, 1, F16), ((7, 7), 1, 3, 1, F16), ((7, 7), 2, 3, 1, BF16),

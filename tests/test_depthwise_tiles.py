@@ -17,6 +17,7 @@ from depthwise_walk import (
     of_last,
     pairs,
     pixels,
+    planned_anew,
 )
 from torch.nn import functional as F
 
@@ -257,7 +258,7 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
     (112, 5, 2, F16, ("depthwise_tiles", "depthwise_tiles_backward")),
     (112, 5, 1, F32, ("depthwise_tiles", "depthwise_tiles_backward")),
     (112, 3, 1, F64, ("depthwise", "depthwise_backward")),
-    (7, 3, 1, F16, ("depthwise", "depthwise_backward"))], ids=str)
+    (28, 3, 1, F16, ("depthwise", "depthwise_tiles_backward"))], ids=str)
 def test_large_images_are_theirs(size, k, stride, dtype, stems):
     geometry = Geometry((stride, stride), (k // 2, k // 2), (1, 1))
     shape, strides = (32, 96, size, size), (96 * size * size, 1, 96 * size, 96)
@@ -274,16 +275,11 @@ def test_large_images_are_theirs(size, k, stride, dtype, stems):
 
 
 @pytest.fixture
-def of_any_size(monkeypatch):
+def of_any_size():
     """Small images as well by way of shared memory, and no others."""
-    planned = (kernels._convolution, kernels._of_source, kernels._of_weight, kernels._of_both)
-    for found in planned:
-        found.cache_clear()
-    for name in [name for name in vars(kernels) if name.startswith(("UNITS_OF", "TILES_OF"))]:
-        monkeypatch.setattr(kernels, name, {1: 0} if name.startswith("TILES") else {})
-    yield
-    for found in planned:
-        found.cache_clear()
+    with planned_anew(**{name: {1: 0} if name.startswith("TILES") else {} for name in vars(kernels)
+                         if name.startswith(("UNITS_OF", "TILES_OF"))}):
+        yield
 
 
 OPTIONS = [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 2, 1), (5, 2, 2, 1), (3, 1, 2, 2), ((3, 5), (2, 1), (1, 2), 1),

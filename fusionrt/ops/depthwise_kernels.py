@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from fusionrt.ops import depthwise_mma, depthwise_mma_weights, depthwise_strips, depthwise_tiles
+from fusionrt.ops import (
+    depthwise_images,
+    depthwise_mma,
+    depthwise_mma_weights,
+    depthwise_strips,
+    depthwise_tiles,
+)
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
     Finish,
@@ -137,7 +143,7 @@ def _launches(call: Call, form: Form, geometry: Geometry, size: Pair, finish: Fi
     by_units, by_tiles = (UNITS_OF_RESULTS if plain else UNITS_OF_STRIDED,
                           TILES_OF_RESULTS if plain else TILES_OF_STRIDED)
     return tuple(way.convolution(form, images, rows, columns, finish) for way in _ways(
-        call, form, images, size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
+        call, form, images, (rows, columns), size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
 
 
 def _lines(call: Call, form: Form, geometry: Geometry, size: Sequence[int]) -> tuple[Line, Line]:
@@ -146,11 +152,14 @@ def _lines(call: Call, form: Form, geometry: Geometry, size: Sequence[int]) -> t
     return rows, columns
 
 
-def _ways(call: Call, form: Form, images: Images, size: Sequence[int],
+def _ways(call: Call, form: Form, images: Images, lines: tuple[Line, Line], size: Sequence[int],
           *larger: tuple[ModuleType, Mapping[int, float]]) -> list[ModuleType]:
-    """Whose kernels do it: the first of the larger ones that serves images of this size (the least number of
-    elements, by taps, is beside it), or the strips'. A rehearsal is for any size, and takes all."""
+    """Whose kernels do it: those for few columns, the first of the larger ones that serves images of this
+    size (the least number of elements, by taps, is beside it), or the strips'. A rehearsal is for any number
+    of images, and takes all."""
     found = [way for way, least in larger if _large(call, size, least) and way.serves(form, images)]
+    if call.has_units is not False and depthwise_images.serves(form, images, *lines):
+        found.insert(0, depthwise_images)
     found.append(depthwise_strips)
     return found if call.has_units is None else found[:1]
 
@@ -195,8 +204,9 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     by_units = UNITS_OF_WEIGHTS if geometry.stride == (1, 1) else UNITS_OF_STRIDED_WEIGHTS
     # Of a dilation each residue would be a row of partial sums.
     by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
-    found = [way.weight_sums(form, images, rows, columns) for way in _ways(
-        call, form, images, size, (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles))]
+    larger = (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles)
+    found = [way.weight_sums(form, images, rows, columns)
+             for way in _ways(call, form, images, (rows, columns), size, *larger)]
     return tuple(_sums(call, *launched) for launched in found)
 
 

@@ -28,7 +28,8 @@ HEADERS = {"rows": ("reductions.cuh", "hopper.cuh", "arrivals.cuh"),
            **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
                            ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
            **dict.fromkeys(("depthwise", "depthwise_backward"), ("depthwise.cuh",)),
-           **dict.fromkeys(("depthwise_tiles", "depthwise_tiles_backward", "depthwise_tiles_gradients"),
+           **dict.fromkeys(("depthwise_tiles", "depthwise_tiles_backward", "depthwise_tiles_gradients",
+                            "depthwise_images", "depthwise_images_backward"),
                            ("depthwise.cuh", "copies.cuh")),
            **dict.fromkeys(("depthwise_mma", "depthwise_mma_backward"),
                            ("depthwise.cuh", "copies.cuh", "mma.cuh")), "window": ("copies.cuh",)}
@@ -39,7 +40,8 @@ PARTS = {"rows": ("rows_exchange.cuh", "rows_totals.cuh"), "depthwise": ("depthw
          "depthwise_tiles_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh", "depthwise_copies.cuh",
                                       "depthwise_blocks.cuh"),
          "depthwise_tiles_gradients": ("depthwise_turns.cuh", "depthwise_partials.cuh",
-                                       "depthwise_copies.cuh", "depthwise_blocks.cuh")}
+                                       "depthwise_copies.cuh", "depthwise_blocks.cuh"),
+         **dict.fromkeys(("depthwise_images", "depthwise_images_backward"), ("depthwise_images.cuh",))}
 
 
 def directory() -> Path:

@@ -1,0 +1,230 @@
+"""Depthwise convolutions of small images, kernels_src/depthwise_images.cu, and the gradient of their weights,
+depthwise_images_backward.cu: kernels, how their work is cut into blocks, their launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from fusionrt.ops.depthwise_forms import (
+    MULTIPROCESSORS,
+    Finish,
+    Form,
+    Images,
+    Launch,
+    Line,
+    Pair,
+    Steps,
+    arithmetic,
+    constants,
+    epilogue,
+    operands,
+)
+from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
+
+UNIT = 16                    # bytes that are copied at a time
+MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
+MOST_TAPS = 49
+MOST_SHARED = 96 << 10       # bytes of a block, that any GPU since Ampere has
+MOST_NUMBERS = 176           # of a thread
+FEW_BLOCKS, FEW_GROUPS = 2 * MULTIPROCESSORS, 64  # so few leave a GPU idle
+
+
+class Cut(NamedTuple):
+    """How the work is shared: blocks are slices of 32 `vec` channels, of `chunk` units of `rows` rows of
+    results, of which there is memory for `together`; `warps` of a block share these."""
+
+    vec: int
+    rows: int
+    warps: int
+    together: int
+    chunk: int
+
+
+class Sides(NamedTuple):
+    """What of the geometry a kernel is compiled for: columns of both images, the padding."""
+
+    width: int
+    columns: int
+    top: int
+    left: int
+
+
+def sides_of(rows: Line, columns: Line, form: Form) -> Sides:
+    return Sides(columns.source, columns.result, _padding(rows, form, 0), _padding(columns, form, 1))
+
+
+def _padding(line: Line, form: Form, side: int) -> int:
+    kernel, stride = form.kernel[side], form.stride[side]
+    if not form.transposed:
+        return -line.source_first
+    return (line.source_first + (kernel - 1) // stride) * stride - line.result_first
+
+
+def serves(form: Form, images: Images, rows: Line, columns: Line) -> bool:
+    """Whether what is read is dense, of whole units of channels, few enough columns are to be written out,
+    and a block has room for its rows."""
+    unit, taps, most = UNIT // ITEMSIZE[images.dtype], math.prod(form.kernel), MOST_COLUMNS
+    if form.stride != (1, 1) and (taps >= 25 or not form.transposed):
+        most = MOST_STRIDED_COLUMNS
+    if not (images.dtype != "float64" and images.unit(unit) == unit and rows.step == columns.step == 1
+            and taps <= MOST_TAPS and max(columns.source, columns.result) <= most
+            and all(_is_dense(at, images.batch, size) for at, size in zip(images.steps, (
+                (rows.source, columns.source), (rows.result, columns.result)), strict=True))):
+        return False
+    case = images.batch, images.channels, rows, columns, form
+    made = [(cut(*case), False), *([] if form.transposed else [(cut_of_sums(*case), True)])]
+    return all(shared_bytes(form, rows, columns, *one) <= MOST_SHARED for one in made)
+
+
+def _is_dense(steps: Steps, batch: int, size: Pair) -> bool:
+    """Whether rows, and images, follow each other."""
+    return ((size[0] == 1 or steps[1] == size[1] * steps[2])
+            and (batch == 1 or steps[0] == size[0] * size[1] * steps[2]))
+
+
+@functools.lru_cache(1024)
+def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut:
+    """Of a convolution. The smaller blocks are, the more do copies and work of others overlap: of what was
+    measured those of four warps, with a unit each, were the fastest in any case."""
+    least = form.stride[0] if form.transposed else 1
+    shapes = [(2, least), (1, least)]
+    if math.prod(form.kernel) > 25:  # weights in registers, which few rows would not be worth
+        shapes = [(1, 2), (1, least)] if form.stride == (1, 1) and columns.source > 8 else [
+            (2, 2), (1, 2), (1, least)]
+    found = [Cut(vec, height, 4, 4, 4) for vec, height in shapes
+             if numbers(form, columns, height, vec) <= MOST_NUMBERS]
+    return found[0] if _groups(batch, channels, rows, found[0])[0] >= FEW_BLOCKS else found[-1]
+
+
+@functools.lru_cache(1024)
+def cut_of_sums(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut:
+    """Of the weights' gradient: enough blocks, and few rows of partial sums."""
+    if form.stride[0] > 1:
+        height, warps, stages = 4, 4, 1
+    elif rows.result > 8:
+        height, warps, stages = 2, 8, 2
+    else:
+        height, warps, stages = 7 if rows.result == 7 else 4, 8, 1
+    small = Cut(1, 1, 4, 4, 4)
+    made = next((made for made in (Cut(1, height, n, n, n * stages) for n in (warps, 4))
+                 if shared_bytes(form, rows, columns, made, True) <= MOST_SHARED), small)
+    count, _ = _groups(batch, channels, rows, made)
+    if count < FEW_GROUPS:
+        return small
+    return made._replace(chunk=made.chunk * -(-count // (4 * MULTIPROCESSORS)))
+
+
+def _groups(batch: int, channels: int, rows: Line, made: Cut) -> Pair:
+    """Blocks, and those of a slice."""
+    groups = -(-batch * -(-rows.result // made.rows) // made.chunk)
+    return -(-channels // (32 * made.vec)) * groups, groups
+
+
+def numbers(form: Form, columns: Line, height: int, vec: int) -> int:
+    """Of a thread: sums, weights, a row."""
+    return vec * (math.prod(form.kernel) + height * columns.result + columns.source)
+
+
+def lines(form: Form, rows: Line, made: Cut) -> Pair:
+    """Rows of the source that a block has at most at a time, and of the result."""
+    units, (kh, _), (stride, _) = -(-rows.result // made.rows), form.kernel, form.stride
+    top = _padding(rows, form, 0)
+    above = (kh - 1 - top) // stride if form.transposed else top
+    depth = ((made.rows - 1 + top) // stride + above + 1 if form.transposed else
+             (made.rows - 1) * stride + kh)
+
+    def first(unit: int) -> int:
+        row = unit % units * made.rows
+        return (row // stride if form.transposed else row * stride) - above
+
+    def of_source(begin: int, last: int) -> int:
+        return (last // units * rows.source + min(rows.source, first(last) + depth)
+                - begin // units * rows.source - max(0, first(begin)))
+
+    def of_result(begin: int, last: int) -> int:
+        end = min(rows.result, (last % units + 1) * made.rows)
+        return last // units * rows.result + end - begin // units * rows.result - begin % units * made.rows
+
+    begins = {k * math.gcd(made.together, made.chunk) % units for k in range(units)}
+    return (max(of_source(k, k + made.together - 1) for k in begins),
+            max(of_result(k, k + made.together - 1) for k in begins))
+
+
+def shared_bytes(form: Form, rows: Line, columns: Line, made: Cut, sums: bool) -> int:
+    source, result = lines(form, rows, made)
+    beside = result * columns.result if sums else math.prod(form.kernel)
+    images = (source * columns.source + beside) * 32 * made.vec * ITEMSIZE[form.dtype]
+    return max(images, made.warps * math.prod(form.kernel) * (32 * made.vec + 1) * 4) if sums else images
+
+
+def blocks(form: Form, columns: Line, made: Cut) -> int:
+    """That share a multiprocessor, by their registers."""
+    registers = -(-(numbers(form, columns, made.rows, made.vec) + 32) // 8) * 8
+    threads = made.warps * 32
+    return max(1, min(1024 // threads, (1 << 16) // (threads * registers)))
+
+
+# -- what a kernel is given ----------------------------------------------------------------------------
+
+def _constants(form: Form, sides: Sides, made: Cut, resident: int) -> list[str]:
+    return [*constants(form._replace(vec=made.vec)),
+            f"constexpr int WIDTH = {sides.width}, COLUMNS = {sides.columns}, TOP = {sides.top};",
+            f"constexpr int LEFT = {sides.left}, ROWS = {made.rows}, BLOCKS = {resident};"]
+
+
+_SIZES = "channels", "source_rows", "result_rows", "chunk", "all"
+_FIELDS = (*(Field(f"int {name}", "i") for name in _SIZES),
+           *(Field(f"Divisor {name}", "III") for name in ("slices", "units")))
+
+
+def _values(images: Images, rows: Line, made: Cut) -> tuple[int, ...]:
+    """Values of _FIELDS."""
+    units = -(-rows.result // made.rows)
+    return (images.channels, rows.source, rows.result, made.chunk, images.batch * units,
+            *magic(-(-images.channels // (32 * made.vec))), *magic(units))
+
+
+# -- convolution, and the gradient of its source -------------------------------------------------------
+
+@functools.cache
+def convolving(form: Form, sides: Sides, made: Cut, resident: int, finish: Finish) -> Kernel:
+    return Kernel("depthwise_conv2d", "depthwise_images", [*operands(finish), *_FIELDS],
+                  [*_constants(form, sides, made, resident), *epilogue(finish)], block=made.warps * 32,
+                  **arithmetic(form.dtype))
+
+
+def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish, made: Cut | None = None
+                ) -> Launch:
+    made = made or cut(images.batch, images.channels, rows, columns, form)
+    kernel = convolving(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
+                        blocks(form, columns, made), finish)
+    return Launch(kernel, _groups(images.batch, images.channels, rows, made)[0],
+                  (*images.steps[0], *images.steps[1], *_values(images, rows, made)),
+                  shared_bytes(form, rows, columns, made, False))
+
+
+# -- the gradient of the weights -----------------------------------------------------------------------
+
+@functools.cache
+def weighing(form: Form, sides: Sides, made: Cut, resident: int) -> Kernel:
+    fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
+              pointer("acc_t", "partials", const=False), *_FIELDS,
+              *(Field(f"int {name}", "i") for name in ("x_column", "grad_column", "together", "most_lines"))]
+    return Kernel("depthwise_conv2d_backward", "depthwise_images_backward", fields,
+                  _constants(form, sides, made, resident), block=made.warps * 32, **arithmetic(form.dtype))
+
+
+def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut | None = None
+                ) -> tuple[Launch, int]:
+    """And how many rows of partial sums it writes."""
+    made = made or cut_of_sums(images.batch, images.channels, rows, columns, form)
+    kernel = weighing(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
+                      blocks(form, columns, made))
+    count, groups = _groups(images.batch, images.channels, rows, made)
+    values = (*_values(images, rows, made), images.steps[0][2], images.steps[1][2], made.together,
+              lines(form, rows, made)[0])
+    return Launch(kernel, count, values, shared_bytes(form, rows, columns, made, True)), groups
