@@ -27,7 +27,7 @@ from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
 UNIT = 16                    # bytes that are copied at a time
 MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
-MOST_TAPS = 49
+MANY_TAPS, MOST_TAPS = 25, 49
 MOST_SHARED = 96 << 10       # bytes of a block, that any GPU since Ampere has
 MOST_NUMBERS = 176           # of a thread
 FEW_BLOCKS, FEW_GROUPS = 2 * MULTIPROCESSORS, 64  # so few leave a GPU idle
@@ -67,9 +67,8 @@ def _padding(line: Line, form: Form, side: int) -> int:
 def serves(form: Form, images: Images, rows: Line, columns: Line) -> bool:
     """Whether what is read is dense, of whole units of channels, few enough columns are to be written out,
     and a block has room for its rows."""
-    unit, taps, most = UNIT // ITEMSIZE[images.dtype], math.prod(form.kernel), MOST_COLUMNS
-    if form.stride != (1, 1) and (taps >= 25 or not form.transposed):
-        most = MOST_STRIDED_COLUMNS
+    unit, taps = UNIT // ITEMSIZE[images.dtype], math.prod(form.kernel)
+    most = MOST_STRIDED_COLUMNS if form.stride != (1, 1) and taps >= MANY_TAPS else MOST_COLUMNS
     if not (images.dtype != "float64" and images.unit(unit) == unit and rows.step == columns.step == 1
             and taps <= MOST_TAPS and max(columns.source, columns.result) <= most
             and all(_is_dense(at, images.batch, size) for at, size in zip(images.steps, (
@@ -78,6 +77,15 @@ def serves(form: Form, images: Images, rows: Line, columns: Line) -> bool:
     case = images.batch, images.channels, rows, columns, form
     made = [(cut(*case), False), *([] if form.transposed else [(cut_of_sums(*case), True)])]
     return all(shared_bytes(form, rows, columns, *one) <= MOST_SHARED for one in made)
+
+
+def most_elements(form: Form, rows: Line, sums: bool) -> float:
+    """Of both images: up to so many no other kernels are faster, where these serve. `sums`: at the gradient
+    of the weights."""
+    taps, plain = math.prod(form.kernel), form.stride == (1, 1)
+    if sums:
+        return 6 << 20 if plain and taps == MOST_TAPS and rows.result > 8 else math.inf
+    return 20 << 20 if taps < MANY_TAPS and (plain or form.transposed) else math.inf
 
 
 def _is_dense(steps: Steps, batch: int, size: Pair) -> bool:
@@ -92,7 +100,7 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut
     measured those of four warps, with a unit each, were the fastest in any case."""
     least = form.stride[0] if form.transposed else 1
     shapes = [(2, least), (1, least)]
-    if math.prod(form.kernel) > 25:  # weights in registers, which few rows would not be worth
+    if math.prod(form.kernel) > MANY_TAPS:  # weights in registers, which few rows would not be worth
         shapes = [(1, 2), (1, least)] if form.stride == (1, 1) and columns.source > 8 else [
             (2, 2), (1, 2), (1, least)]
     found = [Cut(vec, height, 4, 4, 4) for vec, height in shapes

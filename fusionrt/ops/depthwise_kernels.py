@@ -153,22 +153,27 @@ def _lines(call: Call, form: Form, geometry: Geometry, size: Sequence[int]) -> t
 
 
 def _ways(call: Call, form: Form, images: Images, lines: tuple[Line, Line], size: Sequence[int],
-          *larger: tuple[ModuleType, Mapping[int, float]]) -> list[ModuleType]:
+          *larger: tuple[ModuleType, Mapping[int, float]], sums: bool = False) -> list[ModuleType]:
     """Whose kernels do it: those for few columns, the first of the larger ones that serves images of this
     size (the least number of elements, by taps, is beside it), or the strips'. A rehearsal is for any number
-    of images, and takes all."""
+    of images, and takes all. `sums`: of the gradient of the weights."""
     found = [way for way, least in larger if _large(call, size, least) and way.serves(form, images)]
     if call.has_units is not False and depthwise_images.serves(form, images, *lines):
-        found.insert(0, depthwise_images)
+        first = _elements(call, size) <= depthwise_images.most_elements(form, lines[0], sums)
+        found.insert(0 if first else len(found), depthwise_images)
     found.append(depthwise_strips)
     return found if call.has_units is None else found[:1]
 
 
+def _elements(call: Call, size: Sequence[int]) -> int:
+    """Of both images."""
+    return math.prod(call.shape) + math.prod((*call.shape[:2], *size))
+
+
 def _large(call: Call, size: Sequence[int], least: Mapping[int, float]) -> bool:
-    elements = math.prod(call.shape) + math.prod((*call.shape[:2], *size))
     steps = [taps for taps in least if taps <= math.prod(call.kernel)]
     enough = least[max(steps)] if steps else math.inf
-    return enough < math.inf if call.has_units is None else call.has_units and elements >= enough
+    return enough < math.inf if call.has_units is None else call.has_units and _elements(call, size) >= enough
 
 
 # -- the gradient of the weights ---------------------------------------------------------------------
@@ -206,7 +211,7 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
     larger = (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles)
     found = [way.weight_sums(form, images, rows, columns)
-             for way in _ways(call, form, images, (rows, columns), size, *larger)]
+             for way in _ways(call, form, images, (rows, columns), size, *larger, sums=True)]
     return tuple(_sums(call, *launched) for launched in found)
 
 
