@@ -25,6 +25,11 @@ def saved(optimizer):
     return torch.load(file, weights_only=True)
 
 
+def step(optimizer, grad):
+    optimizer.param_groups[0]["params"][0].grad = grad
+    optimizer.step()
+
+
 @pytest.mark.parametrize(("rule", "options"), ALIKE)
 def test_checkpoints_go_to_torch_and_back(rule, options, device):
     ours = parameters(device, shapes=SHAPES)
@@ -99,6 +104,36 @@ def test_copies_of_an_optimizer(pickled, device):
     others = other.param_groups[0]["params"]
     steps(2, (optimizer, ours), (other, others))
     assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def test_weights_of_the_receiver_are_its_own(device):
+    """A run that branches off from another one, by the other's live state."""
+    first, second = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16, device=device)) for _ in range(2))
+    giver, receiver = (AdamW([p], 0.1, weight_decay=0.0, master_weights=True) for p in (first, second))
+    step(giver, torch.ones_like(first))
+    receiver.load_state_dict(giver.state_dict())
+    before, kept = first.detach().clone(), {k: v.clone() for k, v in giver.state[first].items()}
+    step(receiver, -torch.ones_like(second))
+    assert torch.equal(first, before)
+    assert all(torch.equal(v, kept[k]) for k, v in giver.state[first].items())
+
+
+def test_what_others_put_into_8_bit_states_is_refused(device):
+    """States that grow with their parameter, and those that somebody casts."""
+    def grown(name, value):
+        return torch.cat((value, torch.zeros_like(value))) if name in ("exp_avg", "exp_avg_sq") else value
+
+    for change in (grown, lambda name, value: value.float()):
+        p = torch.nn.Parameter(torch.randn(8192, device=device))
+        optimizer = AdamW([p], state_dtype="8bit")
+        step(optimizer, torch.randn_like(p))
+        state = {name: change(name, value) for name, value in optimizer.state.pop(p).items()}
+        new = torch.nn.Parameter(torch.randn(state["exp_avg"].shape, device=device))
+        optimizer.param_groups[0]["params"][0], optimizer.state[new] = new, state
+        with pytest.raises(RuntimeError, match=r"8-bit state exp_avg must have .* by way of state_dict"):
+            step(optimizer, torch.randn_like(new))
+        with pytest.raises(RuntimeError, match="8-bit state exp_avg must have"):
+            optimizer.state_dict()
 
 
 def test_hooks_of_loading_see_torchs_terms_and_may_change_them():

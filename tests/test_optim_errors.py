@@ -30,6 +30,10 @@ def test_errors():
         (ValueError, "AdamW: state_dtype must be None",
          lambda: AdamW([{"params": [param], "state_dtype": 8}])),
         (ValueError, "ema_update_: decay must be in", lambda: optim.ema_update_([], [], 2.0)),
+        (TypeError, "ema_update_: the value of pair 0 must be a tensor, got list",
+         lambda: optim.ema_update_([torch.zeros(1)], [[1.0]], 0.5)),
+        (TypeError, "ema_update_: pair 0 has an average of torch.float32 and a value of torch.complex64",
+         lambda: optim.ema_update_([torch.zeros(1)], [torch.zeros(1, dtype=torch.complex64)], 0.5)),
         (ValueError, r"pair 0 must agree, got an average of shape \(3,\) on cpu and a value of shape \(4,\)",
          lambda: optim.ema_update_([torch.zeros(3)], [torch.zeros(4)], 0.5)),
     ]:

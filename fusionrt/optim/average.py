@@ -24,7 +24,8 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
 
     The averages of torch.optim.swa_utils.get_ema_multi_avg_fn; they may be wider than the values, such as
     float32 averages of bfloat16 parameters. Integers, as batch norm's counter, are copied. Raises ValueError
-    if a pair differs in shape or device, or `decay` is outside of [0, 1].
+    if a pair differs in shape or device, or `decay` is outside of [0, 1], TypeError for what is no tensor and
+    for complex values of real averages.
 
         fusionrt.optim.ema_update_(shadow.parameters(), model.parameters(), 0.999)
     """
@@ -36,6 +37,13 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
         raise ValueError(f"ema_update_: averages and values must be as many, got {len(averages)} and "
                          f"{len(values)}")
     for index, (average, value) in enumerate(zip(averages, values, strict=True)):
+        for name, t in (("average", average), ("value", value)):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"ema_update_: the {name} of pair {index} must be a tensor, got "
+                                f"{type(t).__name__}")
+        if value.is_complex() and not average.is_complex():
+            raise TypeError(f"ema_update_: pair {index} has an average of {average.dtype} and a value of "
+                            f"{value.dtype}, whose imaginary part would be lost")
         if average.shape != value.shape or average.device != value.device:
             raise ValueError(f"ema_update_: pair {index} must agree, got an average of shape "
                              f"{tuple(average.shape)} on {average.device} and a value of shape "

@@ -313,8 +313,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key, param in zip(saved, params, strict=True):
             for name, value in given["state"].get(key, {}).items():
                 if isinstance(value, torch.Tensor):
-                    # The step is counted in place: a tensor of its own, or the giver would count it too.
-                    self.state[param][name] = value.clone() if name == states.STEP else value.to(param.device)
+                    # Steps change it in place: the giver may be another optimizer, whose weights are in it.
+                    device = value.device if name == states.STEP else param.device
+                    self.state[param][name] = value.detach().to(device, copy=True)
 
 
 def _in_torch_terms(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: to
                                               device=param.device)
         return
     if scale is not None:
+        _check_codes(name, value, scale)
         if quantise and value.stride() == torch.empty_like(param, device="meta").stride():
             return
         value = quantised.decode(value, state.pop(name + SCALE), signed)
@@ -107,6 +108,16 @@ def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: to
     else:
         state.pop(name + SCALE, None)
         state[name] = as_dense_as(param, value, dtype)
+
+
+def _check_codes(name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """What somebody else has put into the place of one of the two would be taken for the other's."""
+    blocks = quantised.n_blocks(codes.numel())
+    if codes.dtype != torch.uint8 or scale.dtype != torch.float32 or scale.numel() != blocks:
+        raise RuntimeError(
+            f"an 8-bit state {name} must have {blocks} scales of float32 for codes of uint8, got "
+            f"{scale.numel()} of {scale.dtype} for {codes.dtype}: change it by way of state_dict(), which "
+            "has numbers, and load_state_dict()")
 
 
 def _scale(state: dict[str, Any], name: str) -> torch.Tensor | None:
@@ -121,6 +132,7 @@ def in_float(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     for position, name in enumerate(names):
         scale = _scale(state, name)
         if scale is not None:
+            _check_codes(name, state[name], scale)
             plain[name] = quantised.decode(state[name], scale, signed=position == 0)
     return plain
 
