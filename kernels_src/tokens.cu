@@ -2,7 +2,7 @@
 //
 // A row of `width` results holds a sequence of `count` tokens, at most `limit`, with BOS and EOS around them, at its
 // beginning or (LEFT) its end. Of a RAGGED batch the sequences lie one behind the other and all of their tokens are
-// real; of a padded one those are real that are not p.pad. Element i of the result has a Philox counter of its own:
+// real; of a padded one those are real that are not p.pad, and the sequence begins (LEFT) with the first of these. Element i of the result has a Philox counter of its own:
 // which tokens a masked language model has to guess does not depend on how the work is cut.
 //
 // Before this file: source_t (of ids; uint8_t: bytes, to which p.shift is added), index_t, RAGGED, LEFT, BOS, EOS,
@@ -12,6 +12,21 @@ __device__ __forceinline__ bool is_special(const Params& p, int64_t id) {
     for (int k = 0; k < p.n_special; ++k)
         if (p.special[k] == id) return true;
     return false;
+}
+
+// Of a row of a padded batch: how many p.pad it begins with.
+__device__ __forceinline__ int64_t padding_before(const Params& p, int64_t begin) {
+    __shared__ int first;
+    for (int64_t base = 0; base < p.size; base += BLOCK) {
+        __syncthreads();
+        if (threadIdx.x == 0) first = BLOCK;
+        __syncthreads();
+        const int64_t at = base + threadIdx.x;
+        if (at < p.size && p.ids[begin + at] != p.pad) atomicMin(&first, static_cast<int>(threadIdx.x));
+        __syncthreads();
+        if (first < BLOCK) return base + first;
+    }
+    return p.size;
 }
 
 struct Row {
@@ -27,6 +42,8 @@ struct Row {
                 if (threadIdx.x == 0) report_index(p.fault, 2, begin < 0 || begin > p.total ? begin : end);
                 begin = end = 0;
             }
+        } else if (LEFT) {
+            begin += padding_before(p, begin);
         }
         const int64_t tokens = end - begin + (BOS ? 1 : 0) + (EOS ? 1 : 0);
         ids = p.ids + begin;

@@ -455,6 +455,7 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
     (lambda: good(4, dtype=torch.float64), ValueError, r"dtype must be float16.*got torch.float64"),
     (lambda: good(4, boxes=(0, 0, 9, 9)), ValueError, r"image 0 is 8 x 9, and.*\(0, 0, 9, 9\) does not"),
     (lambda: good(4, boxes=(0, 0, 0, 3)), ValueError, r"does not lie in it"),
+    (lambda: good(4, boxes=(2**63 - 1, 0, 2, 4)), ValueError, r"does not lie in it"),
     (lambda: good(4, boxes=(1, 2, 3)), ValueError, r"boxes must be 4 numbers or of the shape \(2, 4\)"),
     (lambda: good(4, boxes="middle"), ValueError, r"'center' or numbers, got 'middle'"),
     (lambda: good(12, boxes="center"), ValueError, r"size: image 0 is 8 x 9"),

@@ -503,8 +503,10 @@ T = torch.ones(5, 4)
         ((Q, K, T, T.long()), {}, TypeError, "sin must have a floating dtype, got torch.int64"),
         ((Q, K, T, T[:4]), {}, ValueError, "cos and sin must have one shape, dtype and device"),
         ((Q, K, T[:, :3], T[:, :3]), {}, ValueError, r"with R = 4 or 8, got \(5, 3\)"),
-        ((Q, K, T[:4], T[:4]), {}, ValueError, r"a row for each of the 5 positions \(offset \+ S\), got 4"),
-        ((Q, K, T, T), {"offset": 1}, ValueError, "each of the 6 positions"),
+        ((Q, K, T[:4], T[:4]), {}, ValueError,
+         r"a row for each of the 0 \+ 5 positions \(offset \+ S\), got 4"),
+        ((Q, K, T, T), {"offset": np.int64(2**63 - 2)}, ValueError, r"\+ 5 positions \(offset \+ S\), got"),
+        ((Q, K, T, T), {"offset": 1}, ValueError, r"each of the 1 \+ 5 positions"),
         ((Q, K, T.clone().requires_grad_(), T), {}, ValueError, "cos gets no gradient here: detach it"),
         (
             (Q,),

@@ -75,8 +75,22 @@ def test_a_row_has_no_more_tokens_than_max_length_whatever_its_width(device, sid
     out = token_preprocess(SEQUENCES[:1], **options, eos_id=99, device=device)
     assert [t for t in out.input_ids[0].tolist() if t != 1] == [5, 6, 7, 8, 99]
     out = token_preprocess(torch.arange(2, 9, device=device)[None], **options)
-    assert out.input_ids.tolist() == [[2, 3, 4, 5, 6, 1, 1, 1]]
+    assert out.input_ids.tolist() == [[1, 1, 1, 2, 3, 4, 5, 6] if left else [2, 3, 4, 5, 6, 1, 1, 1]]
     assert out.attention_mask.sum() == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 4}, {"max_length": 4, "pad_to_multiple_of": 3},
+                                     {"shift_right": True, "bos_id": 99}], ids=str)
+def test_a_tensor_padded_at_the_left_is_its_sequences(device, options):
+    sequences = [[5, 6, 7], [8], [], list(range(2, 9))]
+    ids = padded(sequences, 7, 0, True).to(device)
+    found = token_preprocess(ids, padding_side="left", **options)
+    expected = token_preprocess(sequences, padding_side="left", device=device, **options)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    wide = torch.nn.functional.pad(ids, (1000, 0))
+    assert torch.equal(token_preprocess(wide, padding_side="left").labels[:, 1000:],
+                       token_preprocess(ids).labels)
 
 
 def test_bos_and_eos_go_around_sequences_and_eos_stays(device):
@@ -200,6 +214,8 @@ run = token_preprocess
     (lambda: run(["a", [1]]), TypeError, "ids must all be bytes or str, got list as well"),
     (lambda: run([IDS[0], IDS]), TypeError, r"ids must all be 1-D tensors of one dtype, got shape \(2, 3\)"),
     (lambda: run(IDS[0], offsets=torch.tensor([0, 4])), ValueError,
+     r"offsets must not decrease and lie in \[0, 3\]"),
+    (lambda: run(IDS[0], offsets=torch.tensor([0, 2**63 - 1, -2, 3])), ValueError,
      r"offsets must not decrease and lie in \[0, 3\]"),
     (lambda: run(IDS[0], offsets=torch.tensor([0.0])), ValueError,
      "offsets must be a 1-D tensor of int64 on cpu, got torch.float32"),

@@ -150,7 +150,7 @@ def _boxes(sizes: Any, geometry: Geometry) -> Any:
         boxes = np.concatenate([corners, np.broadcast_to(geometry.size, sizes.shape)], 1)
     else:
         boxes = _of_each("boxes", geometry.boxes, len(sizes), np.int64, (4,))
-    bad = (boxes[:, :2] < 0).any(1) | (boxes[:, 2:] < 1).any(1) | (boxes[:, :2] + boxes[:, 2:] > sizes).any(1)
+    bad = (boxes[:, :2] < 0).any(1) | (boxes[:, 2:] < 1).any(1) | (boxes[:, :2] > sizes - boxes[:, 2:]).any(1)
     if bad.any():
         k = int(bad.argmax())
         what = "boxes" if not isinstance(geometry.boxes, str) else "size"

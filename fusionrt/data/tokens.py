@@ -49,7 +49,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     Of lists, offsets and bytes, `bos_id` goes before and `eos_id` after every sequence. Then it is cut at
     max_length, the eos_id staying, and padded at `padding_side` to the longest one or, with offsets, to
     max_length (which they need on a GPU, so that nothing waits for it), rounded up to `pad_to_multiple_of`.
-    The padding of a 2-D tensor stays where it is.
+    A 2-D tensor is padded at `padding_side` already: with "left" a row begins with its first token that is
+    not pad_id.
 
     labels: the ids, and ignore_index for padding. With `shift_right` the inputs are the ids one place later,
     after a first bos_id, as of T5 and BART (which is no token of the sequence then). With a
@@ -217,9 +218,9 @@ def _batch_of_tensor(ids: Tensor, offsets: Tensor | None) -> Batch:
                          f"of shape {tuple(offsets.shape)} on {offsets.device}")
     longest = None
     if offsets.device.type == "cpu":
-        lengths = offsets.diff()
-        if offsets[0] < 0 or offsets[-1] > len(ids) or (lengths < 0).any():
+        if offsets[0] < 0 or offsets[-1] > len(ids) or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(f"{OP}: offsets must not decrease and lie in [0, {len(ids)}]")
+        lengths = offsets.diff()
         longest = int(lengths.max()) if len(lengths) else 0
     return Batch(ids, offsets.contiguous(), len(offsets) - 1, longest)
 

@@ -65,7 +65,7 @@ _NUMBERS = ("size", "total", "width", "limit", "pad", "bos", "eos", "start", "sh
 
 
 def _flags(batch: Batch, settings: Settings, masking: Masking | None) -> tuple[bool, ...]:
-    return (batch.is_ragged, settings.left and batch.is_ragged, settings.bos is not None,
+    return (batch.is_ragged, settings.left, settings.bos is not None,
             settings.eos is not None, settings.start is not None, masking is not None,
             settings.vocab_size is not None)
 
@@ -117,6 +117,9 @@ def kernel(pointers, integers, scalars, start, stop):
         begin, end = row * size, row * size + size
         if RAGGED:
             begin, end = offsets[row], offsets[row + 1]
+        elif LEFT:
+            while begin < end and np.int64(ids[begin]) == pad:
+                begin += 1
         count = min(end - begin + around, limit)
         first = width - count if LEFT else 0
         position, previous = 0, first_input

@@ -268,7 +268,6 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
     """Of shape (B or 1, positions, rotary_dim / 2). `first`: of `length` positions, None with their ids."""
     if first is not None and first < 0:
         raise ValueError(f"{op}: offset must not be negative where cos and sin are tables, got {first}")
-    rows = 0 if first is None else first + length
     for name, t in {"cos": cos, "sin": sin}.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: cos and sin must both be tensors or arrays, or both None, got {name} "
@@ -287,9 +286,9 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
         raise ValueError(f"{op}: cos and sin must have the shape (positions, R) or ({batches[-1]}, "
                          f"positions, R){' with position_ids' if first is None else ''}, with R = "
                          f"{rotary_dim // 2} or {rotary_dim}, got {tuple(cos.shape)}")
-    if cos.shape[-2] < rows:
-        raise ValueError(f"{op}: cos and sin must have a row for each of the {rows} positions (offset + S), "
-                         f"got {cos.shape[-2]}")
+    if first is not None and cos.shape[-2] - length < first:  # NumPy's integers would overflow in a sum
+        raise ValueError(f"{op}: cos and sin must have a row for each of the {first} + {length} positions "
+                         f"(offset + S), got {cos.shape[-2]}")
     tables = [t if t.dim() == 3 else t.unsqueeze(0) for t in (cos.detach(), sin.detach())]
     if cos.shape[-1] == rotary_dim:
         tables = [t[..., ::2] if interleaved else t[..., :rotary_dim // 2] for t in tables]
