@@ -107,6 +107,29 @@ def test_called_with_a_residual_and_dropout(monkeypatch):
     torch.testing.assert_close(dropping(rows()), dropping.linear2.bias.expand(5, D))
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("names", [("dropout", "dropout1", "dropout2"), ("norm1", "norm2"),
+                                   ("norm2", "dropout2")], ids=str)
+def test_other_modules_in_the_place_of_dropouts_and_norms(names, norm_first):
+    theirs = nn.TransformerEncoderLayer(D, 2, H, 0.0, batch_first=True, norm_first=norm_first)
+    ours = fnn.TransformerBlock(D, 2, H, 0.0, batch_first=True, norm_first=norm_first)
+    ours.load_state_dict(theirs.state_dict())
+    for name in names:
+        other = nn.RMSNorm(D) if name.startswith("norm") else nn.Tanh()
+        for module in (theirs, ours):
+            module.add_module(name, other)
+    x = rows(2, 3, D)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_a_norm_with_an_activation_is_called():
+    module = fnn.EmbeddingPosition(20, D, 4, layer_norm=True)
+    module.LayerNorm = fnn.FusedLayerNormReLU(D)
+    x = tokens()[0]
+    torch.testing.assert_close(module(x), F.relu(F.layer_norm(
+        module.word_embeddings(x) + module.position_embeddings(torch.arange(x.shape[1])), (D,))))
+
+
 def test_ids_of_tables_that_are_called():
     made = fnn.EmbeddingPosition(50, 8, 16)
     hooked = copy.deepcopy(made)

@@ -196,6 +196,9 @@ def _rotary_options(rotary: bool | Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if rotary is True:
         rotary = {}
+    if not isinstance(rotary, Mapping):
+        raise TypeError("FusedMultiheadAttention: rotary must be a bool or a mapping of options, got "
+                        f"{rotary!r}")
     options = {"base": 10000.0, **rotary}
     if unknown := [name for name in options if name not in _ROTARY]:
         raise ValueError(f"FusedMultiheadAttention: rotary has no option {', '.join(unknown)}; there are "

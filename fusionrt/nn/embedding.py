@@ -76,7 +76,8 @@ class EmbeddingPosition(nn.Module):
         norm, positions, types = self.LayerNorm, self.position_embeddings, self.token_type_embeddings
         found: torch.Tensor
         tables = self.word_embeddings, positions, types
-        if not (all(map(_is_plain, tables)) and is_read(norm, FusedLayerNorm.forward)):
+        if not (all(map(_is_plain, tables)) and is_read(norm, FusedLayerNorm.forward)
+                and (norm is None or norm.activation is None)):
             return self._composed(tokens, token_type, position_ids)
         found = embedding_position(
             tokens, self.word_embeddings.weight, None if positions is None else positions.weight,

@@ -11,12 +11,13 @@ from torch import nn
 from fusionrt.nn.activation import Activated
 from fusionrt.nn.attention import FusedMultiheadAttention
 from fusionrt.nn.norm import FusedLayerNorm, FusedRMSNorm
-from fusionrt.nn.reading import feed_forward, gated_feed_forward
+from fusionrt.nn.reading import feed_forward, finished, gated_feed_forward, is_read
 from fusionrt.nn.sharing import expect, place
 from fusionrt.ops.dropout import dropout_add
 
 Tensor = torch.Tensor
 _NORMS: dict[str, Any] = {"layer_norm": FusedLayerNorm, "rms_norm": FusedRMSNorm}
+_NORMALISE, _DROP = (FusedLayerNorm.forward, FusedRMSNorm.forward), nn.Dropout.forward
 
 
 class TransformerBlock(Activated):
@@ -133,6 +134,9 @@ class TransformerBlock(Activated):
         if self.gated:
             return gated_feed_forward(x, self.linear1, None, self.linear2, str(self.activation),
                                       self.recompute)
+        if not is_read(self.dropout, _DROP):
+            found: Tensor = self.linear2(self.dropout(finished("ffn", self.linear1(x), self.activation)))
+            return found
         return feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout.p,
                             self.dropout.training, self.recompute)
 
@@ -146,7 +150,8 @@ class TransformerBlock(Activated):
         y = norms[0](x)  # type: ignore[misc]
         for sublayer, norm, drop in zip(sublayers[:-1], norms[1:], drops[:-1], strict=True):
             y, x = _normed_sum(norm, sublayer(y), x, drop, True)
-        found: Tensor = dropout_add(sublayers[-1](y), x, drops[-1].p, drops[-1].training)
+        branch, p, training = _before_dropout(drops[-1], sublayers[-1](y))
+        found: Tensor = dropout_add(branch, x, p, training)
         return found
 
     def extra_repr(self) -> str:
@@ -189,11 +194,20 @@ class TransformerDecoderBlock(TransformerBlock):
         return self._through(tgt, [attended, attended_memory, self._fed_forward])
 
 
+def _before_dropout(drop: Any, x: Tensor) -> tuple[Tensor, float, bool]:
+    """x, and the probability and mode of the dropout that it still has to go through. Another module in its
+    place is called."""
+    return (x, drop.p, drop.training) if is_read(drop, _DROP) else (drop(x), 0.0, False)
+
+
 def _normed_sum(norm: Any, branch: Tensor, x: Tensor, drop: Any, return_sum: bool) -> Any:
     """norm(dropout(branch) + x), and with return_sum that sum, of x's dtype.
 
     Under autocast the branch has a narrower one, in which the sum would lose what each block adds."""
-    p, training = drop.p, drop.training
+    branch, p, training = _before_dropout(drop, branch)
+    if getattr(norm.forward, "__func__", None) not in _NORMALISE:  # somebody has put another module there
+        x = dropout_add(branch, x, p, training)
+        return (norm(x), x) if return_sum else norm(x)
     if branch.dtype != x.dtype:
         if training and p:
             branch = branch.to(x.dtype)
