@@ -546,6 +546,7 @@ def test_what_is_refused_is_refused_after_a_call_that_is_equal():
             frt.sum(x, dim)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dim", [-1, 0, None])
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("function", [frt.exp, frt.sigmoid, frt.tanh, frt.gelu], ids=lambda f: f.__name__)
