@@ -1,7 +1,7 @@
 // The gradient of the weights of a depthwise convolution as depthwise_backward.cu describes it, of small images
 // (depthwise_images.cuh).
 //
-// A thread has the sums of all taps of its channels. A block brings what TOGETHER units depend on, its warps share these,
+// A thread has the sums of all taps of its channels. A block brings what some units depend on, its warps share these,
 // and each row of x is read once for all rows of a unit. Then the next units. At last the warps add up what they have,
 // and the block writes a row of partial sums, which `sum_partials` adds.
 //
@@ -11,11 +11,12 @@ static_assert(!TRANSPOSED, "rows of x are the source's");
 
 using Sums = acc_t[TAPS][VEC];
 
-__device__ __forceinline__ void take_row(int n, const acc_t (&x)[WIDTH][VEC], const acc_t (&grad)[ROWS][COLUMNS][VEC],
+template <int N>
+__device__ __forceinline__ void take_row(const acc_t (&x)[WIDTH][VEC], const acc_t (&grad)[ROWS][COLUMNS][VEC],
                                          Sums& sums) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const int i = tap_row(n, r);
+        const int i = tap_row(N, r);
         if (i < 0 || i >= KH) continue;
 #pragma unroll
         for (int q = 0; q < COLUMNS; ++q)
@@ -25,6 +26,18 @@ __device__ __forceinline__ void take_row(int n, const acc_t (&x)[WIDTH][VEC], co
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) sums[i * KW + j][v] += x[s][v] * grad[r][q][v];
     }
+}
+
+// No loop, as in depthwise_images.cu.
+template <int N = 0>
+__device__ __forceinline__ void take_rows(const scalar_t* from, int row, int rows, const acc_t (&grad)[ROWS][COLUMNS][VEC],
+                                          Sums& sums) {
+    if (in_image(row + N, rows)) {
+        acc_t x[WIDTH][VEC];
+        read_row(from + N * (WIDTH * CHANNELS), x);
+        take_row<N>(x, grad, sums);
+    }
+    if constexpr (N + 1 < DEPTH) take_rows<N + 1>(from, row, rows, grad, sums);
 }
 
 __device__ __forceinline__ void take_units(const Params& p, int begin, int end, const scalar_t* x, int first_line,
@@ -38,13 +51,7 @@ __device__ __forceinline__ void take_units(const Params& p, int begin, int end, 
         for (int r = 0; r < ROWS; ++r)
             if (unit.row + r < p.result_rows) read_row(from + r * (COLUMNS * CHANNELS), grad[r]);
         from = x + (unit.image * p.source_rows + unit.source - first_line) * (WIDTH * CHANNELS);
-#pragma unroll
-        for (int n = 0; n < DEPTH; ++n) {
-            if (!in_image(unit.source + n, p.source_rows)) continue;
-            acc_t row[WIDTH][VEC];
-            read_row(from + n * (WIDTH * CHANNELS), row);
-            take_row(n, row, grad, sums);
-        }
+        take_rows(from, unit.source, p.source_rows, grad, sums);
     }
 }
 

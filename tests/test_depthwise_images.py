@@ -119,7 +119,7 @@ def weighed(source, grad, kernel, geometry):
 def test_units_add_up(monkeypatch, few, size, kernel, stride, padding, dilation):
     if not few:  # as if there were many images
         monkeypatch.setattr(ours, "FEW_BLOCKS", 0)
-        monkeypatch.setattr(ours, "FEW_GROUPS", 0)
+        monkeypatch.setattr(ours, "FEW_BLOCKS_OF_SUMS", 0)
     ours.cut.cache_clear()
     ours.cut_of_sums.cache_clear()
     check_gradients(convolved, weighed, size, kernel, stride, padding, dilation)
@@ -150,11 +150,12 @@ LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + cha
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
-                                  for a in compiler.ARCHITECTURES if a != "sm_75"])
+@pytest.mark.parametrize("arch", [
+    pytest.param(a, marks=[] if a in ("sm_80", "sm_90", "sm_100") else pytest.mark.slow)
+    for a in compiler.ARCHITECTURES if a != "sm_75"])
 @pytest.mark.parametrize("dtype, size, k, stride", [
     ("float16", 7, 7, 1), ("float16", 14, 7, 1), ("bfloat16", 14, 5, 1), ("float32", 14, 3, 1),
-    ("float16", 28, 5, 2), ("float32", 14, 7, 2), ("float16", 7, 3, 2)], ids=str)
+    ("float16", 28, 7, 2), ("float32", 14, 7, 2), ("float16", 7, 3, 2)], ids=str)
 def test_kernels_compile_without_spills(dtype, size, k, stride, arch):
     line = line_of(size, -(-size // stride), k, stride, k // 2, 1, False)
     back = line_of(line.result, size, k, stride, k // 2, 1, True) if stride > 1 else line
@@ -206,6 +207,23 @@ def test_many_images_are_others_where_these_are_faster():
         "depthwise_images", "depthwise_images_backward")
     assert used(256, 3) == ("depthwise_tiles", "depthwise_images_backward")
     assert used(256, 7) == ("depthwise_images", "depthwise_mma_backward")
+
+
+def test_what_they_do_not_write_out_is_others():
+    """Long kernels, high images, more images than 32 bits count, and few channels of a thread too many."""
+    def served(kernel, size, batch=2, padding=(0, 0)):
+        geometry = Geometry((1, 1), padding, (1, 1))
+        rows, columns = (line_of(n, n + 2 * p - k + 1, k, 1, p, 1, False)
+                         for n, k, p in zip(size, kernel, padding, strict=True))
+        steps = [dense_steps(64, n) for n in (size, geometry.result(size, kernel))]
+        made = Images("float16", batch, 64, steps, 16)
+        return ours.serves(Form("float16", kernel, (1, 1), 1, 0), made, rows, columns)
+
+    assert served((7, 7), (14, 14))
+    assert not served((26, 1), (28, 14)) and not served((7, 1), (100_000, 1), padding=(3, 0))
+    assert not served((3, 3), (8, 8), batch=1 << 28)
+    line, form = line_of(14, 14, 3, 1, 1, 1, False), Form("float16", (3, 3), (1, 1), 1, 0)
+    assert [ours.cut(256, c, line, line, form).vec for c in (24, 32, 64, 72, 80, 576)] == [1, 1, 2, 1, 1, 2]
 
 
 OPTIONS = [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (7, 1, 3), (7, 2, 3), ((3, 5), (2, 1), (1, 2)),

@@ -27,10 +27,12 @@ from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
 UNIT = 16                    # bytes that are copied at a time
 MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
-MANY_TAPS, MOST_TAPS = 25, 49
+MOST_ROWS, MOST_SIDE = 64, 7  # of an image and of a kernel, whose rows and columns are written out
+MANY_TAPS = 25
 MOST_SHARED = 96 << 10       # bytes of a block, that any GPU since Ampere has
 MOST_NUMBERS = 176           # of a thread
-FEW_BLOCKS, FEW_GROUPS = 2 * MULTIPROCESSORS, 64  # so few leave a GPU idle
+FEW_BLOCKS, FEW_BLOCKS_OF_SUMS = 2 * MULTIPROCESSORS, 64  # fewer leave a GPU idle
+WASTE = 1.15                 # in channels that are none, of two channels a thread
 
 
 class Cut(NamedTuple):
@@ -70,7 +72,8 @@ def serves(form: Form, images: Images, rows: Line, columns: Line) -> bool:
     unit, taps = UNIT // ITEMSIZE[images.dtype], math.prod(form.kernel)
     most = MOST_STRIDED_COLUMNS if form.stride != (1, 1) and taps >= MANY_TAPS else MOST_COLUMNS
     if not (images.dtype != "float64" and images.unit(unit) == unit and rows.step == columns.step == 1
-            and taps <= MOST_TAPS and max(columns.source, columns.result) <= most
+            and max(form.kernel) <= MOST_SIDE and max(rows.source, rows.result) <= MOST_ROWS
+            and images.batch * MOST_ROWS < 1 << 31 and max(columns.source, columns.result) <= most
             and all(_is_dense(at, images.batch, size) for at, size in zip(images.steps, (
                 (rows.source, columns.source), (rows.result, columns.result)), strict=True))):
         return False
@@ -84,7 +87,7 @@ def most_elements(form: Form, rows: Line, sums: bool) -> float:
     of the weights."""
     taps, plain = math.prod(form.kernel), form.stride == (1, 1)
     if sums:
-        return 6 << 20 if plain and taps == MOST_TAPS and rows.result > 8 else math.inf
+        return 6 << 20 if plain and taps == MOST_SIDE ** 2 and rows.result > 8 else math.inf
     return 20 << 20 if taps < MANY_TAPS and (plain or form.transposed) else math.inf
 
 
@@ -103,9 +106,17 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut
     if math.prod(form.kernel) > MANY_TAPS:  # weights in registers, which few rows would not be worth
         shapes = [(1, 2), (1, least)] if form.stride == (1, 1) and columns.source > 8 else [
             (2, 2), (1, 2), (1, least)]
-    found = [Cut(vec, height, 4, 4, 4) for vec, height in shapes
-             if numbers(form, columns, height, vec) <= MOST_NUMBERS]
-    return found[0] if _groups(batch, channels, rows, found[0])[0] >= FEW_BLOCKS else found[-1]
+    if _filled(channels, 64) > WASTE * _filled(channels, 32):
+        shapes = [(1, height) for _, height in shapes]
+    found = [made for made in (Cut(vec, height, 4, 4, 4) for vec, height in shapes)
+             if numbers(form, columns, made.rows, made.vec) <= MOST_NUMBERS
+             and shared_bytes(form, rows, columns, made, False) <= MOST_SHARED]
+    small = Cut(1, least, 4, 4, 4)
+    return found[0] if found and _groups(batch, channels, rows, found[0])[0] >= FEW_BLOCKS else small
+
+
+def _filled(channels: int, slice_: int) -> int:
+    return -(-channels // slice_) * slice_
 
 
 @functools.lru_cache(1024)
@@ -121,7 +132,7 @@ def cut_of_sums(batch: int, channels: int, rows: Line, columns: Line, form: Form
     made = next((made for made in (Cut(1, height, n, n, n * stages) for n in (warps, 4))
                  if shared_bytes(form, rows, columns, made, True) <= MOST_SHARED), small)
     count, _ = _groups(batch, channels, rows, made)
-    if count < FEW_GROUPS:
+    if count < FEW_BLOCKS_OF_SUMS:
         return small
     return made._replace(chunk=made.chunk * -(-count // (4 * MULTIPROCESSORS)))
 
@@ -133,7 +144,7 @@ def _groups(batch: int, channels: int, rows: Line, made: Cut) -> Pair:
 
 
 def numbers(form: Form, columns: Line, height: int, vec: int) -> int:
-    """Of a thread: sums, weights, a row."""
+    """Of a thread: weights, sums of rows of results (or the reverse), a row."""
     return vec * (math.prod(form.kernel) + height * columns.result + columns.source)
 
 
@@ -169,8 +180,8 @@ def shared_bytes(form: Form, rows: Line, columns: Line, made: Cut, sums: bool) -
     return max(images, made.warps * math.prod(form.kernel) * (32 * made.vec + 1) * 4) if sums else images
 
 
-def blocks(form: Form, columns: Line, made: Cut) -> int:
-    """That share a multiprocessor, by their registers."""
+def resident(form: Form, columns: Line, made: Cut) -> int:
+    """Blocks that share a multiprocessor, by their registers."""
     registers = -(-(numbers(form, columns, made.rows, made.vec) + 32) // 8) * 8
     threads = made.warps * 32
     return max(1, min(1024 // threads, (1 << 16) // (threads * registers)))
@@ -178,10 +189,10 @@ def blocks(form: Form, columns: Line, made: Cut) -> int:
 
 # -- what a kernel is given ----------------------------------------------------------------------------
 
-def _constants(form: Form, sides: Sides, made: Cut, resident: int) -> list[str]:
+def _constants(form: Form, sides: Sides, made: Cut, blocks: int) -> list[str]:
     return [*constants(form._replace(vec=made.vec)),
             f"constexpr int WIDTH = {sides.width}, COLUMNS = {sides.columns}, TOP = {sides.top};",
-            f"constexpr int LEFT = {sides.left}, ROWS = {made.rows}, BLOCKS = {resident};"]
+            f"constexpr int LEFT = {sides.left}, ROWS = {made.rows}, BLOCKS = {blocks};"]
 
 
 _SIZES = "channels", "source_rows", "result_rows", "chunk", "all"
@@ -199,9 +210,9 @@ def _values(images: Images, rows: Line, made: Cut) -> tuple[int, ...]:
 # -- convolution, and the gradient of its source -------------------------------------------------------
 
 @functools.cache
-def convolving(form: Form, sides: Sides, made: Cut, resident: int, finish: Finish) -> Kernel:
+def convolving(form: Form, sides: Sides, made: Cut, blocks: int, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise_images", [*operands(finish), *_FIELDS],
-                  [*_constants(form, sides, made, resident), *epilogue(finish)], block=made.warps * 32,
+                  [*_constants(form, sides, made, blocks), *epilogue(finish)], block=made.warps * 32,
                   **arithmetic(form.dtype))
 
 
@@ -209,7 +220,7 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
                 ) -> Launch:
     made = made or cut(images.batch, images.channels, rows, columns, form)
     kernel = convolving(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
-                        blocks(form, columns, made), finish)
+                        resident(form, columns, made), finish)
     return Launch(kernel, _groups(images.batch, images.channels, rows, made)[0],
                   (*images.steps[0], *images.steps[1], *_values(images, rows, made)),
                   shared_bytes(form, rows, columns, made, False))
@@ -218,12 +229,12 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
 # -- the gradient of the weights -----------------------------------------------------------------------
 
 @functools.cache
-def weighing(form: Form, sides: Sides, made: Cut, resident: int) -> Kernel:
+def weighing(form: Form, sides: Sides, made: Cut, blocks: int) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False), *_FIELDS,
               *(Field(f"int {name}", "i") for name in ("x_column", "grad_column", "together", "most_lines"))]
     return Kernel("depthwise_conv2d_backward", "depthwise_images_backward", fields,
-                  _constants(form, sides, made, resident), block=made.warps * 32, **arithmetic(form.dtype))
+                  _constants(form, sides, made, blocks), block=made.warps * 32, **arithmetic(form.dtype))
 
 
 def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut | None = None
@@ -231,7 +242,7 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut
     """And how many rows of partial sums it writes."""
     made = made or cut_of_sums(images.batch, images.channels, rows, columns, form)
     kernel = weighing(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
-                      blocks(form, columns, made))
+                      resident(form, columns, made))
     count, groups = _groups(images.batch, images.channels, rows, made)
     values = (*_values(images, rows, made), images.steps[0][2], images.steps[1][2], made.together,
               lines(form, rows, made)[0])
