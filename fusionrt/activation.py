@@ -14,7 +14,7 @@ from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.op_names import OPS as NAMES
-from fusionrt.row_fusion import Epilogue, Run, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, once, per_call, row_operator
 
 _MODULES: dict[type[nn.Module], str | None] = {
     nn.Identity: None, nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
@@ -98,7 +98,7 @@ def _of_module(op: str, activation: nn.Module) -> Any:
 def activated(op: str, x: Expr, activation: Any) -> Expr:
     """The activation of a traced value."""
     function = resolve(op, activation)
-    y = x if function is None else function(x)
+    y = x if function is None else once(function, x)
     if not isinstance(y, Expr):
         raise TypeError(f"{op}: activation must give one traced value, got {type(y).__name__}")
     return y

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusionrt import dispatch, library
-from fusionrt.expr import Expr, argument, where
+from fusionrt.expr import Expr, argument, substitute, where
 from fusionrt.fusion import trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
@@ -75,11 +75,24 @@ def as_epilogue(op: str, epilogue: Any) -> Epilogue:
     raise TypeError(f"{op}: epilogue must be a function of one traced value, got {type(epilogue).__name__}")
 
 
+def once(function: Run, y: Expr) -> Any:
+    """function(y) of a function that is called once: what it captures is the same in all kernels that it is
+    part of, whenever these are made."""
+    value, result = _traced(function)
+    return substitute([result], {value: y})[0] if isinstance(result, Expr) else result
+
+
+@functools.lru_cache(1024)
+def _traced(function: Run) -> tuple[Expr, Any]:
+    value = argument("value")
+    return value, function(value)
+
+
 def finished(y: Expr, epilogue: Epilogue) -> Any:
     """The epilogue of y."""
     if epilogue is None:
         return y
-    result = epilogue(y)
+    result = once(epilogue, y)
     if isinstance(result, numbers.Real) or (isinstance(result, Expr) and result.uniform and not y.uniform):
         return where(y == y, result, result)  # of every element, whatever that is
     return result

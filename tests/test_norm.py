@@ -322,6 +322,24 @@ def test_epilogues(op, name, device):
           magnitudes=functools.partial(accumulated, formula), extra=2e-6, again=arguments)
 
 
+def test_numbers_that_an_epilogue_captures_are_those_of_its_first_call():
+    """In all kernels, whichever are made when: those of training and of evaluation compute the same."""
+    factor = 2.0
+
+    def scaled(y):
+        return y * factor
+
+    x = torch.ones(4, 5)
+    calls = [lambda x: frt.softmax(x, epilogue=scaled).sum(-1),
+             lambda x: frt.linear_activation(x, x, None, scaled),
+             lambda x: frt.layer_norm(x, (5,), None, x[0], epilogue=scaled)]
+    calls[0](x.clone().requires_grad_())
+    factor = 5.0
+    for call, expected in zip(calls, (2.0, 10.0, 2.0), strict=True):
+        for recorded in (False, True):
+            assert call(x.clone().requires_grad_(recorded)).unique().item() == pytest.approx(expected)
+
+
 def test_equal_epilogues_make_one_operator():
     x = torch.randn(4, 8)
     before = len(row_fusion._made)

@@ -149,7 +149,8 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
     shape; residual: x's. The variance is biased. Source: torch.nn.functional.layer_norm (Ba et al. 2016).
     With `return_sum` the result is (y, s), s in x's dtype and y of this s; with `return_stats` mean and rstd
     follow.
-    `epilogue`: a function of one traced value, as `fuse` takes them; define it once, outside of a loop.
+    `epilogue`: a function of one traced value, as `fuse` takes them; define it once, outside of a loop. It is
+    called once, and numbers that it captures are what they were then.
     Raises TypeError or ValueError, with the argument, for shapes that do not fit, a dropout_p outside [0, 1].
 
         layer_norm(x, (512,), weight, bias, epilogue=fusionrt.relu)

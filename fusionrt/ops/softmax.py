@@ -159,7 +159,7 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
     `scale`: a number (no recompilation) or a tensor; `mask`: floating-point, added; or boolean, True where
     a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
     column j of row i passes if j <= i + C - R. `epilogue`: a function of one traced value, as `fuse` takes
-    them; define it once, outside of a loop. Source: torch.softmax.
+    them; define it once, outside of a loop: it is called once. Source: torch.softmax.
     Raises TypeError for a mask of integers, ValueError for shapes that do not fit.
 
         softmax(scores, scale=0.125, causal=True)
