@@ -3,7 +3,7 @@
 On a CPU they are raised at once. A GPU is not waited for: a kernel counts what is wrong, the number is on
 its way to the host while the program goes on, and the next check that finds it there raises. What was
 computed in the meantime is in the hands of the kernel, which neither reads nor writes out of bounds.
-In a graph (torch.compile, torch.func, a CUDA graph's capture) nothing is checked.
+In a graph (torch.compile, a CUDA graph's capture), and under torch.func on a GPU, nothing is checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from fusionrt import forks
-from fusionrt.autograd import is_watched
+from fusionrt.autograd import is_watched, tracing_state
+from fusionrt.replay import dispatch_modes, transforms_active
 
 ON_THEIR_WAY = 1024     # counts, at most
 _UNKNOWN = -1
@@ -43,14 +44,27 @@ _host: _Host | None = None
 
 def check(count: torch.Tensor, message: Message) -> None:
     """Raise IndexError(message(n)) if the integer n in `count` is not 0: now, or in a later check."""
-    if is_watched():
+    watched = is_watched()
+    if watched and (torch.compiler.is_compiling() or tracing_state() is not None):
         return
-    if count.device.type == "cpu":
-        wrong = int(count)
-        if wrong:
+    if watched or count.device.type == "cpu":
+        if wrong := _watched(count) if watched else int(count):
             raise IndexError(message(wrong))
     elif count.is_cuda and not torch.cuda.is_current_stream_capturing():
         written(count.device, lambda memory: memory.copy_(count, non_blocking=True), (), message)
+
+
+def _watched(count: torch.Tensor) -> int:
+    """The number, the first one of a batch of torch.func's that is not 0; 0 where there are none yet, or on a
+    GPU."""
+    transforms = transforms_active()
+    while torch._C._functorch.is_functorch_wrapped_tensor(count):
+        count = torch._C._functorch.get_unwrapped(count)
+    if type(count) is not torch.Tensor or count.device.type != "cpu" or (transforms and dispatch_modes()):
+        return 0
+    # By no operation that modes would see; what torch.func has made has no memory that NumPy could read.
+    numbers = count.flatten().tolist() if transforms else count.numpy().flat
+    return int(next(filter(None, numbers), 0))
 
 
 def written(device: torch.device, launch: Callable[..., Result], args: Sequence[Any], message: Message

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fusionrt import forks
+from fusionrt.op_names import OPS
 
 Leaf = str
 Function = Callable[..., "Expr"]
@@ -127,6 +128,8 @@ class Expr:
         if not all(isinstance(a, (Expr, numbers.Real, type(None))) for a in args):
             raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
                              "of the fused function")
+        if name not in FUNCTIONS and name in OPS["activations"]:
+            raise TraceError(f"torch's {name} cannot be fused: write fusionrt.{name}")
         if name not in FUNCTIONS:
             raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
                              + ", ".join(sorted(FUNCTIONS)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checking import BF16, DTYPES, F16, F32, F64, assert_same_bits, check, evaluate, lost, wide
+from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt import reference
@@ -162,6 +163,25 @@ def test_weights_of_another_dtype(dtype, device):
     out = frt.cross_entropy(x, target, weight)
     assert out.dtype == dtype
     assert out == reference.cross_entropy(x.double(), target, weight.double()).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 3000])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_wider_weights_and_probabilities(reduction, rows, device):
+    """NumPy's are float64 unless told: the result is the logits' in any case."""
+    x, target = logits((rows, 7), F32, device), torch.randint(7, (rows,), device=device)
+    weight = torch.rand(7, dtype=F64, device=device) + 0.5
+    probabilities = torch.rand(rows, 7, dtype=F64, device=device).softmax(-1)
+    for args in ((target, weight), (probabilities,)):
+        for leaf in (x, x.clone().requires_grad_()):
+            out = frt.cross_entropy(leaf, *args, reduction=reduction)
+            assert out.dtype == F32
+            torch.testing.assert_close(out, F.cross_entropy(
+                x.double(), *args, reduction=reduction).float(), rtol=2e-6, atol=2e-6)
+        grad, = torch.autograd.grad(out.sum(), leaf)
+        expected = x.double().requires_grad_()
+        F.cross_entropy(expected, *args, reduction=reduction).sum().backward()
+        torch.testing.assert_close(grad, expected.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 # --- derivatives

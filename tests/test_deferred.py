@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusionrt as frt
 from fusionrt import deferred, reference
@@ -66,12 +67,25 @@ def test_targets_at_any_address(requires_grad):
 
 def test_counts_beside_operands_at_any_address():
     """A kernel's memory on the host is no operand from another device (here: meta, for a GPU)."""
-    operator = reduced(("input", "target", "ignore_index"), False, True, "float32")
+    operator = reduced(("input", "target", "ignore_index"), False, True, None)
     logits, target = torch.empty(4, 5, device="meta"), torch.empty(4, 1, dtype=torch.int64, device="meta")
     count = torch.empty((), dtype=torch.int64)
     assert operator.misaligned(logits, target, -100, count).shape == ()
     with pytest.raises(ValueError, match="all tensors must be on one device"):
         operator.over({}).misaligned(logits, target, -100, count)
+
+
+@pytest.mark.parametrize("way", [
+    lambda x, t: torch.func.grad(lambda a: frt.cross_entropy(a, t))(x),
+    lambda x, t: torch.vmap(frt.cross_entropy)(x.expand(2, 3, 5), torch.stack([t.clamp(max=4), t])),
+    lambda x, t: torch.vmap(torch.func.grad(frt.cross_entropy))(x.expand(2, 3, 5), torch.stack([t, t])),
+    lambda x, t: make_fx(lambda a: frt.cross_entropy(a, t))(x)],
+    ids=["grad", "vmap", "vmap of grad", "make_fx"])
+def test_classes_out_of_range_under_transforms_and_modes(way):
+    x, target = torch.randn(3, 5), torch.tensor([0, 9, 1])
+    with pytest.raises(IndexError, match=r"target must be in \[0, 5\) .* got 1 other value"):
+        way(x, target)
+    way(x, target.clamp(max=4))
 
 
 def test_places_made_in_inference_mode(monkeypatch):

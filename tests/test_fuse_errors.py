@@ -195,3 +195,8 @@ def test_what_is_no_python_function(wrong):
 def test_what_else_cannot_be_traced(function, text):
     with pytest.raises(frt.TraceError, match=text):
         frt.fuse(function)
+
+
+def test_activations_of_torchs_are_named():
+    with pytest.raises(frt.TraceError, match=r"torch's silu cannot be fused: write fusionrt\.silu"):
+        frt.fuse(lambda x: F.silu(x) * 2)(torch.ones(3))

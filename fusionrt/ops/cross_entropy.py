@@ -34,7 +34,7 @@ from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
-from fusionrt.replay import straight
+from fusionrt.replay import straight, transforms_active
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
 FEW_ROWS = 1 << 15      # whose losses one block of threads adds
@@ -53,13 +53,20 @@ class Call(NamedTuple):
     of_classes: bool
     has_shares: bool             # the mean divides by weights, which the kernel over the logits gives
     rounds: bool                 # the kernel over the logits has the result, of the logits' dtype
+    of_doubles: bool             # the target or the weights are of 64 bits
+
+    @property
+    def narrowed(self) -> str | None:
+        """The result's dtype, if losses are reduced in a wider one."""
+        narrow = self.dtype.itemsize < 4 or (self.of_doubles and self.dtype == torch.float32)
+        return str(self.dtype).removeprefix("torch.") if narrow else None
 
     def without_tensors(self) -> Call:
         """For what outlives the call."""
         rest = tuple(None if isinstance(a, torch.Tensor) else a for a in self.args)
         # Dynamo of torch 2.6 traces no `_replace`.
         return Call(self.op, self.params, rest, self.reduction, self.dtype, self.n_classes, self.of_classes,
-                    self.has_shares, self.rounds)
+                    self.has_shares, self.rounds, self.of_doubles)
 
 
 def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str,
@@ -93,7 +100,8 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     dtype, has_shares = result_dtype(logits.device, logits.dtype), weight is not None and reduction == "mean"
     return Call(op, ("input", "target", *named.keys()), (logits, target, *named.values()), reduction, dtype,
                 n_classes, of_classes, of_classes and has_shares,
-                rounds=reduction == "none" and dtype == logits.dtype)
+                rounds=reduction == "none" and dtype == logits.dtype,
+                of_doubles=torch.float64 in [t.dtype for t in (target, weight) if t is not None])
 
 
 def check_options(op: str, ignore_index: Any, reduction: Any, label_smoothing: Any, z_loss: Any, softcap: Any
@@ -230,8 +238,8 @@ def _in_one(call: Call, with_gradient: bool) -> Run:
     """As `_forward`, in one launch, whose last block reduces the losses. That takes a user half as long where
     the host is what takes time. (The device takes 7 to 15 % longer for 2048 rows, and two thirds for 16 Ki: a
     block ends when it has counted itself.)"""
-    mean, dtype = call.reduction == "mean", str(call.dtype).removeprefix("torch.")
-    kernel = planned_once(reduced(call.params, with_gradient, mean, dtype))
+    mean = call.reduction == "mean"
+    kernel = planned_once(reduced(call.params, with_gradient, mean, call.narrowed))
     message = functools.partial(_wrong_classes, call.op, call.n_classes, call.args[2], None)
 
     def run(*args: Any) -> tuple[Any, Any, Sequence[Any]]:
@@ -325,7 +333,7 @@ def reducing(call: Call, dim: int, planned: bool = False) -> Run:
     mean, of_classes, n_classes = call.reduction == "mean", call.of_classes, call.n_classes
     params = ["loss", "target", "ignore_index", "n_classes"] if of_classes else ["loss", "factor"]
     params += ["share"] if call.has_shares else []
-    flags = mean, str(call.dtype).removeprefix("torch."), dim
+    flags = mean, call.narrowed, dim
     kernel: Any = reduction_of(tuple(params), *flags)
     kernel = planned_once(kernel.operator) if planned else kernel
     telling = _telling((*params, "wrong"), *flags) if of_classes and planned else None
@@ -369,8 +377,9 @@ def _message(call: Call, args: Sequence[Any]) -> deferred.Message:
 def _wrong_classes(op: str, n_classes: int, ignore_index: int, target: torch.Tensor | None, count: int
                    ) -> str:
     such = ""
-    if target is not None:
-        such = f" such as {target[(target != ignore_index) & ((target < 0) | (target >= n_classes))][0]}"
+    if target is not None and not transforms_active():
+        found = target.numpy()  # by no operation that dispatch modes would see
+        such = f" such as {found[(found != ignore_index) & ((found < 0) | (found >= n_classes))][0]}"
     return (f"{op}: target must be in [0, {n_classes}) or ignore_index ({ignore_index}), got {count} other "
             f"value{'s' * (count > 1)}{such}")
 

@@ -16,7 +16,6 @@ from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator
 from fusionrt.rowwise import softmax_terms, taken, total
 
-_HALF = "float16", "bfloat16"
 N_CLASSES = node("row_size", "row_size")
 
 
@@ -126,10 +125,10 @@ def _settled(roots: Sequence[Expr]) -> list[Expr]:
 
 
 @functools.lru_cache(1024)
-def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str) -> Operator:
+def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str | None) -> Operator:
     """The kernel over the logits, which reduces the losses as well. Its results are what a gradient reads (if
     one follows), the sum or mean and, for a gradient again, what a mean was divided by. A last argument
-    `wrong` is memory for the number of wrong classes."""
+    `wrong` is memory for the number of wrong classes. `dtype`: what the second is rounded to, if it is."""
     losses, uniform = _losses(params, with_gradient, False)
     n, last = (len(losses_of(params, with_gradient, False).operator.outputs) + k for k in (0, 1 + mean))
     read = gradient_of(params, False, mean, False).saved if with_gradient else ()
@@ -150,13 +149,13 @@ def reduced(params: tuple[str, ...], with_gradient: bool, mean: bool, dtype: str
         parameters=[*of_losses.parameters.values(), wrong])
     made: Any = row_operator(expression, (*params, "wrong"), name="cross_entropy", uniform=uniform,
                              targets=[None] * n + [SCALAR] * (last + 1 - n), untold=tuple(untold),
-                             rounded=(last, *((n,) if dtype in _HALF else ())))
+                             rounded=(last, *((n,) if dtype else ())))
     operator: Operator = made.operator.over({last: len(params)})
     return operator
 
 
 @per_call
-def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int) -> Callable[..., Any]:
+def reduction_of(params: tuple[str, ...], mean: bool, dtype: str | None, row_dims: int) -> Callable[..., Any]:
     """The kernel over the losses of all rows: their sum or mean, how many classes are wrong, and what the
     gradient of a mean reads. A last argument `wrong` is memory for the second, see `over`."""
 
@@ -175,8 +174,8 @@ def reduction_of(params: tuple[str, ...], mean: bool, dtype: str, row_dims: int)
                         row_dims=row_dims, rounded=(0, 1))
 
 
-def _rounded(result: Expr, dtype: str) -> Expr:
-    return cast(result, dtype) if dtype in _HALF else result
+def _rounded(result: Expr, dtype: str | None) -> Expr:
+    return cast(result, dtype) if dtype else result
 
 
 def _count_wrong(target: Expr, ignore_index: float, n_classes: float) -> Expr:
