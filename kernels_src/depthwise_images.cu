@@ -8,34 +8,17 @@
 
 using Sums = acc_t[ROWS][COLUMNS][VEC];
 
-// The row that is the N-th of DEPTH.
-template <int N>
-__device__ __forceinline__ void take_row(const acc_t (&x)[WIDTH][VEC], const acc_t (&weights)[TAPS][VEC], Sums& sums) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = tap_row(N, r);
-        if (i < 0 || i >= KH) continue;
-#pragma unroll
-        for (int s = 0; s < WIDTH; ++s)
-#pragma unroll
-            for (int q = 0; q < COLUMNS; ++q)
-                if (const int j = tap_column(s, q); j >= 0 && j < KW)
-#pragma unroll
-                    for (int v = 0; v < VEC; ++v) sums[r][q][v] += x[s][v] * weights[i * KW + j][v];
-    }
-}
+struct Products {
+    const acc_t (&weights)[TAPS][VEC];
+    Sums& sums;
 
-// All of them; no loop, which compilers may leave one, with sums in memory.
-template <int N = 0>
-__device__ __forceinline__ void take_rows(const scalar_t* from, int row, int rows, const acc_t (&weights)[TAPS][VEC],
-                                          Sums& sums) {
-    if (in_image(row + N, rows)) {
-        acc_t x[WIDTH][VEC];
-        read_row(from + N * (WIDTH * CHANNELS), x);
-        take_row<N>(x, weights, sums);
+    template <int N> __device__ __forceinline__ void take(const acc_t (&x)[WIDTH][VEC]) const {
+        each_product<N>([&](int r, int tap, int s, int q) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sums[r][q][v] += x[s][v] * weights[tap][v];
+        });
     }
-    if constexpr (N + 1 < DEPTH) take_rows<N + 1>(from, row, rows, weights, sums);
-}
+};
 
 __device__ __forceinline__ void store_rows(const Params& p, const Channels& channels, long long at, int rows,
                                            const Sums& sums) {
@@ -95,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_images(con
         const Unit unit(p, k);
         const scalar_t* from = source + ((unit.image * p.source_rows + unit.source - lines.begin) * (WIDTH * CHANNELS) + own);
         Sums sums = {};
-        take_rows(from, unit.source, p.source_rows, weights, sums);
+        take_rows(from, unit.source, p.source_rows, Products{weights, sums});
         store_rows(p, channels, unit.image * p.out_batch + unit.row * p.out_row + first + own,
                    p.result_rows - unit.row, sums);
     }

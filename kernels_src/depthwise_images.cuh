@@ -39,6 +39,21 @@ struct Unit {
     }
 };
 
+// All products of the N-th row of the source that a unit depends on: use(row of the unit, tap, column of the source, of
+// the result).
+template <int N, typename Use> __device__ __forceinline__ void each_product(const Use& use) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const int i = tap_row(N, r);
+        if (i < 0 || i >= KH) continue;
+#pragma unroll
+        for (int s = 0; s < WIDTH; ++s)
+#pragma unroll
+            for (int q = 0; q < COLUMNS; ++q)
+                if (const int j = tap_column(s, q); j >= 0 && j < KW) use(r, i * KW + j, s, q);
+    }
+}
+
 // Rows, those of all images one after the other.
 struct Lines {
     int begin, end;
@@ -72,4 +87,16 @@ template <int COUNT> __device__ __forceinline__ void read_row(const scalar_t* ro
 #pragma unroll
         for (int v = 0; v < VEC; ++v) x[s][v] = at(pixel, v);
     }
+}
+
+// products.take<N>(x) for the rows x of the source from `row` on that a unit depends on, those that are in the image. No
+// loop, which compilers may leave one, with sums in memory.
+template <int N = 0, typename Products>
+__device__ __forceinline__ void take_rows(const scalar_t* from, int row, int rows, const Products& products) {
+    if (in_image(row + N, rows)) {
+        acc_t x[WIDTH][VEC];
+        read_row(from + N * (WIDTH * CHANNELS), x);
+        products.template take<N>(x);
+    }
+    if constexpr (N + 1 < DEPTH) take_rows<N + 1>(from, row, rows, products);
 }

@@ -11,34 +11,17 @@ static_assert(!TRANSPOSED, "rows of x are the source's");
 
 using Sums = acc_t[TAPS][VEC];
 
-template <int N>
-__device__ __forceinline__ void take_row(const acc_t (&x)[WIDTH][VEC], const acc_t (&grad)[ROWS][COLUMNS][VEC],
-                                         Sums& sums) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = tap_row(N, r);
-        if (i < 0 || i >= KH) continue;
-#pragma unroll
-        for (int q = 0; q < COLUMNS; ++q)
-#pragma unroll
-            for (int s = 0; s < WIDTH; ++s)
-                if (const int j = tap_column(s, q); j >= 0 && j < KW)
-#pragma unroll
-                    for (int v = 0; v < VEC; ++v) sums[i * KW + j][v] += x[s][v] * grad[r][q][v];
-    }
-}
+struct Products {
+    const acc_t (&grad)[ROWS][COLUMNS][VEC];
+    Sums& sums;
 
-// No loop, as in depthwise_images.cu.
-template <int N = 0>
-__device__ __forceinline__ void take_rows(const scalar_t* from, int row, int rows, const acc_t (&grad)[ROWS][COLUMNS][VEC],
-                                          Sums& sums) {
-    if (in_image(row + N, rows)) {
-        acc_t x[WIDTH][VEC];
-        read_row(from + N * (WIDTH * CHANNELS), x);
-        take_row<N>(x, grad, sums);
+    template <int N> __device__ __forceinline__ void take(const acc_t (&x)[WIDTH][VEC]) const {
+        each_product<N>([&](int r, int tap, int s, int q) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sums[tap][v] += x[s][v] * grad[r][q][v];
+        });
     }
-    if constexpr (N + 1 < DEPTH) take_rows<N + 1>(from, row, rows, grad, sums);
-}
+};
 
 __device__ __forceinline__ void take_units(const Params& p, int begin, int end, const scalar_t* x, int first_line,
                                            const scalar_t* grads, int first_grad, Sums& sums) {
@@ -51,7 +34,7 @@ __device__ __forceinline__ void take_units(const Params& p, int begin, int end, 
         for (int r = 0; r < ROWS; ++r)
             if (unit.row + r < p.result_rows) read_row(from + r * (COLUMNS * CHANNELS), grad[r]);
         from = x + (unit.image * p.source_rows + unit.source - first_line) * (WIDTH * CHANNELS);
-        take_rows(from, unit.source, p.source_rows, grad, sums);
+        take_rows(from, unit.source, p.source_rows, Products{grad, sums});
     }
 }
 
