@@ -149,27 +149,25 @@ LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + cha
               ("float16",) * 3, True)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("arch", [
-    pytest.param(a, marks=[] if a in ("sm_80", "sm_90", "sm_100") else pytest.mark.slow)
-    for a in compiler.ARCHITECTURES if a != "sm_75"])
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_90", "sm_100") else pytest.mark.slow)
+                                  for a in compiler.ARCHITECTURES if a != "sm_75"])
 @pytest.mark.parametrize("dtype, size, k, stride", [
     ("float16", 7, 7, 1), ("float16", 14, 7, 1), ("bfloat16", 14, 5, 1), ("float32", 14, 3, 1),
-    ("float16", 28, 7, 2), ("float32", 14, 7, 2), ("float16", 7, 3, 2)], ids=str)
+    ("float16", 28, 7, 2)], ids=str)
 def test_kernels_compile_without_spills(dtype, size, k, stride, arch):
     line = line_of(size, -(-size // stride), k, stride, k // 2, 1, False)
     back = line_of(line.result, size, k, stride, k // 2, 1, True) if stride > 1 else line
     form, steps = Form(dtype, (k, k), (stride, stride), 1, 0), dense_steps(576, (size, size))
-    for batch in (1, 32):
-        made = Images(dtype, batch, 576, (steps, dense_steps(576, (line.result,) * 2)), 16)
-        found = [ours.convolution(form, made, line, line, finish) for finish in (PLAIN, LONG)]
-        found += [ours.weight_sums(form, made, line, line)[0],
-                  ours.convolution(form._replace(transposed=stride > 1, flipped=stride == 1),
-                                   made._replace(steps=made.steps[::-1]), back, back, PLAIN)]
-        for kernel in (launch.kernel for launch in found):
-            metadata, code = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0]
-            assert (metadata["spills"], metadata["stack"], metadata["warnings"]) == (0, 0, 0), kernel.stem
-            assert arch != "sm_90" or not reads_too_early(code)
+    many = Images(dtype, 32, 576, (steps, dense_steps(576, (line.result,) * 2)), 16)
+    found = [launch for made in (many, many._replace(batch=1)) for launch in (
+        ours.convolution(form, made, line, line, PLAIN), ours.weight_sums(form, made, line, line)[0])]
+    found.append(ours.convolution(form, many, line, line, LONG))
+    found.append(ours.convolution(form._replace(transposed=stride > 1, flipped=stride == 1),
+                                  many._replace(steps=many.steps[::-1]), back, back, PLAIN))
+    for kernel in (launch.kernel for launch in found):
+        metadata, code = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0]
+        assert (metadata["spills"], metadata["stack"], metadata["warnings"]) == (0, 0, 0), kernel.stem
+        assert arch != "sm_90" or not reads_too_early(code)
 
 
 # --- which images are theirs, and on a GPU
