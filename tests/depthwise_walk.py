@@ -10,9 +10,10 @@ from checking import F16, F32, F64, assert_same_bits, check_in_norm
 from torch.nn import functional as F
 
 import fusionrt as frt
+from fusionrt.expr import normcdf
 from fusionrt.ops import depthwise_images
 from fusionrt.ops import depthwise_kernels as kernels
-from fusionrt.ops.depthwise_forms import Geometry
+from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 
 
 @contextlib.contextmanager
@@ -128,3 +129,6 @@ GEOMETRIES = [
     ((9, 11), 3, 1, 1, 1), ((5, 6), 3, 2, 1, 1), ((17, 8), (1, 5), 1, (0, 2), 1), ((6, 9), 5, 2, 2, 1),
     ((12, 10), 3, 1, 2, 2), ((7, 9), (2, 3), (1, 2), (1, 0), 1), ((3, 2), 5, 1, 2, 1), ((1, 4), 3, 2, 1, 1),
     ((30, 5), 2, 1, 0, 3)]
+# Three numbers a channel and a residual.
+LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + channel(2)),
+              ("float16",) * 3, True)

@@ -8,6 +8,7 @@ import torch
 from checking import BF16, F16, F32, assert_same_bits, check_in_norm
 from depthwise_walk import (
     GEOMETRIES,
+    LONG,
     check_epilogues,
     check_gradients,
     check_infinities_and_nan,
@@ -18,18 +19,13 @@ from depthwise_walk import (
 from machine_code import reads_too_early
 
 import fusionrt as frt
-from fusionrt.expr import normcdf
 from fusionrt.ops import depthwise_images as ours
 from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
-    RESIDUAL,
-    VALUE,
-    Finish,
     Form,
     Geometry,
     Images,
-    channel,
     dense_steps,
     line_of,
 )
@@ -144,10 +140,6 @@ def test_blocks_share_the_work(dtype):
 
 
 # --- the kernels
-
-LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + channel(2)),
-              ("float16",) * 3, True)
-
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_90", "sm_100") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES if a != "sm_75"])

@@ -8,6 +8,7 @@ import torch
 from checking import BF16, F16, F32, check_in_norm
 from depthwise_walk import (
     GEOMETRIES,
+    LONG,
     check_epilogues,
     check_gradients,
     check_infinities_and_nan,
@@ -23,7 +24,7 @@ from fusionrt.expr import normcdf
 from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops import depthwise_mma as mma
 from fusionrt.ops import depthwise_mma_weights as weights
-from fusionrt.ops.depthwise_forms import PLAIN, RESIDUAL, VALUE, Finish, Form, Geometry, channel, line_of
+from fusionrt.ops.depthwise_forms import PLAIN, VALUE, Finish, Form, Geometry, channel, line_of
 from fusionrt.runtime import compiler
 
 STRIPS = 8
@@ -130,8 +131,6 @@ def test_cuts_fit():
 
 # --- the kernels
 
-LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + channel(2)),
-              ("float16",) * 3, True)
 ALONE = Finish(normcdf(VALUE * channel(0) + channel(1)) * (VALUE + channel(2)), ("float16",) * 3, False)
 
 

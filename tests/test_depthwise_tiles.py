@@ -8,6 +8,7 @@ import torch
 from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
 from depthwise_walk import (
     GEOMETRIES,
+    LONG,
     check_epilogues,
     check_gradients,
     check_infinities_and_nan,
@@ -22,19 +23,14 @@ from depthwise_walk import (
 from torch.nn import functional as F
 
 import fusionrt as frt
-from fusionrt.expr import normcdf
 from fusionrt.ops import depthwise
 from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops import depthwise_tiles as tiles
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
-    RESIDUAL,
-    VALUE,
-    Finish,
     Form,
     Geometry,
     Images,
-    channel,
     dense_steps,
     line_of,
     window,
@@ -220,10 +216,6 @@ def test_slices_are_whole_lines_of_memory():
 
 
 # --- the kernels
-
-LONG = Finish(normcdf(VALUE * channel(0) + channel(1) + RESIDUAL) * (VALUE + channel(2)),
-              ("float16",) * 3, True)
-
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
