@@ -478,6 +478,8 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
     (lambda: random_parameters(PHOTO, brightness=-0.1), ValueError,
      r"random_parameters: brightness must be finite and not negative, got -0.1"),
     (lambda: random_parameters(PHOTO, hue=math.inf), ValueError, "hue must be finite and not negative"),
+    (lambda: random_parameters(PHOTO, contrast=torch.tensor([0.5, 1.0])), ValueError,
+     r"contrast must be \(low, high\) in \[0, inf\], got tensor"),
     (lambda: good(4, mean=math.nan), ValueError, "mean must be finite, got nan"),
     (lambda: good(4, brightness="a"), TypeError, "image_preprocess: brightness must be of numbers, got 'a'"),
     (lambda: good(4, flip=[[1], [2, 3]]), TypeError, r"flip must be of numbers, got \[\[1\]"),

@@ -99,7 +99,7 @@ def _range(name: str, value: Range) -> tuple[float, float] | None:
     if value is None:
         return None
     centre, low, high = (0.0, -0.5, 0.5) if name == "hue" else (1.0, 0.0, math.inf)
-    if not isinstance(value, Sequence) and hasattr(value, "__float__"):
+    if not isinstance(value, Sequence) and hasattr(value, "__float__") and not getattr(value, "ndim", 0):
         value = float(value)
         if not 0 <= value < math.inf:
             raise ValueError(f"random_parameters: {name} must be finite and not negative, got {value!r}")
