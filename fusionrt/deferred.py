@@ -3,7 +3,8 @@
 On a CPU they are raised at once. A GPU is not waited for: a kernel counts what is wrong, the number is on
 its way to the host while the program goes on, and the next check that finds it there raises. What was
 computed in the meantime is in the hands of the kernel, which neither reads nor writes out of bounds.
-In a graph (torch.compile, a CUDA graph's capture), and under torch.func on a GPU, nothing is checked.
+In a graph (torch.compile, a CUDA graph's capture) nothing is checked, nor is it on a GPU under torch.func's
+transforms and dispatch modes.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def check(count: torch.Tensor, message: Message) -> None:
     if watched and (torch.compiler.is_compiling() or tracing_state() is not None):
         return
     if watched or count.device.type == "cpu":
-        if wrong := _watched(count) if watched else int(count):
+        if wrong := _at_hand(count) if watched else int(count):
             raise IndexError(message(wrong))
     elif count.is_cuda and not torch.cuda.is_current_stream_capturing():
         written(count.device, lambda memory: memory.copy_(count, non_blocking=True), (), message)
 
 
-def _watched(count: torch.Tensor) -> int:
+def _at_hand(count: torch.Tensor) -> int:
     """The number, the first one of a batch of torch.func's that is not 0; 0 where there are none yet, or on a
     GPU."""
     transforms = transforms_active()

@@ -76,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) depthwise_images(con
 #pragma unroll 1
     for (int k = begin + threadIdx.x / 32; k < end; k += WARPS) {
         const Unit unit(p, k);
-        const scalar_t* from = source + ((unit.image * p.source_rows + unit.source - lines.begin) * (WIDTH * CHANNELS) + own);
+        const int line = unit.image * p.source_rows + unit.source - lines.begin;
+        const scalar_t* from = source + (line * (WIDTH * CHANNELS) + own);
         Sums sums = {};
         take_rows(from, unit.source, p.source_rows, Products{weights, sums});
         store_rows(p, channels, unit.image * p.out_batch + unit.row * p.out_row + first + own,

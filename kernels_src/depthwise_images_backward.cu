@@ -45,7 +45,8 @@ __device__ __forceinline__ void write_partials(const Sums& sums, acc_t* shared, 
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) shared[(threadIdx.x / 32 * TAPS + tap) * PITCH + threadIdx.x % 32 * VEC + v] = sums[tap][v];
+        for (int v = 0; v < VEC; ++v)
+            shared[(threadIdx.x / 32 * TAPS + tap) * PITCH + threadIdx.x % 32 * VEC + v] = sums[tap][v];
     __syncthreads();
     for (int k = threadIdx.x; k < count * TAPS; k += BLOCK) {
         const int c = k / TAPS, tap = k % TAPS;

@@ -2,8 +2,9 @@
 //
 // A row of `width` results holds a sequence of `count` tokens, at most `limit`, with BOS and EOS around them, at its
 // beginning or (LEFT) its end. Of a RAGGED batch the sequences lie one behind the other and all of their tokens are
-// real; of a padded one those are real that are not p.pad, and the sequence begins (LEFT) with the first of these. Element i of the result has a Philox counter of its own:
-// which tokens a masked language model has to guess does not depend on how the work is cut.
+// real; of a padded one those are real that are not p.pad, and the sequence begins (LEFT) with the first of these. Element
+// i of the result has a Philox counter of its own: which tokens a masked language model has to guess does not depend on
+// how the work is cut.
 //
 // Before this file: source_t (of ids; uint8_t: bytes, to which p.shift is added), index_t, RAGGED, LEFT, BOS, EOS,
 // SHIFTED (inputs are the labels one place later), MASKED (labels are of chosen tokens), CHECKED.

@@ -414,8 +414,9 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
 
     A class out of range: its row has the loss NaN and the gradient 0, and IndexError is raised: on a CPU at
     once; on a GPU, which is not waited for, by a later call of the op, when the number of such classes has
-    arrived (or by `fusionrt.deferred.examine(wait=True)`). In torch.compile and while a graph is captured,
-    NaN is all there is. Raises ValueError and TypeError for arguments that do not fit.
+    arrived (or by `fusionrt.deferred.examine(wait=True)`). In torch.compile, while a graph is captured, and
+    on a GPU under torch.func's transforms, NaN is all there is. Raises ValueError and TypeError for arguments
+    that do not fit.
     Source: torch.nn.functional.cross_entropy; z-loss: Chowdhery et al. 2022; softcap: Gemma 2.
 
         cross_entropy(torch.randn(8, 512), torch.randint(512, (8,)), label_smoothing=0.1)

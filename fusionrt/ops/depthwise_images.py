@@ -27,8 +27,8 @@ from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
 UNIT = 16                    # bytes that are copied at a time
 MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
-MOST_ROWS, MOST_SIDE = 64, 7  # of an image and of a kernel, whose rows and columns are written out
-MANY_TAPS = 25
+MOST_ROWS = 64               # of an image
+MANY_TAPS, MOST_SIDE = 25, 7  # of a kernel, all of whose taps are written out
 MOST_SHARED = 96 << 10       # bytes of a block, that any GPU since Ampere has
 MOST_NUMBERS = 176           # of a thread
 FEW_BLOCKS, FEW_BLOCKS_OF_SUMS = 2 * MULTIPROCESSORS, 64  # fewer leave a GPU idle
@@ -44,6 +44,20 @@ class Cut(NamedTuple):
     warps: int
     together: int
     chunk: int
+
+    def slices(self, channels: int) -> int:
+        return -(-channels // (32 * self.vec))
+
+    def units(self, rows: Line) -> int:
+        """Of an image."""
+        return -(-rows.result // self.rows)
+
+    def groups(self, batch: int, rows: Line) -> int:
+        """Blocks of a slice."""
+        return -(-batch * self.units(rows) // self.chunk)
+
+    def blocks(self, batch: int, channels: int, rows: Line) -> int:
+        return self.slices(channels) * self.groups(batch, rows)
 
 
 class Sides(NamedTuple):
@@ -102,21 +116,17 @@ def cut(batch: int, channels: int, rows: Line, columns: Line, form: Form) -> Cut
     """Of a convolution. The smaller blocks are, the more do copies and work of others overlap: of what was
     measured those of four warps, with a unit each, were the fastest in any case."""
     least = form.stride[0] if form.transposed else 1
+    small = Cut(1, least, 4, 4, 4)
     shapes = [(2, least), (1, least)]
     if math.prod(form.kernel) > MANY_TAPS:  # weights in registers, which few rows would not be worth
         shapes = [(1, 2), (1, least)] if form.stride == (1, 1) and columns.source > 8 else [
             (2, 2), (1, 2), (1, least)]
-    if _filled(channels, 64) > WASTE * _filled(channels, 32):
+    if 2 * Cut(2, *small[1:]).slices(channels) > WASTE * small.slices(channels):
         shapes = [(1, height) for _, height in shapes]
     found = [made for made in (Cut(vec, height, 4, 4, 4) for vec, height in shapes)
              if numbers(form, columns, made.rows, made.vec) <= MOST_NUMBERS
              and shared_bytes(form, rows, columns, made, False) <= MOST_SHARED]
-    small = Cut(1, least, 4, 4, 4)
-    return found[0] if found and _groups(batch, channels, rows, found[0])[0] >= FEW_BLOCKS else small
-
-
-def _filled(channels: int, slice_: int) -> int:
-    return -(-channels // slice_) * slice_
+    return found[0] if found and found[0].blocks(batch, channels, rows) >= FEW_BLOCKS else small
 
 
 @functools.lru_cache(1024)
@@ -131,16 +141,10 @@ def cut_of_sums(batch: int, channels: int, rows: Line, columns: Line, form: Form
     small = Cut(1, 1, 4, 4, 4)
     made = next((made for made in (Cut(1, height, n, n, n * stages) for n in (warps, 4))
                  if shared_bytes(form, rows, columns, made, True) <= MOST_SHARED), small)
-    count, _ = _groups(batch, channels, rows, made)
+    count = made.blocks(batch, channels, rows)
     if count < FEW_BLOCKS_OF_SUMS:
         return small
     return made._replace(chunk=made.chunk * -(-count // (4 * MULTIPROCESSORS)))
-
-
-def _groups(batch: int, channels: int, rows: Line, made: Cut) -> Pair:
-    """Blocks, and those of a slice."""
-    groups = -(-batch * -(-rows.result // made.rows) // made.chunk)
-    return -(-channels // (32 * made.vec)) * groups, groups
 
 
 def numbers(form: Form, columns: Line, height: int, vec: int) -> int:
@@ -150,7 +154,7 @@ def numbers(form: Form, columns: Line, height: int, vec: int) -> int:
 
 def lines(form: Form, rows: Line, made: Cut) -> Pair:
     """Rows of the source that a block has at most at a time, and of the result."""
-    units, (kh, _), (stride, _) = -(-rows.result // made.rows), form.kernel, form.stride
+    units, (kh, _), (stride, _) = made.units(rows), form.kernel, form.stride
     top = _padding(rows, form, 0)
     above = (kh - 1 - top) // stride if form.transposed else top
     depth = ((made.rows - 1 + top) // stride + above + 1 if form.transposed else
@@ -202,9 +206,9 @@ _FIELDS = (*(Field(f"int {name}", "i") for name in _SIZES),
 
 def _values(images: Images, rows: Line, made: Cut) -> tuple[int, ...]:
     """Values of _FIELDS."""
-    units = -(-rows.result // made.rows)
+    units = made.units(rows)
     return (images.channels, rows.source, rows.result, made.chunk, images.batch * units,
-            *magic(-(-images.channels // (32 * made.vec))), *magic(units))
+            *magic(made.slices(images.channels)), *magic(units))
 
 
 # -- convolution, and the gradient of its source -------------------------------------------------------
@@ -221,7 +225,7 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
     made = made or cut(images.batch, images.channels, rows, columns, form)
     kernel = convolving(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                         resident(form, columns, made), finish)
-    return Launch(kernel, _groups(images.batch, images.channels, rows, made)[0],
+    return Launch(kernel, made.blocks(images.batch, images.channels, rows),
                   (*images.steps[0], *images.steps[1], *_values(images, rows, made)),
                   shared_bytes(form, rows, columns, made, False))
 
@@ -243,7 +247,8 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut
     made = made or cut_of_sums(images.batch, images.channels, rows, columns, form)
     kernel = weighing(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                       resident(form, columns, made))
-    count, groups = _groups(images.batch, images.channels, rows, made)
     values = (*_values(images, rows, made), images.steps[0][2], images.steps[1][2], made.together,
               lines(form, rows, made)[0])
-    return Launch(kernel, count, values, shared_bytes(form, rows, columns, made, True)), groups
+    launch = Launch(kernel, made.blocks(images.batch, images.channels, rows), values,
+                    shared_bytes(form, rows, columns, made, True))
+    return launch, made.groups(images.batch, rows)
