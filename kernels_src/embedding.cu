@@ -13,8 +13,10 @@
 //   EACH                  rows of a team without a norm
 //   POSITIONS, TYPES      NONE; COUNTED: row n modulo a period (of types the first row); GIVEN
 //   ONE_POSITION          all rows of a team have the same position
+//   COMMON                of a norm, where they have: in how many ways that is added to a type; 0 otherwise
 //   SCALED                rows of tokens are multiplied
 //   NORM, NORM_WEIGHT, NORM_BIAS, DROPOUT, MIN_BLOCKS
+//   ROUNDED               moments are of what scalar_t has of the sums: as the gradient, elsewhere, reads them
 //   GRADIENT              of a norm, instead
 
 constexpr int NONE = 0, COUNTED = 1, GIVEN = 2;
@@ -34,8 +36,8 @@ __device__ __forceinline__ bool inside(const Params& p, int pack) {
     return FULL || column_of(pack) < p.columns;
 }
 
-// Where the rows of tables begin that make one row. `token` is negative where any id is out of range, `position`
-// where its own is.
+// Where the rows of tables begin that make one row; of a type in COMMON its number. `token` is negative where any id
+// is out of range, `position` where its own is.
 struct Places { int64_t token, position, type; };
 
 __device__ __forceinline__ bool in_range(const Params& p, unsigned argument, int64_t index, int64_t rows, bool tells) {
@@ -55,7 +57,7 @@ __device__ __forceinline__ Places places_of(const Params& p, unsigned n, bool te
     if constexpr (POSITIONS == GIVEN) valid_position = in_range(p, 2, position, p.position_rows, tells);
     if constexpr (TYPES == GIVEN) valid &= in_range(p, 3, type, p.type_rows, tells);
     return {valid && valid_position ? token * p.token_stride : -1, valid_position ? position * p.position_stride : -1,
-            type * p.type_stride};
+            COMMON > 0 ? (valid ? type : 0) : type * p.type_stride};
 }
 
 // Of the team whose first row is `first`, the k-th.
@@ -86,13 +88,63 @@ __device__ __forceinline__ void load_row(const Params& p, const scalar_t* from, 
 constexpr bool TOGETHER = GRADIENT || THREADS <= 256;  // with more there are too few registers
 struct Terms { Row token, position, type; };
 
-// What all rows of the team have in common.
-__device__ __forceinline__ void load_common(const Params& p, const Places& places, Terms& terms) {
+// A thread's own columns of a row in shared memory, UNIT at a time beside those of its neighbours.
+constexpr int UNIT = VEC < 16 / static_cast<int>(sizeof(acc_t)) ? VEC : 16 / static_cast<int>(sizeof(acc_t));
+template <bool USED> using Shared = acc_t[USED ? PACKS * VEC / UNIT : 1][USED ? THREADS : 1][UNIT];
+
+template <typename Shared> __device__ __forceinline__ void put(Shared& shared, int k, const acc_t (&values)[VEC]) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) shared[(k * VEC + v) / UNIT][threadIdx.x % THREADS][v % UNIT] = values[v];
+}
+template <typename Shared> __device__ __forceinline__ void take(const Shared& shared, int k, acc_t (&values)[VEC]) {
+#pragma unroll
+    for (int v = 0; v < VEC; v += UNIT) {
+        const auto unit = shared_pack<UNIT>(shared[(k * VEC + v) / UNIT][threadIdx.x % THREADS]);
+#pragma unroll
+        for (int u = 0; u < UNIT; ++u) values[v + u] = unit.data[u];
+    }
+}
+
+// What all rows of the team have in common: added up, by types, or for the first of them to keep.
+using Common = Shared<(COMMON > 0)>[COMMON > 0 ? COMMON : 1];
+
+__device__ __forceinline__ void add_common(const Params& p, const Places& places, Common& common) {
+    if (places.position < 0) return;
+    Row position, type;
+    if constexpr (HAS_POSITIONS) load_row(p, p.position_table + places.position, position);
+#pragma unroll
+    for (int t = 0; t < COMMON; ++t) {
+        if constexpr (HAS_TYPES) load_row(p, p.type_table + t * p.type_stride, type);
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) {
+            acc_t values[VEC];
+#pragma unroll
+            for (int v = 0; v < VEC; ++v)
+                values[v] = (HAS_POSITIONS ? at(position[k], v) : acc_t(0)) + (HAS_TYPES ? at(type[k], v) : acc_t(0));
+            put(common[t], k, values);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_common(const Params& p, const Places& places, Terms& terms, Common& common) {
+    if constexpr (COMMON > 0) return add_common(p, places, common);
     if constexpr (TOGETHER && HAS_POSITIONS && ONE_POSITION)
         if (places.position >= 0) load_row(p, p.position_table + places.position, terms.position);
     if constexpr (TOGETHER && ONE_TYPE) load_row(p, p.type_table, terms.type);
 }
 
+__device__ __forceinline__ void round_row(Values& values) {
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k) {
+        Pack<scalar_t, VEC> pack;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) pack.data[v] = from_acc<scalar_t>(values[k][v]);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) values[k][v] = at(pack, v);
+    }
+}
+
+// TOGETHER: in time, all of them.
 __device__ __forceinline__ void load_terms(const Params& p, const Places& places, Terms& terms) {
     if (places.token < 0) {
 #pragma unroll
@@ -102,7 +154,7 @@ __device__ __forceinline__ void load_terms(const Params& p, const Places& places
         return;
     }
     load_row(p, p.token_table + places.token, terms.token);
-    if constexpr (!TOGETHER) return;
+    if (!TOGETHER || COMMON > 0) return;
     if constexpr (HAS_POSITIONS && !ONE_POSITION) load_row(p, p.position_table + places.position, terms.position);
     if constexpr (HAS_TYPES && !ONE_TYPE) load_row(p, p.type_table + places.type, terms.type);
 }
@@ -114,34 +166,38 @@ __device__ __forceinline__ void add(const Row& row, Values& values) {
         for (int v = 0; v < VEC; ++v) values[k][v] += at(row[k], v);
 }
 
-__device__ __forceinline__ void add(const Params& p, const scalar_t* from, Row& row, Values& values) {
+__device__ __forceinline__ void add(const Params& p, const scalar_t* from, Values& values) {
+    Row row;
     load_row(p, from, row);
     add(row, values);
 }
 
-__device__ __forceinline__ void add_up(const Params& p, const Places& places, Terms& terms, Values& values) {
+// What the others make, then the token's row: in the forward and in the backward pass, and with no other rounding than
+// is written here, as moments must fit.
+__device__ __forceinline__ void add_up(const Params& p, const Places& places, Terms& terms, const Common& common,
+                                       Values& values) {
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k)
+        if constexpr (COMMON > 0) take(common[places.type], k, values[k]);
+        else
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) values[k][v] = 0;
+    if constexpr (!TOGETHER) {
+        if (HAS_POSITIONS && places.token >= 0) add(p, p.position_table + places.position, values);
+        if (HAS_TYPES && places.token >= 0) add(p, p.type_table + places.type, values);
+        load_terms(p, places, terms);
+    } else if constexpr (COMMON == 0) {
+        if constexpr (HAS_POSITIONS) add(terms.position, values);
+        if constexpr (HAS_TYPES) add(terms.type, values);
+    }
 #pragma unroll
     for (int k = 0; k < PACKS; ++k)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            values[k][v] = SCALED ? at(terms.token[k], v) * static_cast<acc_t>(p.scale) : at(terms.token[k], v);
-    if (!TOGETHER && places.token < 0) return;
-    if constexpr (HAS_POSITIONS && TOGETHER) add(terms.position, values);
-    if constexpr (HAS_POSITIONS && !TOGETHER) add(p, p.position_table + places.position, terms.position, values);
-    if constexpr (HAS_TYPES && TOGETHER) add(terms.type, values);
-    if constexpr (HAS_TYPES && !TOGETHER) add(p, p.type_table + places.type, terms.type, values);
-}
-
-// As the backward pass will have it, which adds it up again: moments must fit.
-__device__ __forceinline__ void round_row(Values& values) {
-#pragma unroll
-    for (int k = 0; k < PACKS; ++k) {
-        Pack<scalar_t, VEC> pack;
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) pack.data[v] = from_acc<scalar_t>(values[k][v]);
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) values[k][v] = at(pack, v);
-    }
+        for (int v = 0; v < VEC; ++v) {
+            const acc_t token = at(terms.token[k], v);
+            values[k][v] += SCALED ? mul_rn(token, static_cast<acc_t>(p.scale)) : token;
+        }
+    if constexpr (ROUNDED) round_row(values);
 }
 
 // Of what the threads of a row have; in the same order every time.
@@ -164,11 +220,14 @@ __device__ __forceinline__ acc_t row_sum(acc_t x, acc_t (&shared)[ROWS][WARPS]) 
 constexpr int APART = HALF_BLOCK / (LANES * VEC);  // packs
 constexpr bool PAIRED = TOGETHER && VEC >= 4 && LANES == 32 && APART > 0 && APART < PACKS;
 
+constexpr bool EVEN = FULL && PACKS * LANES * VEC % HALF_BLOCK == 0;  // all lanes begin in the same half
+constexpr bool FIRST = EVEN && PACKS * LANES * VEC % (2 * HALF_BLOCK) == 0;
+
 // Packs k, k + APART, ...; of each block one counter. Packs of odd number are the second halves, or the even ones,
 // if the first of them is.
 template <int W>
-__device__ __forceinline__ void draw_every(RandomState state, unsigned long long first, int k, Lanes<W> (&lanes)[PACKS]) {
-    const bool second = first & HALF_BLOCK;
+__device__ __forceinline__ void draw_every(RandomState state, unsigned long long first, bool second, int k,
+                                           Lanes<W> (&lanes)[PACKS]) {
     const unsigned long long begin = second ? first - HALF_BLOCK : first;
     constexpr int MOST = (PACKS + APART - 1) / APART;
 #pragma unroll
@@ -189,8 +248,15 @@ __device__ __forceinline__ void draw_every(RandomState state, unsigned long long
 template <int W>
 __device__ __forceinline__ void draw_row(RandomState state, unsigned long long first, Lanes<W> (&lanes)[PACKS]) {
     if constexpr (PAIRED) {
+        const auto from = [&](bool second) {
 #pragma unroll
-        for (int k = 0; k < APART; ++k) draw_every(state, first + k * LANES * VEC, k, lanes);
+            for (int k = 0; k < APART; ++k) {
+                const unsigned long long begin = first + k * LANES * VEC;
+                draw_every(state, begin, EVEN ? second : static_cast<bool>(begin & HALF_BLOCK), k, lanes);
+            }
+        };
+        if (!EVEN || FIRST || !(first & HALF_BLOCK)) from(false);
+        else from(true);
     } else {
 #pragma unroll
         for (int k = 0; k < PACKS; ++k) lanes[k] = draw<W>(state, first + k * LANES * VEC);
@@ -238,12 +304,10 @@ __device__ __forceinline__ Moments moments(const Params& p, Values& values) {
     return {mean, rsqrt(row_sum(squares, shared[1]) / p.columns + static_cast<acc_t>(p.eps))};
 }
 
-// The norm's weight and bias, multiplied with what dropout multiplies, wait in shared memory where they fit: a thread's
-// own columns, UNIT at a time beside those of its neighbours.
-constexpr int UNIT = VEC < 16 / static_cast<int>(sizeof(acc_t)) ? VEC : 16 / static_cast<int>(sizeof(acc_t));
+// The norm's weight and bias, multiplied with what dropout multiplies, wait in shared memory where they fit.
 constexpr bool AFFINE = NORM_WEIGHT || NORM_BIAS;
 constexpr bool STAGED = AFFINE && 2 * THREADS * PACKS * VEC * sizeof(acc_t) <= 32768;
-using Staged = acc_t[2][STAGED ? PACKS * VEC / UNIT : 1][STAGED ? THREADS : 1][UNIT];
+using Staged = Shared<STAGED>[2];
 
 struct Affine { acc_t weight[VEC], bias[VEC]; };
 
@@ -268,29 +332,16 @@ __device__ __forceinline__ void stage_affine(const Params& p, Staged& staged) {
         for (int k = 0; k < PACKS; ++k) {
             if (!inside(p, k)) continue;
             const Affine affine = load_affine(p, k);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                staged[0][(k * VEC + v) / UNIT][threadIdx.x][v % UNIT] = affine.weight[v];
-                staged[1][(k * VEC + v) / UNIT][threadIdx.x][v % UNIT] = affine.bias[v];
-            }
+            put(staged[0], k, affine.weight), put(staged[1], k, affine.bias);
         }
     __syncthreads();
 }
 
 __device__ __forceinline__ Affine affine_of(const Params& p, const Staged& staged, int k) {
-    if constexpr (STAGED) {
-        Affine affine;
-#pragma unroll
-        for (int v = 0; v < VEC; v += UNIT) {
-            const auto weight = shared_pack<UNIT>(staged[0][(k * VEC + v) / UNIT][threadIdx.x % THREADS]);
-            const auto bias = shared_pack<UNIT>(staged[1][(k * VEC + v) / UNIT][threadIdx.x % THREADS]);
-#pragma unroll
-            for (int u = 0; u < UNIT; ++u) affine.weight[v + u] = weight.data[u], affine.bias[v + u] = bias.data[u];
-        }
-        return affine;
-    } else {
-        return load_affine(p, k);
-    }
+    if (!STAGED) return load_affine(p, k);
+    Affine affine;
+    take(staged[0], k, affine.weight), take(staged[1], k, affine.bias);
+    return affine;
 }
 
 __device__ __forceinline__ void normalise(const Params& p, const Staged& staged, Values& values, acc_t rstd) {
@@ -329,7 +380,8 @@ __device__ __forceinline__ void drop_and_store(const Params& p, RandomState stat
 __device__ __forceinline__ void all_at_once(const Params& p, unsigned first, const Places& of_lane, RandomState state,
                                             const Dropped& dropped) {
     Terms terms[EACH];
-    load_common(p, places_at(of_lane, 0), terms[0]);
+    Common no_common = {};
+    load_common(p, places_at(of_lane, 0), terms[0], no_common);
 #pragma unroll
     for (int k = 0; k < EACH; ++k) load_terms(p, places_at(of_lane, k), terms[k]);
 #pragma unroll
@@ -342,7 +394,7 @@ __device__ __forceinline__ void all_at_once(const Params& p, unsigned first, con
             if constexpr (ONE_TYPE) mine.type[j] = terms[0].type[j];
         }
         Values values;
-        add_up(p, {}, mine, values);
+        add_up(p, {}, mine, no_common, values);
         drop_and_store(p, state, dropped, first + k * p.apart, values);
     }
 }
@@ -350,21 +402,22 @@ __device__ __forceinline__ void all_at_once(const Params& p, unsigned first, con
 __device__ __forceinline__ void one_by_one(const Params& p, unsigned first, const Places& of_lane, RandomState state,
                                            const Dropped& dropped) {
     __shared__ __align__(16) Staged staged;
+    __shared__ __align__(16) Common all_common[ROWS];
+    Common& common = all_common[threadIdx.x / THREADS];
     Terms terms;
-    load_common(p, places_at(of_lane, 0), terms);
-    if constexpr (TOGETHER) load_terms(p, places_at(of_lane, 0), terms);
+    Places places = places_at(of_lane, 0);
+    if constexpr (TOGETHER) load_terms(p, places, terms);
+    load_common(p, places, terms, common);
     stage_affine(p, staged);
 #pragma unroll 1
     for (unsigned k = 0; k < p.each; ++k) {
-        Places places = {};
-        if constexpr (!TOGETHER) {
-            places = places_of_row(p, first, k, threadIdx.x % THREADS == 0);
+        if constexpr (!TOGETHER) places = places_of_row(p, first, k, threadIdx.x % THREADS == 0);
+        Values values;
+        add_up(p, places, terms, common, values);
+        if constexpr (TOGETHER) {
+            places = places_at(of_lane, min(k + 1, p.each - 1));
             load_terms(p, places, terms);
         }
-        Values values;
-        add_up(p, places, terms, values);
-        round_row(values);
-        if constexpr (TOGETHER) load_terms(p, places_at(of_lane, min(k + 1, p.each - 1)), terms);
         const Moments m = moments(p, values);
         if (!has_row(p, first, k)) continue;
         const unsigned n = first + k * p.apart;
@@ -470,6 +523,8 @@ __device__ __forceinline__ void load_gradient(const Params& p, unsigned first, i
 __device__ __forceinline__ void backward(const Params& p, unsigned first, const Places& of_lane, RandomState state,
                                          const Dropped& dropped) {
     __shared__ __align__(16) Staged staged;
+    __shared__ __align__(16) Common all_common[ROWS];
+    Common& common = all_common[threadIdx.x / THREADS];
     Terms terms;
     Row grads;
     Sums sums = {};
@@ -478,24 +533,25 @@ __device__ __forceinline__ void backward(const Params& p, unsigned first, const 
         const unsigned n = first + lane_of_team() * p.apart;
         means = p.mean[n], rstds = p.rstd[n];
     }
-    load_common(p, places_at(of_lane, 0), terms);
-    load_terms(p, places_at(of_lane, 0), terms);
+    Places places = places_at(of_lane, 0);
+    load_terms(p, places, terms);
     load_gradient(p, first, 0, grads);
+    load_common(p, places, terms, common);
     stage_affine(p, staged);
 #pragma unroll 1
     for (unsigned k = 0; k < p.each; ++k) {
         Values x, g;
-        if constexpr (HAS_POSITIONS)
+        if constexpr (HAS_POSITIONS && COMMON == 0)
 #pragma unroll
             for (int j = 0; j < PACKS; ++j) hide_pack(terms.position[j]);  // else it waits in full width
-        add_up(p, {}, terms, x);
-        round_row(x);
+        add_up(p, places, terms, common, x);
 #pragma unroll
         for (int j = 0; j < PACKS; ++j)
 #pragma unroll
             for (int v = 0; v < VEC; ++v) g[j][v] = at(grads[j], v);
         const unsigned next = min(k + 1, p.each - 1), n = first + k * p.apart;
-        load_terms(p, places_at(of_lane, next), terms);
+        places = places_at(of_lane, next);
+        load_terms(p, places, terms);
         load_gradient(p, first, next, grads);
         if constexpr (DROPOUT) mask(p, state, dropped, n, g);
         differentiate(p, staged, n, has_row(p, first, k), __shfl_sync(0xffffffffu, means, k, LANES),

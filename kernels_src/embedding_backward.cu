@@ -1,8 +1,8 @@
 // The gradients of tables: rows of an incoming gradient, summed by their index. In a fixed order, without atomics on
 // floating-point numbers.
 //
-// STAGE 0, one launch, whose blocks go through the columns part by part, so that what one job reads of the incoming
-// gradient another finds in the L2:
+// STAGE 0, one launch, whose blocks go through the columns part by part, so that of what groups read of the incoming
+// gradient chunks find some in the L2, which is told to keep that and nothing else (5 to 7 % less time):
 //   groups   Rows p.period apart have the same position: their sum is the position's row. Of each of TYPES token
 //            types the sum of a group's rows is a partial one.
 //   chunks   Token indices come sorted (sort_indices.cu), with where they stood, and are cut into chunks of
@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_group(const Params& p, unsigned long long gr
             const unsigned long long mine = n + a * apart;
             if (mine >= end) continue;
             if constexpr (TYPES > 0) types[a] = p.types ? static_cast<int64_t>(p.types[mine % p.type_period]) : 0;
-            rows[a] = load_pack<VEC>(row_of(p, p.grad, mine, column));
+            rows[a] = load_pack_as<Retention::KEPT, VEC>(row_of(p, p.grad, mine, column));
         }
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ acc_t* after(const Params& p, unsigned chunk, unsigne
 __device__ __forceinline__ void write(const Params& p, unsigned key, unsigned column, Sum& sum) {
 #pragma unroll
     for (int v = 0; v < VEC; ++v) sum[v] *= static_cast<acc_t>(p.scale);
-    store_pack<scalar_t, VEC>(row_of(p, p.out, key, column), sum);
+    store_pack_as<Retention::DROPPED>(row_of(p, p.out, key, column), sum);
 }
 
 // 32 sorted indices, one a lane, or NOTHING.
@@ -154,7 +154,8 @@ __device__ __forceinline__ void take(const Params& p, unsigned chunk, unsigned c
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
             const unsigned row = __shfl_sync(ALL, window.row, j + a);
-            if (j + a < to && column < p.columns) rows[a] = load_pack<VEC>(row_of(p, p.grad, row, column));
+            if (j + a < to && column < p.columns)
+                rows[a] = load_pack_as<Retention::DROPPED, VEC>(row_of(p, p.grad, row, column));
         }
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void zero_rows(const Params& p, unsigned long long fi
     Sum zeros;
     clear(zeros);
     for (; absent; absent &= absent - 1)
-        store_pack<scalar_t, VEC>(row_of(p, p.out, first + __ffs(absent) - 1, column), zeros);
+        store_pack_as<Retention::DROPPED>(row_of(p, p.out, first + __ffs(absent) - 1, column), zeros);
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -91,6 +91,44 @@ def test_with_a_norm(columns, dtype, device):
     compared(tokens, floats, lost(64.0, dtype), scale=2.0, token_type=ids((4, 11), TYPES, device))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("types", [None, "first", 1, 2, 3])
+@pytest.mark.parametrize("columns", [40, 768, 1000, 1024])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_norms_of_many_rows(dtype, columns, types):
+    """Those of a position are walked together, and what they have in common is added up once."""
+    shape, rows = (96, 128), 1 if types in (None, "first") else types
+    tokens, given = ids(shape, device="cuda"), ids(shape, rows, "cuda") if isinstance(types, int) else None
+    floats = [table(n, dtype, "cuda", columns) for n in (WORDS, shape[1], rows)]
+    leaves = [t.requires_grad_() for t in (*floats, *affine(dtype, "cuda", columns))]
+    ours, theirs = (of_floats(f, tokens, token_type=given, scale=0.75)
+                    for f in (frt.embedding_position, reference.embedding_position))
+    exactly = [t.detach().double().requires_grad_() for t in leaves]
+    places = [0, 1, 3, 4] if types is None else range(5)
+
+    def call(function, tensors):
+        return function(*(t if k in places else None for k, t in enumerate(tensors)))
+
+    out, exact = call(ours, leaves), call(theirs, exactly)
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+    g = torch.randn_like(out)
+    found = torch.autograd.grad(out, [leaves[k] for k in places], g)
+    wanted = torch.autograd.grad(exact, [exactly[k] for k in places], g.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_rows_without_variance(dtype):
+    """Only the bias is left."""
+    tokens, given = ids((96, 128), device="cuda"), ids((96, 128), 2, "cuda")
+    flat = [table(n, dtype, "cuda", 1).expand(n, 768) for n in (WORDS, 128, 2)]
+    gamma, beta = affine(dtype, "cuda", 768)
+    out = of_floats(frt.embedding_position, tokens, token_type=given)(*flat, gamma, beta)
+    torch.testing.assert_close(out, beta.expand_as(out), rtol=2.0**-7, atol=2e-3)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3, 5), (0,), (3, 0)], ids=str)
 def test_shapes(shape, device):
     tokens = ids(shape, device=device)
@@ -456,6 +494,20 @@ def test_an_id_out_of_range(name, rows, norm, device):
         assert out.isnan().all(-1).sum() == 1
         given[name][2, 3] = 0
         assert call().isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_type_out_of_range_of_many_rows():
+    shape = (96, 128)
+    tokens, given = ids(shape, device="cuda"), ids(shape, 2, "cuda")
+    given[5, 6], given[7, 8] = 2, -1
+    weight, positions, types = (table(n, BF16, "cuda") for n in (WORDS, 128, 2))
+    out = frt.embedding_position(tokens, weight, positions, token_type_weight=types, token_type=given,
+                                 layer_norm=affine(BF16, "cuda"))
+    with pytest.raises(IndexError, match=r"token_type must be in \[0, 2\), got (2|-1)$"):
+        deferred.examine(wait=True)
+    assert out[5, 6].isnan().all() and out[7, 8].isnan().all()
+    assert out.isnan().any(-1).sum() == 2
 
 
 @pytest.mark.gpu

@@ -64,12 +64,16 @@ def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     assert_no_spills(kernels, arch)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-def test_gradients_of_norms_of_a_warps_rows_compile_without_spills(arch):
-    threads, packs = threads_and_packs(768, 8, True, 2, True)
-    assert (threads, packs) == (32, 3)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("columns", [768, 1024])
+@pytest.mark.parametrize("common", [0, 1, 2])
+def test_norms_of_a_positions_rows_compile_without_spills(common, columns, gradient, arch):
+    threads, packs = threads_and_packs(columns, 8, True, 2, gradient)
+    assert threads * packs * 8 == columns
     form = Form("bfloat16", ("int64",) * 3, 8, packs, threads, True, 1, (1, 2), True, False, True,
-                (True, False), True, True)
+                (True, not gradient), True, gradient, common)
     assert_no_spills([sum_kernel(form)], arch)
 
 

@@ -378,13 +378,14 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
     [0, 1], of no effect without `training`; the mask is that of torch's generator's state. `padding_idx`: a
     row of weight that gets no gradient; negative ones count from the end.
 
-    Computed in float32 (float64 for doubles) and rounded once, with a norm also before it. Up to 16 Ki
-    columns (4 Ki doubles; 2 Ki where their number is odd) a norm is part of the one kernel, of longer rows a
-    second one. Gradients of all tables and of the norm's weight and bias, dense, the same bits in every run;
-    second ones as well. An id that is out of range: its row is NaN, and IndexError is raised: on a CPU at
-    once; on a GPU, which is not waited for, by a later call (or by `fusionrt.deferred.examine(wait=True)`).
-    TypeError and ValueError for arguments that do not fit. Source: F.dropout(F.layer_norm(F.embedding(tokens,
-    weight, padding_idx) * scale + position_weight[:S], (C,), ...)).
+    Computed in float32 (float64 for doubles) and rounded once; on a CPU, and where rows are long, before a
+    norm as well. Up to 16 Ki columns (4 Ki doubles; 2 Ki where their number is odd) a norm is part of the one
+    kernel, of longer rows a second one. Gradients of all tables and of the norm's weight and bias, dense, the
+    same bits in every run; second ones as well. An id that is out of range: its row is NaN, and IndexError is
+    raised: on a CPU at once; on a GPU, which is not waited for, by a later call (or by
+    `fusionrt.deferred.examine(wait=True)`). TypeError and ValueError for arguments that do not fit. Source:
+    F.dropout(F.layer_norm(F.embedding(tokens, weight, padding_idx) * scale + position_weight[:S], (C,),
+    ...)).
 
         embedding_position(tokens, weight, position_weight, layer_norm=(gamma, beta), dropout_p=0.1)
     """

@@ -32,6 +32,7 @@ ELEMENTS, ELEMENTS_OF_GRADIENT = 32, 24   # of a thread, as long as there can be
 WHOLE_ROW, PACKS_OF_A_PART = 4096, 2  # bytes
 ROWS_AT_ONCE, MOST_EACH = 4, 32      # rows of a team: of parts, with a norm
 ENOUGH_TEAMS = 1 << 11
+MOST_COMMON, MOST_SHARED = 2, 47 << 10  # rows of types; bytes of a block
 
 
 class Call(NamedTuple):
@@ -97,6 +98,8 @@ class Form(NamedTuple):
     affine: tuple[bool, ...]
     dropout: bool
     gradient: bool = False   # of the norm, instead
+    common: int = 0          # kinds of what a team's rows add to their tokens, that wait in shared memory
+    rounded: bool = False    # what a norm is taken of
 
 
 @functools.cache
@@ -118,11 +121,12 @@ def sum_kernel(form: Form) -> Kernel:
         ("scalar_t", form.dtype), *zip(("token_t", "position_t", "type_t"), form.ids, strict=True))]
     constants += [f"constexpr int {name} = {value};" for name, value in (
         ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads), ("EACH", form.each),
+        ("COMMON", form.common),
         ("MIN_BLOCKS", max(1, _busy_threads(form) // max(128, form.threads)) if form.norm else 1),
         *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
     constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
         ("FULL", form.full), ("ONE_POSITION", form.one_position), ("SCALED", form.scaled),
-        ("NORM", form.norm),
+        ("NORM", form.norm), ("ROUNDED", form.rounded),
         *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True), ("DROPOUT", form.dropout),
         ("GRADIENT", form.gradient))]
     return Kernel("embedding_position", "embedding", fields, constants, block=max(128, form.threads),
@@ -131,7 +135,10 @@ def sum_kernel(form: Form) -> Kernel:
 
 def _busy_threads(form: Form) -> int:
     """Of a multiprocessor; without a limit the compiler takes so many registers that few have room."""
-    return 512 if form.vec * form.packs <= (16 if form.gradient else 24) else 384
+    few = form.vec * form.packs <= (16 if form.gradient else 24)
+    if form.common and not form.gradient:
+        return 640 if few else 512
+    return 512 if few else 384
 
 
 def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int, gradient: bool = False
@@ -221,6 +228,21 @@ def _share_of(rows: Rows, threads: int, most: int) -> Share:
     return Share(each, -(-count // each), False)
 
 
+def _common(form: Form, rows: Rows, each: int) -> int:
+    """Kinds of what the rows of a team add to their tokens; 0 where there are many, or no room for them, or
+    nothing to unpack: float32's gained nothing."""
+    position, type_ = form.kinds
+    kinds = 1 if rows.tables[2] is None or type_ == COUNTED else rows.tables[2].shape[0]
+    if not (form.norm and rows.weight.itemsize == 2 and each > 2 and any(form.kinds)
+            and (form.one_position or position == NONE) and kinds <= MOST_COMMON
+            and (form.gradient or form.threads <= 256)):
+        return 0
+    one = 4 * form.vec * form.packs   # bytes of a thread
+    block = max(128, form.threads)
+    affine, partial = 2 * form.threads * one * any(form.affine), block * one // form.packs * form.gradient
+    return kinds if kinds * block * one + affine + partial <= MOST_SHARED else 0
+
+
 class Plan(NamedTuple):
     """A launch but for addresses and the caller's numbers."""
 
@@ -242,7 +264,8 @@ def _planned(rows: Rows, gradient: bool) -> Plan | None:
     form = Form(name_of(weight.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in rows.ids),
                 vec, packs, threads, columns % tile == 0, 1 if rows.norm else share.each, rows.kinds,
                 share.one_position, rows.scaled, rows.norm, tuple(a is not None for a in rows.affine),
-                rows.dropout, gradient)
+                rows.dropout, gradient, rounded=rows.norm and _shape_of(rows, True) is None)
+    form = form._replace(common=_common(form, rows, share.each))
     blocks = -(-share.apart // max(1, 128 // threads))
     of_tables = *(0 if t is None else t.stride(0) for t in rows.tables), *(
         0 if t is None else t.shape[0] for t in rows.tables)
