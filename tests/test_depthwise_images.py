@@ -141,6 +141,7 @@ def test_blocks_share_the_work(dtype):
 
 # --- the kernels
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_90", "sm_100") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES if a != "sm_75"])
 @pytest.mark.parametrize("dtype, size, k, stride", [

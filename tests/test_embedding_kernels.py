@@ -64,7 +64,7 @@ def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     assert_no_spills(kernels, arch)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("columns", [768, 1024])
