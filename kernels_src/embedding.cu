@@ -13,12 +13,19 @@
 //   EACH                  rows of a team without a norm
 //   POSITIONS, TYPES      NONE; COUNTED: row n modulo a period (of types the first row); GIVEN
 //   ONE_POSITION          all rows of a team have the same position
-//   COMMON                of a norm, where they have: in how many ways that is added to a type; 0 otherwise
+//   KINDS                 of a norm, where they have: in how many ways that is added to a type; 0 otherwise
 //   SCALED                rows of tokens are multiplied
-//   NORM, NORM_WEIGHT, NORM_BIAS, DROPOUT, MIN_BLOCKS
+//   NORM, NORM_WEIGHT, NORM_BIAS, DROPOUT
+//   MIN_BLOCKS            of a multiprocessor; COMMON_BLOCKS where COMMON is not 0
 //   ROUNDED               moments are of what scalar_t has of the sums: as the gradient, elsewhere, reads them
 //   GRADIENT              of a norm, instead
 
+// KINDS, where a multiprocessor has shared memory for them without fewer blocks: 164 KB and more.
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int COMMON = KINDS;
+#else
+constexpr int COMMON = 0;
+#endif
 constexpr int NONE = 0, COUNTED = 1, GIVEN = 2;
 constexpr int ROWS = BLOCK / THREADS, LANES = THREADS < 32 ? THREADS : 32, WARPS = THREADS / LANES;
 constexpr bool HAS_POSITIONS = POSITIONS != NONE, HAS_TYPES = TYPES != NONE;
@@ -561,7 +568,8 @@ __device__ __forceinline__ void backward(const Params& p, unsigned first, const 
     leave_partial(p, 1, sums.of_bias);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) embedding(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(BLOCK, COMMON > 0 ? COMMON_BLOCKS : MIN_BLOCKS)
+embedding(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     const unsigned first = blockIdx.x * ROWS + threadIdx.x / THREADS;
     const Places of_lane = places_of_row(p, first, lane_of_team(), threadIdx.x % THREADS < LANES);

@@ -1,13 +1,25 @@
 """Kernels of embeddings by themselves: sums by index, what compiles for which GPU, what a warm-up finds."""
 
+import itertools
+
 import pytest
 import torch
 from checking import BF16, F32, F64, assert_same_bits, lost
 from test_embedding import COLUMNS, WORDS, exact_sums, ids, table
 
 import fusionrt as frt
+from fusionrt.ops import embedding_kernels
 from fusionrt.ops.embedding_gradients import CHUNK, gradient_kernel, sort_kernel
-from fusionrt.ops.embedding_kernels import Form, sum_by_index, sum_kernel, threads_and_packs
+from fusionrt.ops.embedding_kernels import (
+    Call,
+    Form,
+    Norm,
+    norm_gradient_on_gpu,
+    sum_by_index,
+    sum_kernel,
+    sum_on_gpu,
+    threads_and_packs,
+)
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
@@ -99,3 +111,26 @@ def test_warm_up_finds_its_kernels(kind):
         "embedding_position",
         *[backward] * (4 if kind == "cuda" else 1),
     ]
+
+
+@pytest.mark.parametrize("columns", [40, 768, 1024, 2048, 4096, 6144, 8192, 9001, 20000])
+def test_both_passes_agree_on_what_is_rounded(columns, monkeypatch):
+    """However tables and the norm's parameters lie, which hooks of saved tensors may change in between."""
+    launched, found = [], set()
+    monkeypatch.setattr(embedding_kernels, "_launch", lambda plan, *_: launched.append(plan.kernel.text))
+    monkeypatch.setattr(embedding_kernels, "add_partials", lambda *_: None)
+    monkeypatch.setattr(embedding_kernels.indices, "fault_of", lambda _: None)
+
+    def note(result):  # where there is no kernel, rounded rows are what the norm is taken of
+        found.add(result is None or "ROUNDED = true" in launched.pop())
+
+    tokens, stats = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 1)
+    grad = torch.zeros(8, columns, dtype=BF16)
+    lies = [lambda n: torch.zeros(n, columns, dtype=BF16),
+            lambda n: torch.zeros(n, columns + 1, dtype=BF16)[:, 1:]]
+    for table_of, bias_of in itertools.product(lies, lies):
+        norm = Norm(torch.zeros(columns, dtype=BF16), bias_of(1)[0], 1e-5)
+        call = Call("embedding", tokens, table_of(5), table_of(4), None, None, None, 1.0, 4)
+        note(sum_on_gpu(call, norm))
+        note(norm_gradient_on_gpu(call, norm, None, grad, stats, stats))
+    assert len(found) == 1

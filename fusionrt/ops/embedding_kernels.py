@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -121,8 +122,9 @@ def sum_kernel(form: Form) -> Kernel:
         ("scalar_t", form.dtype), *zip(("token_t", "position_t", "type_t"), form.ids, strict=True))]
     constants += [f"constexpr int {name} = {value};" for name, value in (
         ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads), ("EACH", form.each),
-        ("COMMON", form.common),
-        ("MIN_BLOCKS", max(1, _busy_threads(form) // max(128, form.threads)) if form.norm else 1),
+        ("KINDS", form.common),
+        *((name, max(1, _busy_threads(form, common) // max(128, form.threads)) if form.norm else 1)
+          for name, common in (("MIN_BLOCKS", False), ("COMMON_BLOCKS", True))),
         *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
     constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
         ("FULL", form.full), ("ONE_POSITION", form.one_position), ("SCALED", form.scaled),
@@ -133,10 +135,10 @@ def sum_kernel(form: Form) -> Kernel:
                   acc="float64" if form.dtype == "float64" else "float32")
 
 
-def _busy_threads(form: Form) -> int:
+def _busy_threads(form: Form, common: bool) -> int:
     """Of a multiprocessor; without a limit the compiler takes so many registers that few have room."""
     few = form.vec * form.packs <= (16 if form.gradient else 24)
-    if form.common and not form.gradient:
+    if common and not form.gradient:
         return 640 if few else 512
     return 512 if few else 384
 
@@ -201,12 +203,33 @@ def _rows_of(call: Call, norm: Norm | None, dropout: Dropout | None = None) -> R
                 norm is not None, dropout is not None, call.period)
 
 
+@functools.lru_cache(1024)
 def _shape_of(rows: Rows, gradient: bool) -> tuple[int, int, int] | None:
     """Elements of a pack, threads of a row, packs of a thread."""
     columns = rows.weight.shape[1]
     vec = vector_of(columns, [t for t in (*rows.tables, *rows.affine) if t is not None])
     found = threads_and_packs(columns, vec, rows.norm, rows.weight.itemsize, gradient)
     return None if found is None else (vec, *found)
+
+
+def _fits(table: Laid, gradient: bool) -> bool:
+    """Whether a row with its norm is short enough for the kernel: by its columns alone, so that both passes
+    agree on whether sums are rounded before the norm, whatever hooks of saved tensors make of the tables."""
+    vec = math.gcd(16 // table.itemsize, table.shape[1])
+    return threads_and_packs(table.shape[1], vec, True, table.itemsize, gradient) is not None
+
+
+def _norm_rows(call: Call, norm: Norm, dropout: Dropout | None, gradient: bool) -> tuple[Call, Norm, Rows]:
+    """Of copies, where packs would be too narrow for a row that fits otherwise."""
+    rows = _rows_of(call, norm, dropout)
+    if _shape_of(rows, gradient) is None and _fits(rows.weight, gradient):
+        weight, *others = (t if t is None else t.clone(memory_format=torch.contiguous_format)
+                           for t in (*call.tables, *norm[:2]))
+        assert weight is not None
+        call = call._replace(weight=weight, position_weight=others[0], token_type_weight=others[1])
+        norm = norm._replace(weight=others[2], bias=others[3])
+        rows = _rows_of(call, norm, dropout)
+    return call, norm, rows
 
 
 class Share(NamedTuple):
@@ -264,7 +287,7 @@ def _planned(rows: Rows, gradient: bool) -> Plan | None:
     form = Form(name_of(weight.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in rows.ids),
                 vec, packs, threads, columns % tile == 0, 1 if rows.norm else share.each, rows.kinds,
                 share.one_position, rows.scaled, rows.norm, tuple(a is not None for a in rows.affine),
-                rows.dropout, gradient, rounded=rows.norm and _shape_of(rows, True) is None)
+                rows.dropout, gradient, rounded=rows.norm and not _fits(weight, True))
     form = form._replace(common=_common(form, rows, share.each))
     blocks = -(-share.apart // max(1, 128 // threads))
     of_tables = *(0 if t is None else t.stride(0) for t in rows.tables), *(
@@ -294,7 +317,11 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
              ] if norm else []
     if not out.numel():
         return out, *stats
-    plan = _planned(_rows_of(call, norm, dropout), False)
+    if norm is None:
+        laid_out = _rows_of(call, None, dropout)
+    else:
+        call, norm, laid_out = _norm_rows(call, norm, dropout, False)
+    plan = _planned(laid_out, False)
     if plan is None:
         return None
     # What a graph's replays find is not looked at.
@@ -315,7 +342,8 @@ def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: 
     out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
     if not grad.numel():
         return out, affine.zero_()
-    plan = _planned(_rows_of(call, norm, dropout), True)
+    call, norm, rows = _norm_rows(call, norm, dropout, True)
+    plan = _planned(rows, True)
     if plan is None:
         return None
     partials = torch.empty((2, plan.grid[0], grad.shape[1]), dtype=mean.dtype, device=grad.device)
