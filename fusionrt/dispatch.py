@@ -312,10 +312,12 @@ def _passed(params: Sequence[inspect.Parameter]) -> str:
 
 
 def _parameters(params: Sequence[inspect.Parameter]) -> str:
-    parts, starred = [], False
+    parts, starred = list[str](), False
     for p in params:
         if p.kind is p.KEYWORD_ONLY and not starred:
             parts.append("*")
             starred = True
         parts.append(p.name if p.default is p.empty else f"{p.name}=_frt_default_{p.name}")
+    if positional := sum(p.kind is p.POSITIONAL_ONLY for p in params):
+        parts.insert(positional, "/")
     return f"({', '.join(parts)})"

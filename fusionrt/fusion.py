@@ -48,6 +48,8 @@ def kept(p: Any) -> Expr:
 
         where(kept(p), x / (1 - p), 0)      # dropout, of p below 1: `dropout_add` takes any
     """
+    if isinstance(p, numbers.Real) and not 0 <= float(p) <= 1:
+        raise ValueError(f"kept: p must be a probability in [0, 1], got {p!r}")
     try:
         stream = next(_streams.get())
     except LookupError:

@@ -190,8 +190,29 @@ def test_random_draws(device):
         frt.kept(0.5)
 
 
+def _keeping(p):
+    return lambda x: frt.where(frt.kept(p), x, 0)
+
+
+def test_draws_of_no_probability(device):
+    """As constants they are refused; arguments below 0 and NaN keep all, those above 1 drop all."""
+    for p in (math.nan, -0.1, math.inf):
+        with pytest.raises(ValueError, match=rf"kept: p must be a probability in \[0, 1\], got {p}"):
+            frt.fuse(_keeping(p))
+    noisy = frt.fuse(lambda x, p: frt.where(frt.kept(p), x, 0))
+    ones = torch.ones(1000, device=device)
+    for p in (math.nan, -math.inf, -1e30, -1.5, 0.0):
+        assert noisy(ones, p).all()
+    for p in (1.0, 1.5, 40000.0, 1e30, math.inf):
+        assert not noisy(ones, p).any()
+
+
 def test_defaults_and_keywords(device):
     x = new(33, 17, device=device)
+    alone = frt.fuse(lambda x, /, y, *, z=1.0: x + y * z)
+    assert_close(alone(x, y=x, z=2.0), x * 3)
+    with pytest.raises(TypeError, match="positional-only"):
+        alone(x=x, y=x)
     assert_close(scaled(x), x * 2)
     assert_close(scaled(scale=3.0, x=x, shift=1), x * 3 + 1)
     assert_close(gate(y=x, x=x * 2), gate(x * 2, x))

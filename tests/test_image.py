@@ -263,6 +263,8 @@ def test_no_images(device):
 def test_numpy_arrays():
     image = pixels(30, 41, 3)
     ours = image_preprocess([image.numpy(), image.numpy()], 16)
+    for mixed in ([image, image.numpy()], [image.numpy(), image]):
+        assert isinstance(image_preprocess(mixed, 16), torch.Tensor)
     assert isinstance(ours, np.ndarray)
     assert_same_bits(torch.from_numpy(ours), image_preprocess([image, image], 16))
 
@@ -479,7 +481,10 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
      r"random_parameters: brightness must be finite and not negative, got -0.1"),
     (lambda: random_parameters(PHOTO, hue=math.inf), ValueError, "hue must be finite and not negative"),
     (lambda: random_parameters(PHOTO, contrast=torch.tensor([0.5, 1.0])), ValueError,
-     r"contrast must be \(low, high\) in \[0, inf\], got tensor"),
+     r"contrast must be \(low, high\) in \[0, inf\), got tensor"),
+    (lambda: random_parameters(PHOTO, contrast=(0.5, math.inf)), ValueError,
+     r"in \[0, inf\), got \(0.5, inf\)"),
+    (lambda: good(4, contrast=1e39), ValueError, r"contrast must be at most 3.40282e\+38, got 1e\+39"),
     (lambda: good(4, mean=math.nan), ValueError, "mean must be finite, got nan"),
     (lambda: good(4, brightness="a"), TypeError, "image_preprocess: brightness must be of numbers, got 'a'"),
     (lambda: good(4, flip=[[1], [2, 3]]), TypeError, r"flip must be of numbers, got \[\[1\]"),

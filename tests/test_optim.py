@@ -355,6 +355,10 @@ def test_other_shapes_are_refused(device):
 def test_pairs_of_averages():
     with pytest.raises(ValueError, match="ema_update_: averages and values must be as many, got 1 and 0"):
         ema_update_([torch.ones(1)], [], 0.9)
+    kept = [torch.tensor([0]), torch.zeros(2, 3).t(), torch.zeros(2)]
+    with pytest.raises(ValueError, match="pair 2 must agree"):
+        ema_update_(kept, [torch.tensor([7]), torch.ones(3, 2), torch.ones(3)], 0.5)
+    assert not any(t.any() for t in kept)  # nothing is written
 
 
 @pytest.mark.parametrize("make", [SGD, lambda p, lr: SGD(p, lr, momentum=0.5), Adam])

@@ -52,8 +52,11 @@ def float64_of(x):
 
 @inline
 def kept(bits, p):
-    """16 random bits against p: true with probability 1 - p."""
-    return np.int32(bits) >= np.int32(p * type(p)(65536) + type(p)(0.5))
+    """16 random bits against p: true with probability 1 - p. Of NaN and what is no probability as on a GPU,
+    whose conversion saturates; LLVM's has no result then, and leaves out what follows from it."""
+    least = p * type(p)(65536) + type(p)(0.5)
+    least = least if least >= type(p)(0) else type(p)(0)
+    return np.int32(bits) >= np.int32(least if least <= type(p)(65536) else type(p)(65536))
 
 
 def _casting(store: Any, acc: Any) -> Any:

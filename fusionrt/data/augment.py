@@ -89,9 +89,10 @@ def _sizes(images: Any, layout: str) -> Any:
 
 def _interval(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
     if not (isinstance(value, Sequence) and len(value) == 2
-            and all(hasattr(v, "__float__") for v in value) and low <= value[0] <= value[1] <= high):
-        raise ValueError(f"random_parameters: {name} must be (low, high) in [{low:g}, {high:g}], "
-                         f"got {value!r}")
+            and all(hasattr(v, "__float__") for v in value) and low <= value[0] <= value[1] <= high
+            and value[1] < math.inf):
+        end = "inf)" if high == math.inf else f"{high:g}]"
+        raise ValueError(f"random_parameters: {name} must be (low, high) in [{low:g}, {end}, got {value!r}")
     return float(value[0]), float(value[1])
 
 

@@ -141,10 +141,11 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
     if not whole and not isinstance(images, Sequence):
         raise TypeError(f"image_preprocess: images must be a tensor, an array, or a list of them, got "
                         f"{type(images).__name__}")
-    found, restore = [], None
+    found, restores = list[torch.Tensor](), list[Any]()
     for one in [images] if whole else images:
         if is_foreign(one):
             one, restore = to_torch(one, "image_preprocess", "images")
+            restores.append(restore)
         elif not isinstance(one, torch.Tensor):
             raise TypeError(f"image_preprocess: images must be tensors or arrays, got {type(one).__name__}")
         no_transforms("image_preprocess", "images", one)
@@ -157,7 +158,8 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
         if tensor.dim() not in allowed:
             kind = "of 3 dimensions, or of 4 for a batch" if whole else "of 3 dimensions in a list"
             raise ValueError(f"image_preprocess: images must be {kind}, got the shape {tuple(tensor.shape)}")
-    return found, whole and found[0].dim() == 3, restore or (lambda result: result)
+    foreign = len(restores) == len(found)  # beside tensors a result is one
+    return found, whole and found[0].dim() == 3, restores[-1] if foreign else lambda result: result
 
 
 def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:

@@ -93,6 +93,7 @@ def _rows(count: int, heights: Any, widths: Any, geometry: Geometry, factors: tu
     return rows, bool((boxes[:, 2:] != resized).any())
 
 
+LARGEST_FACTOR = float(np.finfo(np.float32).max)  # as the kernels have it
 _kept_rows = functools.lru_cache(64)(_rows)
 
 
@@ -126,10 +127,11 @@ def _of_each(name: str, value: Any, count: int, dtype: Any, shape: tuple[int, ..
 
 def _factor(name: str, value: Any, count: int) -> Any:
     values = _of_each(name, value, count, np.float64)
-    low, high = (-0.5, 0.5) if name == "hue" else (0.0, math.inf)
-    wrong = values[~((values >= low) & (values <= high) & np.isfinite(values))]
+    low, high = (-0.5, 0.5) if name == "hue" else (0.0, LARGEST_FACTOR)
+    wrong = values[~((values >= low) & (values <= high))]
     if len(wrong):
-        allowed = "in [-0.5, 0.5]" if name == "hue" else "finite and not negative"
+        allowed = ("in [-0.5, 0.5]" if name == "hue" else
+                   f"at most {high:g}" if high < wrong[0] < math.inf else "finite and not negative")
         raise ValueError(f"image_preprocess: {name} must be {allowed}, got {wrong[0]:g}")
     return values
 

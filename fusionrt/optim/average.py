@@ -32,6 +32,7 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"ema_update_: decay must be in [0, 1], got {decay}")
     chosen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
     averages, values = list(averages), list(values)
     if len(averages) != len(values):
         raise ValueError(f"ema_update_: averages and values must be as many, got {len(averages)} and "
@@ -48,10 +49,12 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
             raise ValueError(f"ema_update_: pair {index} must agree, got an average of shape "
                              f"{tuple(average.shape)} on {average.device} and a value of shape "
                              f"{tuple(value.shape)} on {value.device}")
-        if not _fits(average, value):
-            _by_torch(average, value, decay)
-            continue
-        chosen.setdefault((average.device, average.dtype, value.dtype), []).append((average, value))
+        if _fits(average, value):
+            chosen.setdefault((average.device, average.dtype, value.dtype), []).append((average, value))
+        else:
+            others.append((average, value))
+    for average, value in others:
+        _by_torch(average, value, decay)
     for (_, of_average, of_value), pairs in chosen.items():
         kind = Kind("AVERAGE", str(of_average).removeprefix("torch."), str(of_value).removeprefix("torch."))
         for start in range(0, len(pairs), CAPACITY):
