@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from fusionrt import auto_convert_model
 from fusionrt.convert import calls
 from fusionrt.convert import max_pool as max_pools
 from fusionrt.convert.max_pool import Window, max_pool
@@ -519,3 +520,32 @@ def test_biases_of_convolutions(anywhere):
             run(x, w, b)
             assert len(replaced(found, "biases")) == 1
         check(lambda x, w, b: F.conv2d(x, w, b, groups=2), x, w, b)
+
+
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_results_lie_as_they_would(anywhere, blocks):
+    """Though values of norms in the graph do not tell that the images between are channels_last."""
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = self.stack(), nn.ConvTranspose2d(8, 8, 2, 2)
+            self.last = nn.Conv2d(16, 3, 1)
+
+        def stack(self):
+            made = [nn.Conv2d(3, 8, 3, padding=1)]
+            for _ in range(blocks):
+                made += [nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3)]
+            return nn.Sequential(*made)
+
+        def forward(self, x):
+            y = self.down(x)
+            z = nn.functional.interpolate(nn.functional.max_pool2d(y, 2), y.shape[2:])
+            return (self.last(torch.cat([y, z], 1)), nn.functional.pad(z, (1, 1)), self.up(z),
+                    nn.functional.pixel_shuffle(y, 2), nn.functional.adaptive_avg_pool2d(y, 3))
+
+    model, x = Pyramid().eval(), torch.randn(2, 3, 18, 18)
+    fast = auto_convert_model(model, example_inputs=x)
+    with torch.no_grad():
+        for ours, theirs in zip(fast(x), model(x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            assert ours.stride() == theirs.stride()

@@ -112,6 +112,49 @@ def test_random_results_cannot_be_judged():
     assert str(verdict) == "two runs of the original differ: its results are random"
 
 
+class Chosen(nn.Module):
+    """How many elements it returns depends on roundings, or on random numbers."""
+
+    def __init__(self, at_random):
+        super().__init__()
+        self.first, self.second, self.at_random = nn.Linear(64, 64), nn.Linear(64, 64), at_random
+
+    def forward(self, x):
+        y = self.second(torch.relu(self.first(x))).flatten()
+        if self.at_random:
+            return y[torch.rand_like(y) > 0.5], nn.functional.dropout(nn.functional.gelu(y), 0.5, True)
+        return y[y * 1e7 - (y * 1e7).round() > 0]
+
+
+@pytest.mark.parametrize("at_random", [False, True])
+def test_shapes_that_depend_on_numbers(at_random):
+    fast = frt.auto_convert_model(Chosen(at_random).eval(), example_inputs=torch.randn(50, 64))
+    verdict = record_of(fast).verdict
+    if at_random:
+        assert verdict.accepted is None and "its results are random" in str(verdict)
+    else:
+        assert verdict.accepted and verdict.exact == "the original itself"
+
+
+def test_what_dynamo_leaves_alone_is_reported():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.norm = nn.LSTM(4, 8, batch_first=True), nn.LayerNorm(8)
+
+        def forward(self, x):
+            return nn.functional.gelu(self.norm(self.cell(x)[0]))
+
+    class Mapped(nn.Module):
+        def forward(self, x):
+            return torch.func.vmap(lambda row: row.cumsum(0))(nn.functional.gelu(x))
+
+    whole = convert.conversion_report(frt.auto_convert_model(Recurrent().eval(), torch.randn(2, 5, 4)))
+    assert "No graph was captured" in str(whole) and "Validation: accepted" in str(whole)
+    mapped = frt.auto_convert_model(Mapped(), torch.randn(3, 8))
+    assert "0 replacements in 1 graph" in str(convert.conversion_report(mapped))
+
+
 def test_validation_leaves_no_trace():
     model = nn.Sequential(Noisy(0.0), nn.BatchNorm1d(8)).train()
     before = copy.deepcopy(model.state_dict())

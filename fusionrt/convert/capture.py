@@ -94,6 +94,9 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
     chosen = chosen._replace(cuda_graphs=chosen.cuda_graphs and _MODES[mode])
     _correct_powers(gm)
     if not _is_plain(gm, example_inputs):
+        if chosen.on_graph is not None:
+            calls = Edits(gm, chosen.excluded).calls
+            chosen.on_graph(Found({}, [], calls, calls))
         return gm.forward
     _correct_views(gm)
     _correct_places(gm)

@@ -42,8 +42,11 @@ class Report:
     @property
     def summary(self) -> list[str]:
         record, found = self.record, []
-        if not record.graphs:
+        if not record.graphs and record.verdict is None:
             return ["Nothing has been captured yet: the module has not been called."]
+        if not record.graphs:
+            return ["No graph was captured: Dynamo finds none in this module, which runs as it is.",
+                    f"Validation: {record.verdict}."]
         total = _plural(sum(record.counts.values()), "replacement")
         before, after = sum(g.graph_before for g in record.graphs), sum(g.graph_after for g in record.graphs)
         found.append(f"{total} in {_plural(len(record.graphs), 'graph')}: {before} calls became {after}.")

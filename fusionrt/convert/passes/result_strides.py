@@ -7,6 +7,7 @@ import operator
 
 import torch
 from torch.fx import Node
+from torch.nn import functional as F
 
 from fusionrt.convert.calls import batch_first_attention, laid, self_attention
 from fusionrt.convert.effects import value
@@ -16,6 +17,14 @@ from fusionrt.convert.match import named, rule_of
 from fusionrt.ops.attention import attention
 
 _OURS = (attention, attention_by_kept_mask, batch_first_attention, self_attention)
+# Of images they keep the memory format, which need not be the one that values had when the graph was traced.
+_OF_IMAGES = frozenset([
+    torch.cat, torch.pixel_shuffle, torch.pixel_unshuffle, getattr(torch._C._nn, "pad", F.pad), F.pad,
+    F.interpolate, F.group_norm, F.instance_norm, F.batch_norm,
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d,
+    F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+    F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d])
 _NORMS = ("fusionrt.ops.norm", "fusionrt.ops.batch_norm", "fusionrt.ops.softmax")
 
 
@@ -35,9 +44,10 @@ def result_strides(edits: Edits) -> None:
 
 
 def _lies_as_its_operands(n: Node) -> bool:
-    """A call of elements, a part of several results."""
+    """A call of elements, a part of several results, or what keeps the format of images."""
     part = n.target is operator.getitem and not is_tensor(n.args[0])
-    return part or rule_of(n) is not None or hasattr(n.target, "operator")
+    return (part or rule_of(n) is not None or hasattr(n.target, "operator") or called(n) in _OF_IMAGES
+            or _module(n).startswith("fusionrt.ops.conv"))
 
 
 def _put_back(edits: Edits, n: Node, user: Node) -> None:
