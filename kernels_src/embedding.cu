@@ -20,12 +20,8 @@
 //   ROUNDED               moments are of what scalar_t has of the sums: as the gradient, elsewhere, reads them
 //   GRADIENT              of a norm, instead
 
-// KINDS, where a multiprocessor has shared memory for them without fewer blocks: 164 KB and more.
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
-constexpr int COMMON = KINDS;
-#else
-constexpr int COMMON = 0;
-#endif
+// Where a multiprocessor has shared memory for them without fewer blocks: 164 KB and more.
+constexpr int COMMON = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? KINDS : 0;
 constexpr int NONE = 0, COUNTED = 1, GIVEN = 2;
 constexpr int ROWS = BLOCK / THREADS, LANES = THREADS < 32 ? THREADS : 32, WARPS = THREADS / LANES;
 constexpr bool HAS_POSITIONS = POSITIONS != NONE, HAS_TYPES = TYPES != NONE;

@@ -378,7 +378,7 @@ def test_transforms_of_functions_stay_torchs():
                      lambda x: torch.func.grad(lambda a: (torch.tanh(a) * 2).sum())(x) * 2 + 1):
         run, found = compiled(function)
         assert_close(run(x), function(x))
-        assert not found
+        assert not any(graph.counts for graph in found)
 
 
 def test_functions_with_gradients_of_their_own():
@@ -417,7 +417,7 @@ def test_subclasses_of_tensor_stay_torchs():
     run, found = compiled(lambda x: torch.relu(x) * 2)
     assert type(run(x)) is Tagged
     assert_close(run(x), torch.relu(x) * 2)
-    assert not found
+    assert not any(graph.counts for graph in found)
 
 
 def test_inputs_that_come_to_share_memory():

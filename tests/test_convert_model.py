@@ -313,6 +313,7 @@ class Untraceable(nn.Module):
     (lambda: frt.auto_convert_model(Untraceable(), example_inputs=X), ValueError,
      "the model itself fails with (float32 [16, 8]): RuntimeError: no such luck"),
     (lambda: convert.ModelConverter(passes=["nope"]), ValueError, "no pass is called 'nope'; there are "),
+    (lambda: convert.ModelConverter(passes="norm"), TypeError, "passes must be a list of names, got 'norm'"),
     (lambda: convert.ModelConverter(accuracy_threshold=-1), ValueError, "must be at least 0, got -1"),
     (lambda: convert.ModelConverter().conversion_stats, ValueError, "no model has been converted yet"),
     (lambda: convert.conversion_report(nn.Linear(2, 2)), TypeError,

@@ -64,7 +64,7 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
     fresh_outputs:      False: what a replayed graph returns may be overwritten by the next call.
 
     Raises:
-        TypeError: `model` is no module or a wrapped one, `input_shape` no shape.
+        TypeError: `model` is no module or a wrapped one, `input_shape` no shape; `passes` is a str.
         ValueError: the model fails with these inputs, or takes none of this shape; an unknown pass.
         ValidationError: the captured model is wrong even without replacements; or `strict`.
 
@@ -89,6 +89,8 @@ class ModelConverter:
     def __init__(self, validate_accuracy: bool = True, accuracy_threshold: float | None = None, *,
                  strict: bool = False, passes: Sequence[str] | None = None, cuda_graphs: bool = True,
                  fresh_outputs: bool = True, measure: bool = True) -> None:
+        if isinstance(passes, str):
+            raise TypeError(f"ModelConverter: passes must be a list of names, got {passes!r}")
         for name in passes or ():
             if name not in PASSES:
                 raise ValueError(f"ModelConverter: no pass is called {name!r}; there are {', '.join(PASSES)}")
