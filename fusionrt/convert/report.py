@@ -43,7 +43,8 @@ class Report:
     def summary(self) -> list[str]:
         record, found = self.record, []
         if not record.graphs and record.verdict is None:
-            return ["Nothing has been captured yet: the module has not been called."]
+            return ["Nothing has been captured yet: the module has not been called, or Dynamo finds no "
+                    "graph in it."]
         if not record.graphs:
             return ["No graph was captured: Dynamo finds none in this module, which runs as it is.",
                     f"Validation: {record.verdict}."]
