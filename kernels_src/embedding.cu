@@ -147,7 +147,7 @@ __device__ __forceinline__ void round_row(Values& values) {
     }
 }
 
-// TOGETHER: in time, all of them.
+// The token's row, and those that are not added up yet; if not TOGETHER, add_up asks for these where it adds them.
 __device__ __forceinline__ void load_terms(const Params& p, const Places& places, Terms& terms) {
     if (places.token < 0) {
 #pragma unroll

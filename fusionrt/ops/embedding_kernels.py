@@ -219,10 +219,11 @@ def _fits(table: Laid, gradient: bool) -> bool:
     return threads_and_packs(table.shape[1], vec, True, table.itemsize, gradient) is not None
 
 
-def _norm_rows(call: Call, norm: Norm, dropout: Dropout | None, gradient: bool) -> tuple[Call, Norm, Rows]:
-    """Of copies, where packs would be too narrow for a row that fits otherwise."""
+def _laid_out(call: Call, norm: Norm | None, dropout: Dropout | None, gradient: bool
+              ) -> tuple[Call, Norm | None, Rows]:
+    """Copies, where packs would be too narrow for a row and its norm that fit otherwise."""
     rows = _rows_of(call, norm, dropout)
-    if _shape_of(rows, gradient) is None and _fits(rows.weight, gradient):
+    if norm is not None and _shape_of(rows, gradient) is None and _fits(rows.weight, gradient):
         weight, *others = (t if t is None else t.clone(memory_format=torch.contiguous_format)
                            for t in (*call.tables, *norm[:2]))
         assert weight is not None
@@ -317,11 +318,8 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
              ] if norm else []
     if not out.numel():
         return out, *stats
-    if norm is None:
-        laid_out = _rows_of(call, None, dropout)
-    else:
-        call, norm, laid_out = _norm_rows(call, norm, dropout, False)
-    plan = _planned(laid_out, False)
+    call, norm, lies = _laid_out(call, norm, dropout, False)
+    plan = _planned(lies, False)
     if plan is None:
         return None
     # What a graph's replays find is not looked at.
@@ -337,17 +335,16 @@ def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: 
                          rstd: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of what the norm was taken of, and of its weight and bias; `grad` of shape (rows, columns). None where
     the norm does not fit into the kernel."""
-    norm = norm._replace(bias=None)
     grad = grad if grad.data_ptr() % 16 == 0 else grad.clone()   # packs are as wide as the tables allow
     out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
     if not grad.numel():
         return out, affine.zero_()
-    call, norm, rows = _norm_rows(call, norm, dropout, True)
-    plan = _planned(rows, True)
+    call, laid_norm, lies = _laid_out(call, norm._replace(bias=None), dropout, True)
+    plan = _planned(lies, True)
     if plan is None:
         return None
     partials = torch.empty((2, plan.grid[0], grad.shape[1]), dtype=mean.dtype, device=grad.device)
-    _launch(plan, call, norm, dropout, out, (mean, rstd), None, grad, partials)
+    _launch(plan, call, laid_norm, dropout, out, (mean, rstd), None, grad, partials)
     add_partials(partials, affine)
     return out, affine
 
