@@ -51,13 +51,15 @@ class Division:
     def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, place: int | None) -> None:
         self.kernel, self.arguments, self.place = run, arguments, place
         self.size, self.grain, self.threads, self.chunk, self.tasks = size, grain, 0, size, 1
-        self.job = team.Job(run.address, run.scratch, arguments.addresses) if team.usable() else None
+        self.job: team.Job | None = None
 
     def by(self, n_threads: int) -> None:
         self.threads, self.chunk = n_threads, -(-self.size // (n_threads * self.grain)) * self.grain
         self.tasks = -(-self.size // self.chunk)
         if self.place is not None:
             self.arguments.put(self.place, "q", self.chunk)
+        if self.job is None and n_threads > 1 and team.usable():
+            self.job = team.Job(self.kernel.address, self.kernel.scratch, self.arguments.addresses)
         if self.job is not None:
             self.job.divide(self.size, self.chunk)
 

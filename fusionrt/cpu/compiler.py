@@ -44,7 +44,6 @@ class Function(NamedTuple):
 
 
 _loaded: dict[str, Function] = {}
-_engines: list[Any] = []  # they own the code
 _lock = forks.Lock(threading.RLock)  # finalizers and handlers of signals may compile as well
 
 
@@ -200,10 +199,5 @@ def _context() -> Any:
 
 
 def _load(entry: cache.Entry) -> Function:
-    binding = llvm.library()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), llvm.machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(entry.payload))
-    engine.finalize_object()
-    _engines.append(engine)
-    address = engine.get_function_address(entry.metadata["symbol"])
+    address = llvm.loaded(entry.payload, entry.metadata["symbol"])
     return Function(address, ctypes.addressof(_SCRATCH), _PROTOTYPE(address))

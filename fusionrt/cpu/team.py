@@ -24,7 +24,6 @@ from fusionrt.forks import in_child, without_exec
 SERIAL_BELOW = 1 << 15  # elements, as torch's: 4 us of additions, where handing over costs 2
 
 _forked = without_exec()  # before this module was imported
-_engines: list[Any] = []  # they own the code
 
 
 def _note_fork() -> None:
@@ -106,8 +105,7 @@ def _member() -> int:
     """
     from llvmlite import ir
 
-    from fusionrt.runtime.llvm import library, machine
-    binding = library()
+    from fusionrt.runtime import llvm
     i32, i64, void = ir.IntType(32), ir.IntType(64), ir.VoidType()
     asks, kernel_type = ir.FunctionType(i32, []), ir.FunctionType(i32, [i64] * 7)
     module = ir.Module("fusionrt_team")
@@ -132,9 +130,4 @@ def _member() -> int:
     b.branch(loop)
     b.position_at_end(done)
     b.ret_void()
-    target = machine()
-    module.triple, module.data_layout = binding.get_default_triple(), str(target.target_data)
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), target)
-    engine.finalize_object()
-    _engines.append(engine)
-    return int(engine.get_function_address("member"))
+    return llvm.compiled(str(module), "member", effort=0)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from fusionrt import forks
+
+_DECLARED = re.compile(r"^declare .* @(\w+)\(", re.MULTILINE)  # without LLVM's own, which have points
+_engines: list[Any] = []  # they own the code
 
 
 @functools.cache
@@ -19,9 +23,33 @@ def library() -> Any:
 
 
 @functools.cache
-def machine() -> Any:
-    """This one, for code in memory."""
+def machine(effort: int = 2) -> Any:
+    """This one, for code in memory; 0 for what shall be ready in half the time rather than fast."""
     binding = library()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    return binding.Target.from_default_triple().create_target_machine(jit=True)
+    return binding.Target.from_default_triple().create_target_machine(jit=True, opt=effort)
+
+
+def compiled(text: str, symbol: str, effort: int = 2) -> int:
+    """The address of a function of a module, whose code lives as long as the process."""
+    binding = library()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine(effort))
+    missing = [name for name in _DECLARED.findall(text) if binding.address_of_symbol(name) is None]
+    if missing:  # to go on would end the process
+        raise RuntimeError(f"this process does not export {', '.join(missing)}")
+    return _address(engine, symbol)
+
+
+def loaded(object_code: bytes, symbol: str) -> int:
+    """As `compiled`, of what LLVM had compiled."""
+    binding = library()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(object_code))
+    return _address(engine, symbol)
+
+
+def _address(engine: Any, symbol: str) -> int:
+    engine.finalize_object()
+    _engines.append(engine)
+    return int(engine.get_function_address(symbol))

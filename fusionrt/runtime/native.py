@@ -26,7 +26,6 @@ MOST_BYTES = 4096  # of the parameters of all launches
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _FASTCALL = 0x0080  # METH_FASTCALL
-_OF_PYTHON = re.compile(r"^declare .* @(Py\w+)", re.MULTILINE)
 _ADDRESS = re.compile(r"(?:p_(\w+)|(\w+)\.data_ptr\(\))(?: \+ (\d+))?")
 _log = logging.getLogger(__name__)
 
@@ -176,11 +175,10 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
-    method, _ = _method()
     owned = ctypes.addressof(made), made, *tables, known, plan.launched
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.restype, create.argtypes = _object, (_address, _object, _address)
-    function: Callable[..., Any] = create(ctypes.addressof(method), owned, None)
+    function: Callable[..., Any] = create(ctypes.addressof(_method()), owned, None)
     return function
 
 
@@ -199,13 +197,6 @@ def _driver() -> tuple[int | None, int | None]:
 
 
 @functools.cache
-def _method() -> tuple[Any, Any]:
-    """What Python needs to know of the machine code, and what owns that."""
-    binding = llvm.library()
-    text = source.template("call.ll")
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), llvm.machine())
-    missing = [name for name in _OF_PYTHON.findall(text) if binding.address_of_symbol(name) is None]
-    if missing:  # to go on would end the process
-        raise RuntimeError(f"this Python does not export {', '.join(missing)}")
-    engine.finalize_object()
-    return _MethodDef(b"fusionrt_call", engine.get_function_address("call"), _FASTCALL, None), engine
+def _method() -> Any:
+    """What Python needs to know of the machine code."""
+    return _MethodDef(b"fusionrt_call", llvm.compiled(source.template("call.ll"), "call"), _FASTCALL, None)
