@@ -186,11 +186,25 @@ def _pipeline() -> Any:
 @functools.cache
 def _context() -> Any:
     """Numba's, with vectors of 512 bits on processors that have them. LLVM keeps to 256 on Intel's, of which
-    the first lowered their clock by more than that gained; those with VBMI2 no longer do."""
+    the first lowered their clock by more than that gained; those with VBMI2 no longer do.
+
+    And with LLVM's passes over the whole module alone, as Clang has them. Numba's over each function before
+    them and for counted references took a seventh of the time, and code was no faster for them."""
     from numba.core import codegen
     from numba.core.registry import cpu_target
 
+    class Library(codegen.JITCodeLibrary):
+        def _optimize_functions(self, ll_module: Any) -> None:
+            ll_module.data_layout = self._codegen._data_layout
+
+        def _optimize_final_module(self) -> None:
+            made = self._codegen._module_pass_manager()
+            passes, *options = made if isinstance(made, tuple) else (made,)  # Numba 0.61
+            passes.run(self._final_module, *options)
+
     class Codegen(codegen.JITCPUCodegen):
+        _library_class = Library
+
         def _customize_tm_features(self) -> str:
             features = str(super()._customize_tm_features())
             return f"{features},-prefer-256-bit" if "+avx512vbmi2" in features.split(",") else features
