@@ -2,8 +2,10 @@
 // tensors of heads, and their gradients back. On the way there a bias is added and q and k are rotated; on the way
 // back they are rotated by the negative angle, and the gradient of the bias is summed.
 //
-// A thread has a unit of columns (rotary.cuh) of HEADS heads, `groups` apart, and walks over the positions of its
-// block, DEPTH apart: its bias, its frequencies and its sums stay with it, angles are those of all of its heads.
+// A thread has a unit of columns (rotary.cuh) of HEADS heads, `groups` apart, and walks over positions: its bias, its
+// frequencies and its sums stay with it, angles are those of all of its heads. Blocks of the same columns begin
+// `chunk_step` positions apart. Those that come and go have `rows` positions each, DEPTH at a time; those that stay take
+// turns, `step` apart, so that what all read at a time lies together.
 // Sums of a block's positions are joined in shared memory and leave as one row of partial sums, to be added up by
 // another kernel: no atomics, two runs give the same bits.
 //
@@ -11,6 +13,7 @@
 // rotary.cu, and
 //   FORWARD       from p.packed to p.q, p.k, p.v; otherwise back
 //   BIAS          there is one: to add, or whose gradient to sum
+//   ROTATES       whether q and k are rotated
 //   HEADS, LANES  heads of a thread; threads side by side, DEPTH times as many in a block
 
 constexpr int PACKS = INTERLEAVED && VEC > 1 ? 1 : 2;
@@ -106,14 +109,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) qkv_heads(const __grid_co
             load_unit(bias[h], p.bias + head * p.head_dim + c.first, c);
     }
     unsigned long long frequencies[PAIRS];
-    if constexpr (!TABLES)
+    if constexpr (ROTATES && !TABLES)
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) frequencies[j] = frequency(p.octaves, p.turns, c.pair + j);
     Values sums = {};
 
-    const unsigned rotated_heads = c.rotated ? p.q_heads + p.kv_heads : 0;
-    const unsigned end = group < p.groups ? min(p.count, (chunk + 1) * p.rows) : 0;
-    for (unsigned n = chunk * p.rows + threadIdx.x / LANES; n < end; n += DEPTH) {
+    const unsigned rotated_heads = ROTATES && c.rotated ? p.q_heads + p.kv_heads : 0;
+    const unsigned begin = chunk * p.chunk_step, end = group < p.groups ? min(p.count, begin + p.rows) : 0;
+    for (unsigned n = begin + threadIdx.x / LANES; n < end; n += p.step) {
         const unsigned batch = p.of_length.divide(n), s = n - batch * p.of_length.value;
         scalar_t* packed = p.packed + batch * p.packed_batch + s * p.packed_row + c.first;
         Unit in[HEADS];
@@ -124,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) qkv_heads(const __grid_co
             load_unit(in[h], FORWARD ? packed + head * p.head_dim : in_heads(p, head, batch, s) + c.first, c);
         }
         Angles<PAIRS> angles;
-        if (group < rotated_heads) find_angles(p, frequencies, batch, s, c.pair, angles);
+        if (ROTATES && group < rotated_heads) find_angles(p, frequencies, batch, s, c.pair, angles);
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
             const unsigned head = group + h * p.groups;
@@ -137,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) qkv_heads(const __grid_co
                     x[k][v] = at(in[h][k], v);
                     if (BIAS && FORWARD) x[k][v] += at(bias[h][k], v);
                 }
-            if (head < rotated_heads) rotate(x, angles);
+            if (ROTATES && head < rotated_heads) rotate(x, angles);
             store_unit(FORWARD ? in_heads(p, head, batch, s) + c.first : packed + head * p.head_dim, x, c);
             if constexpr (BIAS && !FORWARD)
 #pragma unroll

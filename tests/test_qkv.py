@@ -227,10 +227,15 @@ def test_errors(args, options, error, text):
 # --- kernels
 
 
-FORMS = [Form(dtype, table, positions, vec, table is not None and vec > 1, interleaved, forward, bias)
+FORMS = [Form(dtype, table, positions, vec, table is not None and vec > 1, interleaved, forward, True, True)
          for dtype, vec in (("bfloat16", 8), ("float32", 4), ("float64", 2), ("float32", 1))
          for table, positions in ((None, None), ("float32", "int64"))
-         for interleaved, forward, bias in ((False, True, True), (False, False, True), (True, False, True))]
+         for interleaved, forward in ((False, True), (False, False), (True, False))]
+FORMS += [Form(dtype, None, None, vec, False, False, forward, True, False)
+          for dtype, vec in (("bfloat16", 8), ("bfloat16", 4), ("float32", 4), ("float64", 2))
+          for forward in (True, False)]
+FORMS += [Form("bfloat16", table, None, 4, table is not None, False, forward, True, True)
+          for table in (None, "bfloat16") for forward in (True, False)]
 
 
 @pytest.mark.parametrize("form, arch", [*((form, "sm_90") for form in FORMS),

@@ -27,13 +27,11 @@ from fusionrt.ops.depthwise_forms import (
     Line,
     Pair,
     alignment,
-    arithmetic,
     dense_steps,
     line_of,
     steps,
 )
-from fusionrt.runtime import accumulators
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.partial_sums import add_up
 
 Tensor = torch.Tensor
 STRIDES = (1, 2)
@@ -179,17 +177,16 @@ def _large(call: Call, size: Sequence[int], least: Mapping[int, float]) -> bool:
 # -- the gradient of the weights ---------------------------------------------------------------------
 
 class Sums(NamedTuple):
-    """A launch that makes rows of partial sums, how many, and the one that adds them."""
+    """A launch that makes rows of partial sums, and how many."""
 
     partial: Launch
     groups: int
-    total: Launch
 
     def __call__(self, out: Tensor, *operands: Tensor | None) -> None:
         acc = torch.promote_types(out.dtype, torch.float32)
-        partials = torch.empty(self.groups * out.numel(), dtype=acc, device=out.device)
+        partials = torch.empty((self.groups, out.numel()), dtype=acc, device=out.device)
         self.partial(out.device, *operands, partials)
-        self.total(out.device, partials, out, *(None,) * (accumulators.SUMS - 1))
+        add_up("depthwise_conv2d_backward", partials, out)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, geometry: Geometry, kernel: Sequence[int]) -> Tensor:
@@ -212,21 +209,7 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     larger = (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles)
     found = [way.weight_sums(form, images, rows, columns)
              for way in _ways(call, form, images, (rows, columns), size, *larger, sums=True)]
-    return tuple(_sums(call, *launched) for launched in found)
-
-
-def _sums(call: Call, partial: Launch, groups: int) -> Sums:
-    kept = call.shape[1] * call.kernel[0] * call.kernel[1]
-    total = Launch(adding(str(call.dtype).removeprefix("torch.")), accumulators.blocks(kept, groups),
-                   (groups, kept, accumulators.side(kept, groups)))
-    return Sums(partial, groups, total)
-
-
-@functools.cache
-def adding(dtype: str) -> Kernel:
-    return Kernel("depthwise_conv2d_backward", "sum_partials", accumulators.sum_fields("acc_t", "out_t"),
-                  ["using index_t = unsigned long long;", f"using out_t = {dtype}_t;"],
-                  block=accumulators.BLOCK, **arithmetic(dtype))
+    return tuple(Sums(*launched) for launched in found)
 
 
 # -- both gradients ----------------------------------------------------------------------------------
@@ -252,4 +235,4 @@ def _of_both(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
             and all(depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
         return None
     rows, columns = _lines(call, form, _flipped(call, geometry), size)
-    return _sums(call, *depthwise_tiles.gradients(form, images, rows, columns, of_x.steps[0]))
+    return Sums(*depthwise_tiles.gradients(form, images, rows, columns, of_x.steps[0]))

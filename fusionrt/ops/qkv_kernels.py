@@ -13,15 +13,18 @@ from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, laid
-from fusionrt.ops.reduction import sum as sum_over
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.ops.rotary_kernels import Plan, cpu_tables, is_packed, position_steps, table_steps
+from fusionrt.rehearsal import stands_for
+from fusionrt.runtime.device import multiprocessors
 from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.partial_sums import add_up
 from fusionrt.runtime.source import Field, magic, pointer
 
 Tensor = torch.Tensor
 LANES = 32
-MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * 132   # positions of a thread; blocks for each of which it has more than one
+STAYING = 2                             # blocks of a multiprocessor
+MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * 132   # of others: positions of a thread; blocks before it has several
 
 
 class Call(NamedTuple):
@@ -48,6 +51,13 @@ class Form(NamedTuple):
     interleaved: bool
     forward: bool
     bias: bool
+    rotates: bool
+
+    @property
+    def stays(self) -> bool:
+        """Whether blocks do: of sums each leaves a row, and of packs of eight columns a thread finds eight
+        frequencies, in double precision."""
+        return self.vec > 4 or (self.bias and not self.forward)
 
 
 def _heads_of_thread(dtype: str) -> int:
@@ -68,7 +78,8 @@ def kernel_of(form: Form) -> Kernel:
     fields += [Field(f"double {name}", "d") for name in ("octaves", "turns")]
     fields += [Field(f"Divisor {name}", "III") for name in ("of_units", "of_length")]
     fields += [Field(f"unsigned {name}", "I") for name in (
-        "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count", "rows", "width")]
+        "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count", "chunk_step", "step", "rows",
+        "width")]
     fields += [Field(f"int {name}", "i") for name in ("rotated_units", "half", "head_dim")]
     constants = [
         f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
@@ -77,7 +88,7 @@ def kernel_of(form: Form) -> Kernel:
         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
             ("INTERLEAVED", form.interleaved), ("TABLES", form.table is not None),
             ("TABLE_PACKS", form.table_packs), ("POSITIONS", form.positions is not None),
-            ("FORWARD", form.forward), ("BIAS", form.bias)))]
+            ("FORWARD", form.forward), ("BIAS", form.bias), ("ROTATES", form.rotates)))]
     return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=_acc(form.dtype))
 
 
@@ -85,7 +96,9 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     """To heads adding the bias, or back, when the bias is what its gradient is written to."""
     q, rotary = call.heads[0], call.rotary
     tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
-    plan, chunks = _planned(bias is not None, rotary._replace(offset=0), *map(laid, tensors))
+    index = stands_for(q.device).index
+    plan, chunks = _planned(132 if index is None else multiprocessors(index), bias is not None,
+                            rotary._replace(offset=0), *map(laid, tensors))
     partials = fault = None
     if bias is not None and rotary.inverse:
         acc = torch.promote_types(q.dtype, torch.float32)
@@ -95,14 +108,15 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     places = [0 if t is None else t.data_ptr() for t in (*tensors[:5], partials, *tensors[5:], fault)]
     plan.kernel(q.device, plan.blocks, *places, *plan.steps, rotary.offset, *plan.numbers)
     if partials is not None and bias is not None:
-        bias.copy_(sum_over(partials, 0))
+        add_up("qkv_heads_backward", partials, bias)
     if fault is not None and call.cos is not None:
         indices.check_later("qkv_heads", fault, [Indices("position_ids", None, call.cos.shape[1])])
 
 
 @functools.lru_cache(1024)
-def _planned(has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid, v: Laid, bias: Laid | None,
-             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> tuple[Plan, int]:
+def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid,
+             v: Laid, bias: Laid | None, cos: Laid | None, sin: Laid | None, positions: Laid | None
+             ) -> tuple[Plan, int]:
     """And how many rows of partial sums a bias has."""
     batch, q_heads, length, head_dim = q.shape
     kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, _name(q)
@@ -110,22 +124,28 @@ def _planned(has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid, v: 
     pairs = max(1, vec // 2 if rotary.interleaved else vec)
     table = None if cos is None or sin is None else (cos, sin)
     packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
-    kernel = kernel_of(Form(dtype, None if table is None else _name(table[0]),
-                            None if positions is None else _name(positions), vec, packs,
-                            rotary.interleaved, not rotary.inverse, has_bias))
+    form = Form(dtype, None if table is None else _name(table[0]),
+                None if positions is None else _name(positions), vec, packs, rotary.interleaved,
+                not rotary.inverse, has_bias, half > 0)
+    kernel = kernel_of(form)
     copied = vec if rotary.interleaved and vec > 1 else 2 * vec   # columns of a unit
     units = half // pairs + -(-(head_dim - 2 * half) // copied)
     heads, count = q_heads + 2 * kv_heads, batch * length
     groups = -(-heads // _heads_of_thread(dtype))
     column_blocks = -(-groups * units // LANES)
     depth = kernel.block // LANES
-    rows = depth * max(1, min(MOST_ROWS, count * column_blocks // (depth * ENOUGH_BLOCKS)))
-    chunks = -(-count // rows)
+    if form.stays:
+        chunks = min(-(-count // depth), max(1, STAYING * n_multiprocessors // column_blocks))
+        walk = depth, chunks * depth, count
+    else:
+        rows = depth * max(1, min(MOST_ROWS, count * column_blocks // (depth * ENOUGH_BLOCKS)))
+        chunks = -(-count // rows)
+        walk = rows, depth, rows
     steps = (*packed.strides[:2], *(t.stride(k) for t in (q, k, v) for k in (0, 2, 1)), *table_steps(table),
              *position_steps(positions))
     return Plan(kernel, column_blocks * chunks, steps, (
         2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
-        *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, rows,
+        *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, *walk,
         packed.shape[2], half // pairs, half, head_dim)), chunks
 
 
