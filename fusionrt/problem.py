@@ -66,6 +66,7 @@ class Problem(NamedTuple):
     taken: tuple[tuple[str, str], ...] = ()    # outputs that take an operand's memory, and that operand
     inner: int = 1                    # neighbours in memory of a row across it: found apart, then joined
     once: tuple[str, ...] = ()        # outputs that have one value for those
+    abreast: int = 1                  # rows that are seen as one, which so is whole packs
     then: Problem | None = None       # elements that the same kernel computes from what it has found
     found: tuple[tuple[str, str], ...] = ()    # their operands that are outputs of this, and those
     returned: tuple[str, ...] = ()    # which outputs of both a caller gets, in order

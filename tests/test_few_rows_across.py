@@ -7,6 +7,7 @@ from checking import BF16, F16, F32, check, lost
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch, pointwise
+from fusionrt.runtime.parts import split
 
 SHAPES = {"heads": ((4, 512, 16, 64), 2), "batch": ((16, 256, 1024), 0), "height": ((16, 64, 33, 64), 2)}
 OPS = {name: getattr(torch, name) for name in ("sum", "mean", "amax", "var", "logsumexp")}
@@ -16,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def parts(shape, dim, dtype, op="sum"):
     with collecting() as needed:
         getattr(frt, op)(torch.empty(shape, device="meta", dtype=dtype), dim)
-    return [(part.problem, part.rows) for p in needed for part in pointwise.split(p)]
+    return [(part.problem, part.rows) for p in needed for part in split(p)]
 
 
 @pytest.mark.parametrize(("shape", "dim", "expected"), [

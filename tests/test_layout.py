@@ -14,6 +14,7 @@ from fusionrt import layout
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch, pointwise
+from fusionrt.runtime.parts import split
 from fusionrt.runtime.source import Field, Params, magic, pointer
 
 fast = settings(max_examples=100, deadline=None, derandomize=True)
@@ -270,7 +271,7 @@ def test_params_of_real_problems_have_no_padding(call, dtype):
     assert len(problems) == 2
     for problem in problems:
         assert isinstance(problem, Problem)
-        for part, _, rows in pointwise.split(problem):
+        for part, _, rows in split(problem):
             for alignment in (2, 8, 16):
                 source = pointwise.generate(part, alignment, rows)
                 found, _, size = c_layout(source.params.declaration)

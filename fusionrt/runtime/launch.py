@@ -34,6 +34,7 @@ from fusionrt.runtime import (
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
+from fusionrt.runtime.parts import Launch, split
 
 Run = Callable[..., Any]
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
@@ -215,7 +216,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
         _write_joined(text, problem, values)
     else:
         # The one that writes full outputs last: they may take the memory of operands.
-        for launch in reversed(pointwise.split(problem)):
+        for launch in reversed(split(problem)):
             _write_launch(text, launch, alignment, values)
     returned = list(problem.returned) or [o.name for o in problem.outputs]
     text.lines.append("return " + ", ".join(returned))
@@ -223,7 +224,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     return text.settles(run, names, returned) if alignment == 16 else run
 
 
-def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: dict[str, str]) -> None:
+def _write_launch(text: Text, launch: Launch, alignment: int, values: dict[str, str]) -> None:
     part, rows = launch.problem, launch.rows
     source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
     if rows is None:
@@ -242,10 +243,11 @@ def _write_launch(text: Text, launch: pointwise.Launch, alignment: int, values: 
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
-    _write_sums(text, part, list(zip(reduced, _sum_dtypes(launch), strict=True)), rows, rows.kept, chunks)
+    sums = list(zip(reduced, _sum_dtypes(launch), strict=True))
+    _write_sums(text, part, sums, rows, launch.kept, chunks * part.abreast)
 
 
-def _write_joined_parts(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int,
+def _write_joined_parts(text: Text, launch: Launch, source: pointwise.Source, grid: int,
                         values: dict[str, str]) -> None:
     """The block that ends last joins what all have left."""
     part, call = launch.problem, text.call
@@ -263,7 +265,7 @@ def _joined(kept: int, chunks: int, alone: bool = False) -> dict[str, str]:
     return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks, alone))}
 
 
-def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source, grid: int, chunks: int,
+def _write_across(text: Text, launch: Launch, source: pointwise.Source, grid: int, chunks: int,
                   values: dict[str, str]) -> None:
     """Partial values of all rows, then what follows from them; both at once where one block has a row."""
     part, rows = launch.problem, launch.rows
@@ -271,11 +273,12 @@ def _write_across(text: Text, launch: pointwise.Launch, source: pointwise.Source
     for operand, result in zip(part.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
         values = values | {operand.name: f"{operand.name}.data_ptr()"}
-    parted = chunks > 1 or part.inner > 1
+    parted = chunks > 1 or part.inner > 1 or part.abreast > 1
     if parted:
         n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
-        kept, each = rows.kept // part.inner, chunks * part.inner
+        kept, chunks = launch.kept // part.inner, chunks * part.abreast
+        each = chunks * part.inner
         values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": str(chunks)}
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
@@ -368,7 +371,7 @@ def _together(sums: Sequence[tuple[int, str]]) -> list[tuple[str, list[int]]]:
 def _allocate_sum(text: Text, part: Problem, k: int, kept: int) -> str:
     """Memory for output k, or for the finer sums that it is made of; its address."""
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    if _kept(operand, part) == kept:
+    if _kept(operand, text.call.problem) == kept:
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
     else:
         text.allocate(operand.name, (kept,), (1,), getattr(torch, part.acc))
@@ -377,7 +380,7 @@ def _allocate_sum(text: Text, part: Problem, k: int, kept: int) -> str:
 
 def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> None:
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    if rows is not None and _kept(operand, part) != rows.kept:
+    if rows is not None and _kept(operand, text.call.problem) * part.abreast != rows.kept:
         text.scope |= {f"rows{k}": rows, f"strides{k}": operand.strides, f"sizes{k}": part.sizes,
                        f"result{k}": result}
         text.more(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, result{k})")
@@ -395,7 +398,7 @@ def sources(problem: Problem) -> list[pointwise.Source]:
         return [row_kernels.generate(problem, 16),
                 *(pointwise.generate_sum(problem, dtype) for dtype in dict.fromkeys(sums))]
     made = []
-    for launch in pointwise.split(problem):
+    for launch in split(problem):
         part = launch.problem
         made.append(pointwise.generate(part, 16, launch.rows))
         if launch.rows is None or pointwise.needs_no_other(part, launch.rows):
@@ -407,11 +410,10 @@ def sources(problem: Problem) -> list[pointwise.Source]:
     return made
 
 
-def _sum_dtypes(launch: pointwise.Launch) -> list[str]:
+def _sum_dtypes(launch: Launch) -> list[str]:
     """Of the finished sums: the output's, or acc_t where a coarser output is summed further."""
-    part, rows = launch.problem, launch.rows
-    assert rows is not None
-    return [o.dtype if _kept(o, part) == rows.kept else part.acc
+    part = launch.problem
+    return [o.dtype if _kept(o, part) == launch.kept else part.acc
             for o, reduced in zip(part.outputs, part.reduced, strict=True) if reduced]
 
 

@@ -36,7 +36,8 @@ BLOCK = 128
 REDUCE_UNROLL, NARROW_UNROLL = 2, 8
 MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
-REDUCE_BLOCKS_OF_MASKS = MULTIPROCESSORS * 12  # whole waves
+# Blocks that stay, where they leave many rows of partial sums, or read bits; up to so many side by side.
+STAYING_BLOCKS, STAYING_TILES, STAYING_TILES_OF_MASKS = MULTIPROCESSORS * 3, 15, 64
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 MISALIGNED_WORDS = 16  # of operands, where vectors are narrow
@@ -70,7 +71,7 @@ def vector_width(problem: Problem, alignment: int) -> int:
     """
     width = pack_width(problem, alignment)
     if any(problem.reduced) and len(problem.sizes) > 1:
-        while problem.sizes[0] % width:
+        while problem.sizes[0] * problem.abreast % width:
             width //= 2
     return width
 
@@ -457,7 +458,8 @@ def _is_narrow(problem: Problem, width: int) -> bool:
 
 def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
     """Whether every block has all of its sums, and computes the outputs of rows that lie across memory."""
-    return problem.across and problem.inner == 1 and n_chunks(problem, rows, width) == 1
+    whole = problem.across and problem.inner == problem.abreast == 1
+    return whole and n_chunks(problem, rows, width) == 1
 
 
 def is_joined(problem: Problem, rows: Reduction, width: int) -> bool:
@@ -469,8 +471,8 @@ def is_joined(problem: Problem, rows: Reduction, width: int) -> bool:
 def is_alone(problem: Problem, rows: Reduction, width: int) -> bool:
     """Whether a thread has all rows of its columns: of few rows, where it then need not ask another one."""
     threads = rows.n_groups * rows.columns // width
-    return (problem.across and problem.inner == 1 and problem.then is None and rows.keeps_columns
-            and rows.n_rows <= ALONE and threads >= ALONE_THREADS)
+    whole = problem.across and problem.inner == problem.abreast == 1 and problem.then is None
+    return whole and rows.keeps_columns and rows.n_rows <= ALONE and threads >= ALONE_THREADS
 
 
 def needs_no_other(problem: Problem, rows: Reduction) -> bool:
@@ -517,8 +519,9 @@ def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
         blocks = MULTIPROCESSORS * across_blocks(problem, width)
         wanted = max(2, blocks // tiles(problem, rows, width)) if tiles(problem, rows, width) < blocks else 1
     else:
-        masked = width > 4 and any(o.dtype == MASK for o in problem.inputs)
-        wanted = -(-(REDUCE_BLOCKS_OF_MASKS if masked else REDUCE_BLOCKS) // tiles(problem, rows, width))
+        masked, n_tiles = any(o.dtype == MASK for o in problem.inputs), tiles(problem, rows, width)
+        few = STAYING_TILES_OF_MASKS if masked else STAYING_TILES if problem.abreast > 1 else 0
+        wanted = -(-(STAYING_BLOCKS if n_tiles <= few else REDUCE_BLOCKS) // n_tiles)
     return max(1, min(wanted, steps // (2 * REDUCE_UNROLL)))
 
 
@@ -554,46 +557,3 @@ def generate_join(problem: Problem) -> Source:
     params, values, text = accumulators.joining(problem)
     constants = arithmetic(problem.acc, problem.significant_bits)
     return Source("join_partials", assemble("join_partials", constants, text), params, values)
-
-
-class Launch(NamedTuple):
-    """One kernel of a problem: the part of the outputs that it computes."""
-
-    problem: Problem
-    outputs: tuple[int, ...]            # which of the whole problem's outputs
-    rows: Reduction | None
-
-
-def split(problem: Problem) -> list[Launch]:
-    """One launch writes the full outputs and one pattern of reduced ones; another launch for each
-    pattern that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
-    if problem.across:
-        kept = tuple(map(any, zip(*(o.strides for o in problem.outputs), strict=True)))
-        return [Launch(problem, tuple(range(len(problem.outputs))), reduction(problem.domain, kept))]
-    patterns: dict[tuple[bool, ...], list[int]] = {}
-    for k in sorted((k for k, r in enumerate(problem.reduced) if r),
-                    key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
-        kept = tuple(s != 0 for s in problem.outputs[k].strides)
-        finer = next((p for p in patterns if all(a <= b for a, b in zip(kept, p, strict=True))), kept)
-        patterns.setdefault(finer, []).append(k)
-    full = [k for k, r in enumerate(problem.reduced) if not r]
-    if not patterns:
-        return [Launch(_part(problem, full), tuple(full), None)]
-    launches = []
-    for kept, members in patterns.items():
-        chosen = tuple(full + members)
-        full = []
-        launches.append(Launch(_part(problem, chosen), chosen, reduction(problem.domain, kept)))
-    return launches
-
-
-def _part(problem: Problem, chosen: Sequence[int]) -> Problem:
-    roots = tuple(problem.roots[k] for k in chosen)
-    used = {*leaves(roots, "arg"), *leaves(roots, "mask"), *leaves(roots, "row_size")}
-    random = set(leaves(roots, "random"))
-    return problem._replace(
-        inputs=tuple(o for o in problem.inputs if o.name in used),
-        scalars=tuple(s for s in problem.scalars if s in used), roots=roots,
-        outputs=tuple(problem.outputs[k] for k in chosen),
-        reduced=tuple(problem.reduced[k] for k in chosen),
-        streams=problem.streams if random else ())

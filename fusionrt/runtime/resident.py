@@ -20,6 +20,7 @@ from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
+from fusionrt.runtime.parts import split
 from fusionrt.runtime.source import ITEMSIZE, Field, Params, arithmetic, assemble, pointer
 
 RESERVED = 1 << 10  # bytes of shared memory that every block takes
@@ -27,7 +28,7 @@ REGISTERS = 1 << 16
 
 
 def rows(problem: Problem) -> Reduction:
-    launch, = pointwise.split(problem)
+    launch, = split(problem)
     assert launch.rows is not None
     return launch.rows
 
