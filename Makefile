@@ -12,7 +12,7 @@ STAMP  := .venv/installed
 test: $(STAMP)
 	@$(BIN)/ruff check --quiet --output-format=concise .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/pytest --no-header -n auto $(ARGS)
+	@$(BIN)/pytest --no-header -n auto --dist worksteal $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py

@@ -109,6 +109,20 @@ VIEWS = {
 }
 
 
+def making(device, sizes):
+    """For an op's example: float32 operands that want gradients, and others; `sizes` for some of its own."""
+    def make(*shape, dtype=torch.float32, high=None):
+        shape = tuple(sizes.get(n, n) for n in shape)
+        if dtype.is_floating_point:
+            return (torch.rand(shape, device=device) + 0.1).to(dtype).requires_grad_()
+        if dtype == torch.bool:
+            return torch.rand(shape, device=device) < 0.5
+        few = min(sizes.values(), default=2)
+        return torch.randint(0, min(high or few, few), shape, device=device).to(dtype)
+
+    return make
+
+
 def is_floating(value):
     return torch.is_tensor(value) and value.is_floating_point()
 

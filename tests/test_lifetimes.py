@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from checking import making
 
 from fusionrt import deferred
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
@@ -16,20 +17,8 @@ HOLDING = {"argmax", "argmin"}  # indices, for the next gradient
 OF_A_CPU = {"cpu_fused_attention", "optimized_cpu_attention"}
 
 
-def making(device):
-    def make(*shape, dtype=torch.float32, high=100):
-        shape = tuple(SIZES.get(n, n) for n in shape)
-        if dtype.is_floating_point:
-            return (torch.rand(shape, device=device) + 0.1).to(dtype).requires_grad_()
-        if dtype == torch.bool:
-            return torch.rand(shape, device=device) < 0.5
-        return torch.randint(0, min(high or 40, 40), shape, device=device).to(dtype)
-
-    return make
-
-
-def run(op, make):
-    args = op.example(make)
+def run(op, device):
+    args = op.example(making(device, SIZES))
     outs = op(*args)
     graded = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if getattr(o, "requires_grad", False)]
     if graded:
@@ -46,13 +35,15 @@ def with_memory():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tensors_die(device):
     deferred.check(torch.zeros((), dtype=torch.int64, device=device), str)  # whose memory is for all calls
-    left, before = {}, with_memory()
-    for name in ON_A_CPU if device == "cpu" else sorted({*OPS} - HOLDING - OF_A_CPU):
-        run(OPS[name], making(device))
-        now = with_memory()
-        left[name] = [tuple(t.shape) for key, t in now.items() if key not in before]
-        before = now
-    assert not {name: shapes for name, shapes in left.items() if shapes}
+    def left_by(names):
+        before = with_memory()
+        for name in names:
+            run(OPS[name], device)
+        return [tuple(t.shape) for key, t in with_memory().items() if key not in before]
+
+    names = ON_A_CPU if device == "cpu" else sorted({*OPS} - HOLDING - OF_A_CPU)
+    shapes = left_by(names)  # a look at all objects takes half a second
+    assert not shapes, {name: left_by([name]) for name in names}
 
 
 def test_images_whose_channels_are_not_theirs_alone(device):

@@ -181,7 +181,7 @@ def test_eps_of_rms_norm_is_torchs(device):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("shape", [(33, 65), (400, 20_000)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 65), (90, 20_000)], ids=str)
 def test_weights_of_another_dtype(shape, dtype, device):
     """16-bit rows with float32 weights: the result is that of float32, rounded once."""
     row = shape[1:]

@@ -320,7 +320,7 @@ def test_narrow_rows(columns, device):
 @pytest.mark.parametrize("columns", [300_000, 2_000_000])
 def test_few_long_rows(columns, device):
     """A cluster each, or a whole device."""
-    x = torch.randn(3, columns, device=device)
+    x = torch.randn(3, columns if device == "cuda" else columns // 8, device=device)
     for name in ("sum", "logsumexp"):
         compare(name, x, -1)
         compare(name, x[:1], -1)

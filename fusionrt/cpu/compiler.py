@@ -169,8 +169,8 @@ def _pipeline() -> Any:
     passes = (*(getattr(untyped_passes, name) for name in (
                   "TranslateByteCode", "FixupArgs", "IRProcessing", "ReconstructSSA")),
               *(getattr(typed_passes, name) for name in (
-                  "NopythonTypeInference", "PreLowerStripPhis", "IRLegalization", "AnnotateTypes",
-                  "NativeLowering", "NoPythonBackend")))
+                  "NopythonTypeInference", "PreLowerStripPhis", "AnnotateTypes", "NativeLowering",
+                  "NoPythonBackend")))
 
     class Pipeline(compiler.CompilerBase):
         def define_pipelines(self) -> list[Any]:
