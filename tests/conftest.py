@@ -48,6 +48,14 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 20, 20)
 
 
+@pytest.fixture
+def only_new_objects():
+    """Neither `gc.collect` nor `gc.get_objects` looks at what is there already: half a second in a fresh
+    process, several after thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -6,7 +6,7 @@ from checking import BF16, F32, F64, check, check_in_norm, lost
 from torch.nn import functional as F
 
 import fusionrt as frt
-from fusionrt.cpu import columns, pointwise, rows
+from fusionrt.cpu import abreast, columns, pointwise, rows
 from fusionrt.rehearsal import collecting
 
 OPS = {name: getattr(torch, name) for name in ("sum", "mean", "amax", "var", "logsumexp", "argmax")}
@@ -184,3 +184,25 @@ def test_a_bias_of_short_rows(columns, dtype):
         with collecting("cpu") as needed:
             op(*(torch.empty(t.shape, dtype=dtype, device="meta") for t in args))
         assert [bool(pointwise.repeated(p)) for p in needed] == [columns <= pointwise.SHORT_ROW]
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "columns", "each"), [
+    (20_480, 7, 128), (9300, 33, 31), (4096, 40, 16), (640, 2, 320), (60, 5, 60), (20_479, 7, 1), (40, 3, 1),
+    (4096, 41, 1)])
+def test_gradients_of_short_rows(rows, columns, each, dtype):
+    """Sums over rows side by side, of one task and of several."""
+    x, grad = (torch.randn(rows, columns).to(dtype) for _ in "xg")
+    w, b = (torch.randn(columns).to(dtype) for _ in "wb")
+    for op, args in ((frt.bias_gelu, (x, b)), (frt.bias_relu, (x, b)), (frt.scale_bias_sigmoid, (x, w, b))):
+        leaves, exact = ([t.to(d).requires_grad_() for t in args] for d in (dtype, F64))
+        found = torch.autograd.grad(op(*leaves), leaves, grad)
+        truth = torch.autograd.grad(op.reference(*exact), exact, grad.double())
+        for ours, true in zip(found, truth, strict=True):
+            terms = 1 if true.dim() > 1 else rows if dtype == F64 else rows ** 0.5
+            limit = 4 * torch.finfo(dtype).eps * (true.abs().max() + terms)
+            assert (ours.double() - true).abs().max() <= limit
+        with collecting("cpu") as needed:
+            of_meta = [torch.empty(t.shape, dtype=dtype, device="meta", requires_grad=True) for t in args]
+            op(*of_meta).backward(torch.empty(x.shape, dtype=dtype, device="meta"))
+        assert max(abreast.side_by_side(p).abreast for p in needed) == each

@@ -338,7 +338,7 @@ def test_draws(driver: Driver) -> None:
     assert not driver.launches
 
 
-def test_nothing_leaks(driver: Driver) -> None:
+def test_nothing_leaks(driver: Driver, only_new_objects: None) -> None:
     x, y = tensors()
     run = settled(driver)
     number = 123456.5

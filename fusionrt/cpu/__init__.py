@@ -16,8 +16,8 @@ def build(problem: Problem, outputs: Sequence[Output], n_args: int) -> Callable[
     if problem.across:
         from fusionrt.cpu import across
         return across.build(problem, outputs, n_args)
-    from fusionrt.cpu import pointwise
-    return pointwise.build(problem, outputs, n_args)
+    from fusionrt.cpu import abreast, pointwise
+    return pointwise.build(abreast.side_by_side(problem), outputs, n_args)
 
 
 def texts(problem: Problem) -> list[tuple[str, str]]:
@@ -28,5 +28,5 @@ def texts(problem: Problem) -> list[tuple[str, str]]:
     if problem.across:
         from fusionrt.cpu import across
         return [(writer.generate(part), part.accuracy) for writer, part in across.kernels(problem)]
-    from fusionrt.cpu import pointwise
-    return [(pointwise.generate(problem), problem.accuracy)]
+    from fusionrt.cpu import abreast, pointwise
+    return [(pointwise.generate(abreast.side_by_side(problem)), problem.accuracy)]

@@ -121,16 +121,18 @@ class Text:
         self.scope["own_memory"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
         self.lines.append("own = own_memory()")
 
-    def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0) -> None:
+    def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0,
+                     joins: bool = False) -> None:
         """Each has memory of its own for the sums of some results, `kept[k]` numbers of result k, which are
-        added up in the end, and for so many `buffers` of `size` bytes."""
+        added up in the end, if there are several or a single one `joins`, and for so many `buffers` of `size`
+        bytes."""
         ends = list(itertools.accumulate((tasks * n for n in kept.values()), initial=0))
         self.memory_of_tasks(ends[-1] + tasks * buffers * size // 8)
         for k, place in zip(kept, ends, strict=False):
             self.pointers[len(self.problem.inputs) + k] = f"own.data_ptr() + {8 * place}"
         self.pointers += [f"own.data_ptr() + {8 * ends[-1] + k * tasks * size}" for k in range(buffers)]
         self.launch()
-        if kept and tasks > 1:
+        if kept and (tasks > 1 or joins):
             self.launch_alone(tasks, tasks + 1)
         for k, place in zip(kept, ends, strict=False):
             result = self.results[k]

@@ -50,10 +50,11 @@ def generate(problem: Problem) -> str:
     lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
     lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
               for k, o in enumerate(operands) for d in range(n_dims) if o.strides[d] not in (0, 1)]
+    lines += [f"columns = n0 // integers[{seed + 3}]"] * (problem.abreast > 1)
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
     scratch = [*problem.streams, *(f"buffer_{o.name}" for o in buffered)]
-    again = repeated(problem)
-    near = [*fetched(problem), *again]
+    again, alike = repeated(problem), _alike(problem)
+    near = [*fetched(problem), *again, *alike]
     scratch += [f"near_{o.name}" for o in near]
     names = [*(o.name for o in (*inputs, *outputs)), *scratch]
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
@@ -65,6 +66,8 @@ def generate(problem: Problem) -> str:
     own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})" for o in near]
     own += [line for o in again for line in (
         f"for j in range({BLOCK} + n0):", f"    near_{o.name}[j] = {o.name}_data[j % n0]")]
+    own += [line for o in alike for line in (
+        "for j in range(n0):", f"    near_{o.name}[j] = {o.name}_data[j % columns]")]
     own += [f"{name} = {dtype}_at({places[s]})" for s in problem.streams
             for name, dtype in ((f"bits_{s}", "uint16"), (f"words_{s}", "uint64"))]
     body = [*_coordinates(problem), *(
@@ -137,6 +140,9 @@ def in_tasks(problem: Problem, places: Mapping[str, str], tasks: str, count: str
                    f"    {o.name}_other = float64_at({places[o.name]} + other * {kept} * 8)",
                    f"    for j in range({kept}):",
                    f"        {_add(here, there, o in tops)}"]
+        if problem.abreast > 1:
+            joined += [f"for j in range(columns, {kept}):",
+                       f"    {_add(f'{o.name}_data[j % columns]', here, o in tops)}"]
     return ["for task in range(first, last):", f"    if task == {tasks}:", *indented(indented(joined)),
             "        return", *indented(sums), *indented(empty), f"    start = {count} * task // {tasks}",
             f"    stop = {count} * (task + 1) // {tasks}", *indented(walk)]
@@ -277,13 +283,18 @@ def repeated(problem: Problem) -> list[Operand]:
     return found if all(o.strides == flat for o in others) else []
 
 
+def _alike(problem: Problem) -> list[Operand]:
+    """Inputs of rows side by side that repeat from one to the next."""
+    return [o for o in problem.inputs if problem.abreast > 1 and o.strides == (1, 0)]
+
+
 def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
            means: Container[Operand]) -> list[str]:
     """A run of the innermost dimension."""
     tops, apart, near = outputs_of(problem, TOPS), _apart(problem), fetched(problem)
     places = {o: f"{o.name}_data[{o.name}_base + {step(o)}]" for o in problem.inputs if o.strides[0]}
     at_hand = (places | {o: f"near_{o.name}[j]" for o in near} |
-               {o: f"near_{o.name}[{o.name}_base + j]" for o in repeated(problem)})
+               {o: f"near_{o.name}[{o.name}_base + j]" for o in (*repeated(problem), *_alike(problem))})
     lines = [f"{o.name} = load_{o.dtype}({place})" for o, place in at_hand.items()]
     lines += [f"{s} = bits_{s}[i - drawn + j]" for s in problem.streams]
     statements, results = emit(_values(problem), "{} = {}")
@@ -337,15 +348,16 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     # A task per part of the domain, never so many that their sums take long beside the domain itself.
     most = min(SUM_TASKS, count // (32 * max(sums_of.values())) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
-    near = len(fetched(problem)) + len(repeated(problem))
+    near = len(fetched(problem)) + len(repeated(problem)) + len(_alike(problem))
     buffers = len(problem.streams) + len(buffered_sums(problem)) + near
     text = Text(problem, results, run, Arguments(
-        len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks], len(problem.scalars)))
+        len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks, problem.abreast],
+        len(problem.scalars)))
     if problem.streams:
         text.draw(len(integers))
     if _has_tasks(problem):
         text.divide(tasks, tasks > 1 and pays(count), 1)
-        text.launch_tasks(tasks, sums_of, buffers, BUFFER)
+        text.launch_tasks(tasks, sums_of, buffers, BUFFER, joins=problem.abreast > 1)
     else:
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()
