@@ -33,8 +33,7 @@ def machine(effort: int = 2) -> Any:
 
 def compiled(text: str, symbol: str, effort: int = 2) -> int:
     """The address of a function of a module, whose code lives as long as the process."""
-    binding = library()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine(effort))
+    binding, engine = library(), _engine(text, effort)
     missing = [name for name in _DECLARED.findall(text) if binding.address_of_symbol(name) is None]
     if missing:  # to go on would end the process
         raise RuntimeError(f"this process does not export {', '.join(missing)}")
@@ -43,13 +42,19 @@ def compiled(text: str, symbol: str, effort: int = 2) -> int:
 
 def loaded(object_code: bytes, symbol: str) -> int:
     """As `compiled`, of what LLVM had compiled."""
-    binding = library()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(object_code))
+    engine = _engine("")
+    engine.add_object_file(library().ObjectFileRef.from_data(object_code))
     return _address(engine, symbol)
+
+
+def _engine(text: str, effort: int = 2) -> Any:
+    """Kept from the start, as it also takes the machine with it where it ends."""
+    binding = library()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine(effort))
+    _engines.append(engine)
+    return engine
 
 
 def _address(engine: Any, symbol: str) -> int:
     engine.finalize_object()
-    _engines.append(engine)
     return int(engine.get_function_address(symbol))
