@@ -5,14 +5,13 @@ Ops are lazy: the module that declares one is imported when someone asks for it.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from fusionrt.dispatch import Sites, Usual, front, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
-from fusionrt.op_names import MODULE
+from fusionrt.op_names import MODULE, load
 
 # make(*shape) gives one tensor of the dtype in question: how an op's typical arguments are written.
 Make = Callable[..., Any]
@@ -43,7 +42,7 @@ class Catalogue(MutableMapping[str, "Op[..., Any]"]):
 
     def __getitem__(self, name: str) -> Op[..., Any]:
         if name not in self._declared and name in MODULE:
-            importlib.import_module(f"fusionrt.ops.{MODULE[name]}")
+            load(name)
         return self._declared[name]
 
     def __setitem__(self, name: str, op: Op[..., Any]) -> None:

@@ -24,8 +24,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from fusionrt import forks
-from fusionrt.op_names import OPS
+from fusionrt import forks, op_names
 
 Leaf = str
 Function = Callable[..., "Expr"]
@@ -123,18 +122,22 @@ class Expr:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
-        """`torch.sigmoid(x)` in a traced function means our `sigmoid(x)`."""
+        """`torch.exp(x)` in a traced function means our `exp(x)`, and `F.silu(x)` our `silu(x)`."""
         name = _TORCH_NAMES.get(func.__name__, func.__name__)
         if not all(isinstance(a, (Expr, numbers.Real, type(None))) for a in args):
             raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
                              "of the fused function")
-        if name not in FUNCTIONS and name in OPS["activations"]:
-            raise TraceError(f"torch's {name} cannot be fused: write fusionrt.{name}")
-        if name not in FUNCTIONS:
-            raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
-                             + ", ".join(sorted(FUNCTIONS)))
         options = {k: v for k, v in (kwargs or {}).items() if v is not None
                    and (k not in _TORCH_DEFAULTS or v != _TORCH_DEFAULTS[k])}
+        if options.get("inplace"):
+            raise TraceError(f"{name}: a traced value cannot be changed in place: leave inplace out")
+        if options.get("approximate") == "tanh":
+            name, options = f"{name}_tanh", {}
+        if name in ACTIVATIONS:
+            return getattr(op_names.load(name), name)(*args, **options)
+        if name not in FUNCTIONS:
+            raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
+                             + ", ".join(sorted({*FUNCTIONS, *ACTIVATIONS})))
         return FUNCTIONS[name](*args, **options)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
@@ -444,6 +447,10 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
     return node("clamp", x, -math.inf if min is None else min, math.inf if max is None else max)
 
 
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Expr:
+    return node("hardtanh", x, min_val, max_val)
+
+
 def power(base: Any, exponent: Any) -> Expr:
     """base ** exponent; small constant exponents become products."""
     if isinstance(exponent, numbers.Real):
@@ -479,11 +486,13 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "sqrt": sqrt, "rsqrt": rsqrt, "pow": power, "sin": sin, "cos": cos, "tanh": tanh, "erf": erf,
     "sigmoid": sigmoid, "softplus": softplus, "normcdf": normcdf, "normpdf": normpdf,
     "relu": relu, "floor": floor, "round": round_, "trunc": trunc, "cast": cast, "reciprocal": reciprocal,
+    "hardtanh": _hardtanh,
     **{op: _function(op) for op in ("add", "sub", "mul", "div", "neg", "lt", "le", "eq", "ne")},
 }
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
                 "divide": "div", "negative": "neg", "clip": "clamp"}
-_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False}
+_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False, "approximate": "none"}
+ACTIVATIONS = op_names.OPS["activations"]
 
 
 def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:

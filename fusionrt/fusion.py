@@ -75,8 +75,8 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
 
     The function is called once, with traced values instead of numbers. It may use arithmetic,
     comparisons, `&`, `|`, `~` of these and of bool arguments, the functions of this package (`where`, `exp`,
-    `erf`, `sigmoid`, `cast`, ...), torch's functions of the same names, other fused functions, and helpers
-    that do the same.
+    `erf`, `sigmoid`, `cast`, ...), torch's functions and modules of the same names (`torch.exp`, `F.silu`,
+    `torch.nn.GELU()`), other fused functions, and helpers that do the same.
     It returns one value or a tuple. `name`: what errors and profilers call it, the function's unless given.
 
     Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that

@@ -3,6 +3,11 @@
 Simple ones come first: a kernel that several share bears the name of the first.
 """
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
 OPS = {
     "activations": (
         "elu", "gelu", "gelu_tanh", "hardsigmoid", "hardswish", "leaky_relu", "mish", "relu", "relu6",
@@ -38,6 +43,12 @@ OPS = {
         "conv_gelu_dropout", "conv_group_norm", "depthwise_conv2d", "depthwise_separable"),
 }
 MODULE = {op: module for module, ops in OPS.items() for op in ops}
+
+
+def load(op: str) -> ModuleType:
+    """The module that has it."""
+    return importlib.import_module(f"fusionrt.ops.{MODULE[op]}")
+
 
 # Other name -> op.
 ALIASES = {

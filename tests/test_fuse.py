@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -171,6 +172,27 @@ def test_functions_of_torch_inside(device):
 
     x, y = (new(33, 17, device=device) for _ in range(2))
     assert_close(torches(x, y), torches.function(x, y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [
+    F.relu, F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"), F.mish, F.softplus, F.hardswish,
+    functools.partial(F.leaky_relu, negative_slope=0.3), F.elu, nn.SiLU(), nn.GELU("tanh"), nn.ELU(0.5),
+    nn.LeakyReLU(0.2), nn.Softplus(2, 3), nn.ReLU6(),
+    nn.Hardsigmoid(), nn.Hardtanh(-0.5, 2)], ids=str)
+def test_activations_of_torch_inside(device, activation):
+    x, y = (new(33, 17, device=device).mul_(3).requires_grad_() for _ in range(2))
+    ours, theirs = frt.fuse(lambda x, y: activation(x) * y)(x, y), activation(x) * y
+    assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    assert_close(torch.autograd.grad(ours.sum(), (x, y)), torch.autograd.grad(theirs.sum(), (x, y)),
+                 rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("epilogue", [F.silu, nn.GELU("tanh"), functools.partial(F.elu, alpha=0.5)], ids=str)
+def test_activations_of_torch_as_epilogues(device, epilogue):
+    x = new(8, 65, device=device)
+    assert_close(frt.layer_norm(x, (65,), epilogue=epilogue), epilogue(F.layer_norm(x, (65,))),
+                 rtol=1e-5, atol=1e-5)
+    assert_close(frt.softmax(x, -1, epilogue=epilogue), epilogue(x.softmax(-1)), rtol=1e-5, atol=1e-6)
 
 
 def test_random_draws(device):

@@ -443,6 +443,7 @@ ERRORS = [
     ),
     (lambda x: frt.norm(x, 0, 3), ValueError, "norm: p must be 1, 2 or inf, got 3"),
     (lambda x: frt.norm(x, 0, [1]), ValueError, r"norm: p must be 1, 2 or inf, got \[1\]"),
+    (lambda x: frt.norm(x, 1, True), ValueError, "norm: p must be 1, 2 or inf, got True"),
     (
         lambda x: frt.row_reduce(x, 0, None, "median"),
         ValueError,

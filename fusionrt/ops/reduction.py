@@ -406,7 +406,7 @@ def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
         1: ("sum", absolute),
         math.inf: ("max", absolute),
     }
-    if not isinstance(p, (int, float)) or p not in kinds:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in kinds:  # norm(x, 1, True)
         raise ValueError(f"norm: p must be 1, 2 or inf, got {p!r}")
     kind, map = kinds[p]
     return _reduce("norm", kind, x, dim, keepdim, map)
