@@ -16,7 +16,7 @@
 //   ALONE                         of these, a thread has all rows of its columns, of whatever group
 //   ACROSS                        nothing is written but what is reduced
 //   ONE_ROW                       a group is one row: all of its elements are neighbours
-//   TWINS                         columns are kept, and lanes 16 apart draw from the same counters
+//   TWINS                         columns are kept, and lanes 16 apart draw from the same counters; not ALONE
 //   MIN_BLOCKS                    blocks that must fit on an SM: the limit on registers
 //   VALUES, GROUPS, MOST          values in all; those found together form a group, of at most MOST
 //   Group<G>::FIRST, COUNT        which of the values those are

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checking import BF16, F16, F32, F64, assert_same_bits, make
 from pointwise_ops import RANDOM
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusionrt as frt
@@ -122,6 +123,33 @@ def test_lanes_that_share_what_they_draw():
         for arch in compiler.ARCHITECTURES if shared else ():
             made = compiler.build(reduce.text, reduce.entry, arch, "bias_dropout_add").metadata
             assert made["spills"] == 0
+
+
+def test_threads_that_have_their_columns_alone_share_no_draws():
+    """Their lanes lie beside each other, not in the halves of a block."""
+    x = torch.empty(128, 8, 4096, dtype=BF16, device="meta").transpose(1, 2).requires_grad_()
+    with collecting("cuda") as problems:
+        y = frt.dropout_add_layer_norm(x, torch.empty_like(x), p=0.5)
+        forward = len(problems)
+        y.backward(torch.empty_like(y))
+    for of_a_pass in (problems[:forward], problems[forward:]):
+        texts = [source.text for problem in of_a_pass for source in launch.sources(problem)]
+        assert any("ALONE = true;" in text for text in texts)
+        assert not any("ALONE = true;" in text and "TWINS = true;" in text for text in texts)
+
+
+@pytest.mark.parametrize("n", [4096, 4104])
+def test_norms_across_memory_see_the_mask_that_they_apply(n, device):
+    shape = (128 if device == "cuda" else 8, 8, n)
+    x = (make(shape, F32, device).abs() + 0.5).to(BF16).transpose(1, 2).requires_grad_()
+    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
+    y, s = frt.dropout_add_layer_norm(x, torch.zeros_like(x), weight, bias, 0.5, return_sum=True)
+    exact = x.detach().double().requires_grad_()
+    expected = F.layer_norm(torch.where(s != 0, 2 * exact, 0), (8,), weight.double(), bias.double())
+    grad = torch.randn_like(y)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad)[0].double(),
+                               torch.autograd.grad(expected, exact, grad.double())[0], rtol=3e-2, atol=3e-2)
 
 
 def test_dropout_of_every_layout_has_the_mask_of_its_memory(device):

@@ -313,8 +313,9 @@ def random_fields(problem: Problem) -> list[Filled]:
 
 def twins(problem: Problem, rows: Reduction, width: int) -> bool:
     """Whether two lanes of a reduction share Philox counters: a vector is two of them, and the columns are
-    whole blocks."""
-    return bool(problem.streams) and rows.keeps_columns and width == 8 and rows.columns % COUNTED == 0
+    whole blocks, of which lanes lie 16 apart in the two halves."""
+    return (bool(problem.streams) and rows.keeps_columns and width == 8 and rows.columns % COUNTED == 0
+            and not is_alone(problem, rows, width))
 
 
 def draws_text(problem: Problem, twins: bool = False) -> list[str]:
