@@ -103,14 +103,14 @@ def _both(*tensors: torch.Tensor) -> Iterator[tuple[str, timing.Call]]:
 
 def _parts(a: torch.Tensor) -> Calls:
     """What a call of ours is made of."""
-    from fusionrt.runtime import device, launch
+    from fusionrt.runtime import device
     index = torch.cuda.current_device()
     device.bind_context(index)
     empty, start = device.function(EMPTY, "empty", index, "empty"), device.driver().launchKernel
     return {"empty_like": lambda: torch.empty_like(a),
             "driver launch of an empty kernel": lambda: start(
-                empty, 1, 1, 1, 32, 1, 1, 0, launch.raw_stream(index), 0, 0),
-            "current stream": lambda: launch.raw_stream(index),
+                empty, 1, 1, 1, 32, 1, 1, 0, device.raw_stream(index), 0, 0),
+            "current stream": lambda: device.raw_stream(index),
             "data_ptr": a.data_ptr,
             "nothing": lambda: None}
 

@@ -14,7 +14,7 @@ from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.op_names import OPS as NAMES
-from fusionrt.row_fusion import Epilogue, Run, once, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_function, once, per_call, row_operator
 
 _MODULES: dict[type[nn.Module], str | None] = {
     nn.Identity: None, nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
@@ -57,8 +57,7 @@ def resolve(op: str, activation: Any) -> Epilogue:
     if not callable(activation):
         raise TypeError(f"{op}: activation must be None, a name, or a function of one traced value, got "
                         f"{type(activation).__name__}")
-    made: Epilogue = activation
-    return made
+    return as_function(op, activation, "activation")
 
 
 def by_value(op: str, activation: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
-from fusionrt import layout, rehearsal
-from fusionrt.replay import Pass, Recording, dispatch_modes, transforms_active
+from fusionrt import layout, random, rehearsal
+from fusionrt.problem import unpack
+from fusionrt.replay import Pass, Recording
+from fusionrt.watching import is_batched, is_watched
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
@@ -24,12 +25,8 @@ class Dispatched:
 
     call: Callable[..., Any]    # (number of an operator, *arguments)
     apply: Callable[..., Any]   # (operator, arguments, random numbers as a tensor)
-    packed: Callable[..., Any]  # (random numbers, device): them as a tensor
     allow: Callable[[], bool]   # before `call` where Dynamo traces
 
-
-tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
-is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]
@@ -46,7 +43,7 @@ def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence
         rng = 0, 0, mask
     if watched or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True
         device = next((g.device for g in grads if g is not None), None)
-        call, rng = Dispatched.apply, rng and Dispatched.packed(rng, device)
+        call, rng = Dispatched.apply, rng and random.packed(rng, device)
         plain = False
     made = backward_pass(op, restore(own, recording.others(kept)), grads, needed, recording.order)
     found = [None] * len(op.params)
@@ -57,31 +54,12 @@ def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence
     return (*found, None) if op.streams else tuple(found)
 
 
-def no_forward_mode(op: str) -> NoReturn:
-    raise NotImplementedError(f"{op}: forward-mode differentiation (jvp, jacfwd, forward_ad) is not "
-                              "implemented; use reverse mode (grad, vjp, jacrev)")
-
-
-def no_transforms(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse what a transform of torch.func stands in for: it has no memory of its own."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise NotImplementedError(f"{op}: torch.func's transforms (vmap, grad) of {name} are not "
-                                  "implemented; give the whole batch")
-
-
-def is_watched() -> bool:
-    """Whether torch must see each operation: Dynamo, torch.jit.trace, a dispatch mode (FakeTensorMode,
-    make_fx, selective checkpointing), a torch.func transform, forward-mode differentiation."""
-    return bool(torch.compiler.is_compiling() or dispatch_modes() or transforms_active()
-                or forward_ad._current_level >= 0 or tracing_state() is not None)
-
-
 def save(ctx: Any, op: Operator, args: Sequence[Any], out: Any, needed: Sequence[bool], *more: torch.Tensor
          ) -> None:
     """Keep the arguments that the backward expression reads, of other tensors a description; the
     outputs that it reads; `more`; and the order of the walk, if random numbers were drawn."""
     reads, saved = op.read_by_backward(tuple(needed))
-    results = out if isinstance(out, tuple) else (out,)
+    results = unpack(out)
     ctx.order = op.drawn(args, results)
     fixed = [o for o, graded in zip(results, op.graded(tuple(needed)), strict=True) if not graded]
     if fixed:
@@ -132,7 +110,7 @@ def run_pass(made: Pass, rng: Any, call: Call) -> list[Any]:
     if gradient is not None:
         out = call(gradient, inputs, rng if gradient.streams else None)
         own = (i for i, o in enumerate(origin) if i == o)
-        computed = dict(zip(own, out if isinstance(out, tuple) else (out,), strict=True))
+        computed = dict(zip(own, unpack(out), strict=True))
     return [None if o is None else computed[o] if o in computed else _seen_as(inputs[o], inputs[i].shape)
             for i, o in enumerate(origin)]
 

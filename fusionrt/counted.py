@@ -7,7 +7,7 @@ import functools
 import torch
 
 from fusionrt import forks
-from fusionrt.autograd import is_watched
+from fusionrt.watching import is_watched
 
 
 def counted(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusionrt import forks
-from fusionrt.autograd import is_watched, tracing_state
-from fusionrt.replay import dispatch_modes, transforms_active
+from fusionrt.watching import dispatch_modes, is_watched, tracing_state, transforms_active
 
 ON_THEIR_WAY = 1024     # counts, at most
 _UNKNOWN = -1

@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fusionrt.runtime import cache, lock
+from fusionrt.runtime import binding, cache, lock
 
 Status = Literal["ok", "warning", "problem"]
 CUPY_WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
@@ -135,7 +134,7 @@ def _installation() -> Iterator[Check]:
 def _cuda_driver() -> tuple[int, int] | None:
     """The driver's CUDA version as 13000, and the number of GPUs; None where there is none."""
     try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library = binding.libcuda()
     except OSError:
         return None
     version, count = ctypes.c_int(), ctypes.c_int()
@@ -319,14 +318,14 @@ def _why_not_writable(folder: Path) -> str | None:
 
 
 def _environment() -> Iterator[Check]:
-    for name in filter(None, os.environ.get("FUSIONRT_CACHE_READONLY_DIRS", "").split(os.pathsep)):
-        if Path(name).is_dir():
-            count = len(list(Path(name).glob("*.frt")))
-            yield Check("read-only cache", "ok", f"{name}: {count} kernels")
+    for folder in cache.read_only_directories():
+        if folder.is_dir():
+            count = len(list(folder.glob("*.frt")))
+            yield Check("read-only cache", "ok", f"{folder}: {count} kernels")
         else:
-            yield Check("read-only cache", "warning", f"{name} is not a directory",
+            yield Check("read-only cache", "warning", f"{folder} is not a directory",
                         "Correct FUSIONRT_CACHE_READONLY_DIRS.")
-    if os.environ.get("FUSIONRT_DISABLE_JIT", "0") not in ("", "0"):
+    if cache.forbids_compiling():
         yield Check("FUSIONRT_DISABLE_JIT", "warning", "set: a kernel not in the cache is an error",
                     "Unset it, unless the cache was filled on purpose.")
 

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
+from fusionrt.watching import dispatch_modes
+
 if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
 Check = Callable[..., bool]
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 SETTLED_AFTER = 100  # calls
 _NUMBERS = frozenset({int, float, bool})
 # Whether torch must see each operation. Guards know other watchers, but not every mode.

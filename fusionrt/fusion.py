@@ -50,11 +50,15 @@ def kept(p: Any) -> Expr:
     """
     if isinstance(p, numbers.Real) and not 0 <= float(p) <= 1:
         raise ValueError(f"kept: p must be a probability in [0, 1], got {p!r}")
+    return node("kept", fresh_bits(), p)
+
+
+def fresh_bits() -> Expr:
+    """Random ones that no other draw of the function has that is traced now."""
     try:
-        stream = next(_streams.get())
+        return random_bits(next(_streams.get()))
     except LookupError:
         raise TraceError("kept: only inside a fused function") from None
-    return node("kept", random_bits(stream), p)
 
 
 def dropped(x: Expr, p: Any, scale: Any) -> Expr:
@@ -142,9 +146,9 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
     """Call the function with traced values; what it returns is the expression."""
     keyword = {p.name: a for p, a in zip(signature.parameters.values(), args, strict=True)
                if p.kind is p.KEYWORD_ONLY}
-    token = _streams.set(itertools.count())
     try:
-        result = function(*args[:len(args) - len(keyword)], **keyword)
+        with numbering_draws():
+            result = function(*args[:len(args) - len(keyword)], **keyword)
     except TraceError as error:
         raise TraceError(f"{name}: {error}") from None
     except TypeError as error:
@@ -152,8 +156,6 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
             raise
         raise TraceError(f"{name}: {error}: what needs more than one element is called outside of a fused "
                          "function, on its argument or its result") from None
-    finally:
-        _streams.reset(token)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     if not outputs:
         raise TraceError(f"{name}: must return a traced value, got none")
@@ -171,7 +173,7 @@ def entry(operator: Operator, function: Callable[..., Any], signature: inspect.S
 
     def general(*args: Any) -> Any:
         if any(isinstance(a, Expr) for a in args):
-            with _nested_streams():
+            with _nested():
                 bound = dict(zip(names, args, strict=True))
                 return function(*(bound[p.name] for p in params if p.kind is not p.KEYWORD_ONLY),
                                 **{p.name: bound[p.name] for p in params if p.kind is p.KEYWORD_ONLY})
@@ -188,16 +190,18 @@ def entry(operator: Operator, function: Callable[..., Any], signature: inspect.S
 
 
 @contextlib.contextmanager
-def _nested_streams() -> Iterator[None]:
-    """A fused function inside another draws from the outer one's streams."""
-    if _streams.get(None) is not None:
-        yield
-        return
+def numbering_draws() -> Iterator[None]:
+    """For a function that is traced by itself."""
     token = _streams.set(itertools.count())
     try:
         yield
     finally:
         _streams.reset(token)
+
+
+def _nested() -> contextlib.AbstractContextManager[None]:
+    """A fused function inside another goes on with the outer one's numbers."""
+    return numbering_draws() if _streams.get(None) is None else contextlib.nullcontext()
 
 
 def on_device(function: Callable[..., Any], op: str, names: list[str], device: str

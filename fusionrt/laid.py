@@ -30,6 +30,11 @@ class Laid(NamedTuple):
         return self.strides[dim]
 
 
+def address(t: torch.Tensor | None) -> int:
+    """0 where there is no tensor, and of meta tensors."""
+    return 0 if t is None else t.data_ptr()
+
+
 def heads_of_rows(like: torch.Tensor, batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
     """Memory of the shape (B, heads, S, D), the heads of a row beside each other: merging them is free.
 

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 
 from fusionrt import random
-from fusionrt.autograd import (
-    Dispatched,
-    backward,
-    forward_ad,
-    no_forward_mode,
-    restore,
-    save,
-    transforms_active,
-)
+from fusionrt.autograd import Dispatched, backward, restore, save
 from fusionrt.definition import SCALAR
 from fusionrt.op import OPERATORS, Operator
+from fusionrt.problem import pack
+from fusionrt.watching import is_transformed, no_forward_mode
 
 _library = torch.library.Library("fusionrt", "FRAGMENT")
 _overloads: dict[str, Any] = {}
@@ -44,7 +38,7 @@ def call(handle: int, *args: Any) -> Any:
 
 def seen(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
     """With derivatives for whoever watches."""
-    if transforms_active() or forward_ad._current_level >= 0:
+    if is_transformed():
         return Transformed.apply(op, rng, *args)
     return apply(op, args, rng)
 
@@ -111,7 +105,7 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
     n = len(kinds)
 
     def run(*args: Any) -> Any:
-        return op.launch(args[:n], _unpacked(args[n]) if op.streams else None)
+        return op.launch(args[:n], random.unpacked(args[n]) if op.streams else None)
 
     def fake(*args: Any) -> Any:
         try:
@@ -120,7 +114,7 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
             op.check(args[:n])  # says it in its own words
             raise
         out = op.allocate(args[:n], shape)
-        return out[0] if len(out) == 1 else tuple(out)
+        return pack(out)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -181,18 +175,4 @@ def _stacked(each: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([t.permute(order) for t in each]).permute(0, *(d + 1 for d in back))
 
 
-def packed(rng: random.Rng, device: torch.device | None) -> torch.Tensor:
-    seed, offset, state = rng
-    if state is None:
-        return torch.tensor([seed, offset], dtype=torch.uint64, device=device).view(torch.int64)
-    return torch.stack((state[0], state[1] + offset)) if offset else state
-
-
-def _unpacked(rng: torch.Tensor) -> random.Rng:
-    if rng.is_cuda:
-        return 0, 0, rng
-    seed, offset = (int(x) & (2**64 - 1) for x in rng.tolist())
-    return seed, offset, None
-
-
-Dispatched.call, Dispatched.apply, Dispatched.packed, Dispatched.allow = call, seen, packed, allow
+Dispatched.call, Dispatched.apply, Dispatched.allow = call, seen, allow

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from fusionrt import dispatch, layout, random, rehearsal
-from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_watched, recorded_backward
+from fusionrt.array import check_dense, converted, is_foreign
+from fusionrt.autograd import Dispatched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
+from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
-from fusionrt.problem import STORAGE, Output, Problem, pack, pose
+from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.replay import Recording
+from fusionrt.watching import PLAIN, is_recorded, is_watched
 
 Args = Sequence[Any]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HALF = (torch.float16, torch.bfloat16)
 EXACT = (torch.bool, torch.int16, torch.int32, torch.int64)  # results of integers that float32 may miss
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A number is what a traced graph can hold of an operator.
 OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -165,7 +164,7 @@ class Operator(Definition):
 
     def apply(self, args: Args, rng: random.Rng | None) -> Any:
         """Run with given random numbers, and record a gradient if one will be needed."""
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        if is_recorded(*args):
             return self.recording(args).apply(*args, *((rng,) if self.streams else ()))
         return self.launch(args, rng)
 
@@ -218,9 +217,8 @@ class Operator(Definition):
     def _refuse_sparse(self, args: Args) -> None:
         """Nested ones too: neither have the strides by which calls are known."""
         for name, a in zip(self.params, args, strict=True):
-            if isinstance(a, torch.Tensor) and (a.is_nested or a.layout is not torch.strided):
-                kind = "a nested one" if a.is_nested else a.layout
-                raise TypeError(f"{self.name}: {name} must be a dense tensor, got {kind}")
+            if isinstance(a, torch.Tensor):
+                check_dense(self.name, name, a)
 
     def _check_types(self, args: Args) -> list[torch.Tensor]:
         tensors = []
@@ -246,8 +244,7 @@ class Operator(Definition):
             if t.dtype not in STORAGE:
                 raise TypeError(f"{self.name}: {name} has dtype {t.dtype}; supported are "
                                 + ", ".join(STORAGE.values()))
-            if t.layout != torch.strided:
-                raise TypeError(f"{self.name}: {name} must be a dense tensor, got {t.layout}")
+            check_dense(self.name, name, t)
             if t.device != device and name not in memory:
                 raise ValueError(f"{self.name}: all tensors must be on one device, got "
                                  + ", ".join(f"{n} on {t.device}" for n, t in named))
@@ -352,7 +349,7 @@ class Operator(Definition):
         inner = {a for root in self.outputs for n in toposort([root]) for a in n.args}
         rounded = {root: cast(root, o.dtype) for root, o, target in zip(
             self.outputs, outputs, self.targets, strict=True)
-            if target is None and root in inner and not root.uniform and o.dtype in HALF
+            if target is None and root in inner and not root.uniform and o.dtype in HALVES
             and not root.op.startswith("cast_")}
         if not rounded:
             return self
@@ -450,8 +447,3 @@ def memory_order(args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor]
     else:
         strides = layout.contiguous(shape)
     return layout.memory_order(shape, strides)
-
-
-def seen_by_torch(*tensors: torch.Tensor | None) -> bool:
-    """Whether torch, or a subclass of its tensors, must see each operation."""
-    return is_watched() or any(t is not None and type(t) not in PLAIN for t in tensors)

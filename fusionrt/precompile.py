@@ -24,10 +24,11 @@ import torch
 from fusionrt import inventory
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.collector import paused
+from fusionrt.dtypes import name_of
 from fusionrt.errors import as_int
 from fusionrt.op import Operator
 from fusionrt.op_names import ALIASES
-from fusionrt.problem import MASK, Problem
+from fusionrt.problem import MASK, Problem, unpack
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import cache, compiler, device, launch
 
@@ -123,7 +124,7 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     summary, whole = Summary(), None
     if ops is None and module is None:
-        whole = inventory.identity(architectures, [_name(d) for d in wanted], widths, heights, backward)
+        whole = inventory.identity(architectures, [name_of(d) for d in wanted], widths, heights, backward)
         entries = inventory.entries(whole)
         if entries is not None:
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
@@ -225,7 +226,7 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Seque
             seen.update(new)
             texts = [(*text, p.name) for p in new for text in _texts(p, kind.device)]
         except Exception as error:
-            name = f"{function.__name__} of {_name(dtype)}"
+            name = f"{function.__name__} of {name_of(dtype)}"
             summary.failed += [(name, arch, _reason(error)) for arch in group]
             continue
         for arch, (text, entry, name) in itertools.product(group, texts):
@@ -235,7 +236,7 @@ def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Seque
 def _of_optimizers(dtypes: Sequence[torch.dtype], kind: str, group: Sequence[str]
                    ) -> Iterator[tuple[Job, str]]:
     from fusionrt.optim import precompile
-    for source, arch in itertools.product(precompile.sources(kind, map(_name, dtypes)), group):
+    for source, arch in itertools.product(precompile.sources(kind, map(name_of, dtypes)), group):
         yield Job(arch, source.text, source.entry), source.name
 
 
@@ -263,7 +264,7 @@ def _rehearse(function: Any, dtype: torch.dtype, rows: int, columns: int, backwa
             continue
         args, more = _example(function, dtype, rows, columns, requires_grad=True)
         out = function(*args, **more, **keywords)
-        outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+        outputs = [o for o in unpack(out) if o.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
 
@@ -310,14 +311,10 @@ def _split(names: Names) -> list[Any]:
     return list(names or ())
 
 
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtypes(dtypes: Names) -> list[torch.dtype]:
     known = (*DTYPES, "float64")
     chosen: list[str] = []
-    for name in DTYPES if dtypes is None else map(_name, _split(dtypes)):
+    for name in DTYPES if dtypes is None else map(name_of, _split(dtypes)):
         if name not in (*known, "all"):
             raise ValueError(f"warmup: no dtype {name!r}; there are {', '.join(known)}, and all")
         chosen += known if name == "all" else [name]

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import layout
+from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr, leaves, toposort
 from fusionrt.layout import Domain, Ints
 
-STORAGE = {getattr(torch, name): name for name in (
-    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")}
 MASK = "mask"              # the dtype of an operand of truth values, four to a byte as the domain is walked
 SHORTENED = frozenset((    # operations of which 16-bit results need less
     "reciprocal", "near_reciprocal", "exp", "expm1", "softmaxed", "sigmoid", "sigmoid_complement", "tanh",
     "softplus", "normpdf", "normcdf"))
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53, MASK: 0}
+_BITS = {**SIGNIFICANT_BITS, MASK: 0}
 
 
 class Operand(NamedTuple):

@@ -3,8 +3,8 @@
 A mask is a function of (seed, offset, place in the walk of the forward pass), so it is recomputed in the
 backward pass, in that walk whatever lies otherwise there, and never stored. On a GPU seed and offset are
 those of torch's CUDA generator, advanced as torch's own kernels advance it. Torch's CPU generator (a
-Mersenne twister) has no offset: we count our draws since its seed, so that the same `torch.manual_seed`
-gives the same masks on a CPU and on a GPU.
+Mersenne twister) has no offset: what it has drawn since its seed is counted, so that the same
+`torch.manual_seed` gives the same masks on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +37,22 @@ def drawing(device: torch.device, streams: int) -> Callable[[], Rng]:
     if device.type == "meta":
         return lambda: (0, 0, None)
     return _drawing_cuda(device, streams) if device.type == "cuda" else functools.partial(_draw_cpu, streams)
+
+
+def packed(rng: Rng, device: torch.device | None = None) -> torch.Tensor:
+    """As one tensor, for operators of torch's."""
+    seed, offset, state = rng
+    if state is None:
+        return torch.tensor([seed, offset], dtype=torch.uint64, device=device).view(torch.int64)
+    return torch.stack((state[0], state[1] + offset)) if offset else state
+
+
+def unpacked(rng: torch.Tensor) -> Rng:
+    """What was packed; of a meta tensor no numbers."""
+    if rng.is_cuda or rng.is_meta:
+        return 0, 0, rng if rng.is_cuda else None
+    seed, offset = (int(x) & (2**64 - 1) for x in rng.tolist())
+    return seed, offset, None
 
 
 class Taking(NamedTuple):
@@ -106,36 +121,61 @@ def draw_tensor(device: torch.device) -> torch.Tensor:
     return torch.randint(-2**63, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-# State in which we left the generator -> (seed, counters drawn since that seed).
-_left: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-_REMEMBERED = 1 << 16  # for a checkpoint to come back to
-_draws = 0  # on the CPU
+# -- of a CPU --------------------------------------------------------------------------------------
+
+WORDS = 624     # that torch's Mersenne twister draws before it makes new ones
+BLOCKS = 16     # of so many, after a seed, whose numbers are counted
+_FIRST = 24     # byte of a state at which they begin; before it stands how many have been drawn
+_draws = 0
 
 
 def _draw_cpu(streams: int) -> Rng:
-    with _lock():
-        return (*_counted(streams), None)
-
-
-def _counted(streams: int) -> tuple[int, int]:
     global _draws
-    generator, number = torch.default_generator, -1
-    while number != _draws:  # what a finalizer, or the handler of a signal, draws meanwhile comes first
-        number, before = _draws, _digest(generator)
-        if before in _left:
-            seed, offset = _left[before]
-        elif before == _digest(torch.Generator().manual_seed(generator.initial_seed())):
-            seed, offset = generator.initial_seed(), 0
-        else:  # others have drawn from it: any value that follows from its state will do
-            seed, offset = int(torch.randint(2**63 - 1, (), device="cpu").item()), 0
-    _draws += 1
-    # Advance it, so that a saved and restored state repeats the mask.
-    torch.rand((), dtype=torch.float32, device="cpu")
-    _left[_digest(generator)] = seed, offset + streams
-    if len(_left) > _REMEMBERED:
-        _left.popitem(last=False)
-    return seed & (2**64 - 1), offset
+    with _lock():
+        number, generator = -1, torch.default_generator
+        while number != _draws:  # what a finalizer, or the handler of a signal, draws meanwhile comes first
+            number, (seed, offset) = _draws, _counted(generator)
+        _draws += 1
+        torch.rand(streams, dtype=torch.float32, device="cpu")
+    return seed, offset, None
 
 
-def _digest(generator: torch.Generator) -> bytes:
-    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=16).digest()
+def _counted(generator: torch.Generator) -> tuple[int, int]:
+    """Seed and offset of a generator: a function of its state alone, so that a saved state gives the same
+    masks in whatever process. The offset counts the numbers drawn since the seed, by whomever; where that is
+    not known any more, the seed is a hash."""
+    state, seed = _state(generator), generator.initial_seed()
+    drawn_before = _blocks(seed).get(_words(state))
+    if drawn_before is None:
+        return int.from_bytes(_digest(state)[:8], "little"), 0
+    return seed & (2**64 - 1), drawn_before + _drawn(state)
+
+
+@functools.lru_cache(16)
+def _blocks(seed: int) -> dict[bytes, int]:
+    """The words of a generator's first states after a seed, and how many numbers it drew before these."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {_words(_state(generator)): 0}
+    for block in range(BLOCKS):
+        torch.rand(WORDS, dtype=torch.float32, device="cpu", generator=generator)
+        state = _state(generator)
+        if _drawn(state) != WORDS:  # another torch, whose states are others
+            return {}
+        found[_words(state)] = block * WORDS
+    return found
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+def _words(state: bytes) -> bytes:
+    return _digest(state[_FIRST:_FIRST + 8 * WORDS])
+
+
+def _drawn(state: bytes) -> int:
+    return int.from_bytes(state[_FIRST - 8:_FIRST], "little")
+
+
+def _digest(state: bytes) -> bytes:
+    return hashlib.blake2b(state, digest_size=16).digest()

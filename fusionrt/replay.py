@@ -16,7 +16,9 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt import forks
-from fusionrt.dispatch import compiled, dispatch_modes, guard, is_capturing, settled
+from fusionrt.dispatch import compiled, guard, is_capturing, settled
+from fusionrt.problem import unpack
+from fusionrt.watching import dispatch_modes, transforms_active
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
@@ -25,7 +27,6 @@ Run = Callable[..., Any]
 NUMBER, UNKNOWN = object(), object()
 _KEPT = 8  # backward passes of one kind of call in one thread, as gradients come in several layouts
 _KEPT_BY_ALL = 4 * _KEPT
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
 WATCHED = "grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes() or transforms_active()"
 _lock = forks.Lock()
@@ -86,7 +87,7 @@ class Recording:
             self._write()
 
     def see(self, args: Sequence[Any], out: Any) -> None:
-        self.order = self.op.drawn(args, out if isinstance(out, tuple) else (out,))
+        self.order = self.op.drawn(args, unpack(out))
 
     def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
         """What is done in this backward pass, for others of its kind in this thread."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import torch
 
 from fusionrt import dispatch, library
-from fusionrt.expr import Expr, argument, substitute, where
-from fusionrt.fusion import trace
+from fusionrt.expr import Expr, argument, substitute, toposort, where
+from fusionrt.fusion import fresh_bits, numbering_draws, trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
 
@@ -68,24 +68,32 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     return _made[key]
 
 
-def as_epilogue(op: str, epilogue: Any) -> Epilogue:
-    """For whoever asks for an operator by it: what is no function may have no hash either."""
-    if epilogue is None or callable(epilogue):
-        return epilogue
-    raise TypeError(f"{op}: epilogue must be a function of one traced value, got {type(epilogue).__name__}")
+def as_function(op: str, function: Any, name: str = "epilogue") -> Epilogue:
+    """For whoever asks for an operator by it: hence its hash."""
+    kind = type(function).__name__
+    if function is not None and not callable(function):
+        raise TypeError(f"{op}: {name} must be a function of one traced value, got {kind}")
+    if not isinstance(function, Hashable):
+        raise TypeError(f"{op}: {name} must be hashable, as kernels are known by it, got one of {kind} (of a "
+                        "dataclass write frozen=True)")
+    return cast("Epilogue", function)
 
 
 def once(function: Run, y: Expr) -> Any:
     """function(y) of a function that is called once: what it captures is the same in all kernels that it is
-    part of, whenever these are made."""
+    part of, whenever these are made. What it draws is drawn beside all else in the kernel."""
     value, result = _traced(function)
-    return substitute([result], {value: y})[0] if isinstance(result, Expr) else result
+    if not isinstance(result, Expr):
+        return result
+    draws = {n: fresh_bits() for n in toposort([result]) if n.op == "random"}
+    return substitute([result], {value: y, **draws})[0]
 
 
 @functools.lru_cache(1024)
 def _traced(function: Run) -> tuple[Expr, Any]:
     value = argument("value")
-    return value, function(value)
+    with numbering_draws():
+        return value, function(value)
 
 
 def finished(y: Expr, epilogue: Epilogue) -> Any:

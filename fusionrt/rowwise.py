@@ -15,7 +15,20 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.expr import REDUCTIONS, Expr, exp, log, maximum, node, row_mean, row_sum, rsqrt, toposort, where
+from fusionrt.expr import (
+    REDUCTIONS,
+    Expr,
+    exp,
+    log,
+    maximum,
+    node,
+    row_mean,
+    row_sum,
+    rsqrt,
+    substitute,
+    toposort,
+    where,
+)
 
 # What stands in the place of a score that a mask does not let pass: the least float32, which is finite, to be
 # told from a score of -inf.
@@ -186,3 +199,15 @@ def with_sums(roots: Sequence[Expr], moments: bool = True) -> list[Expr]:
         else:
             made[n] = node(n.op, *operands) if operands else n
     return [made[r] for r in roots]
+
+
+def spelled_out(roots: Sequence[Expr]) -> list[Expr]:
+    """With the exponentials of a softmax as nodes, which are those that its sum has computed, and squares
+    about a mean as sums: the second look at a row finds it in the cache."""
+    roots = with_sums(roots, moments=False)
+    replacement: dict[Expr, Expr] = {}
+    for n in toposort(roots):
+        if n.op == "softmaxed":
+            x, most, scale = substitute([a for a in n.args if isinstance(a, Expr)], replacement)
+            replacement[n] = exp(x - most) * scale
+    return substitute(roots, replacement)

@@ -23,7 +23,7 @@ from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum
 from fusionrt.layout import Ints
 from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
-from fusionrt.rowwise import schedule, with_sums
+from fusionrt.rowwise import schedule, spelled_out, with_sums
 
 if TYPE_CHECKING:
     from fusionrt.row_op import RowOperator
@@ -76,7 +76,6 @@ def split(roots: Sequence[Expr], n_args: int, numbers: Collection[str], online: 
 
 def _one_by_one(roots: Sequence[Expr]) -> list[Expr]:
     """For where a pass finds no two values of which one needs the other."""
-    from fusionrt.cpu.rows import spelled_out
     roots = spelled_out(roots)
     tops = [n for n in toposort(roots) if n.op == "row_top"]
     # A row of -inf alone has exponentials relative to 0.

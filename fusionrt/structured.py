@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionrt.autograd import is_batched, is_watched, no_forward_mode, transforms_active
+from fusionrt.problem import unpack
 from fusionrt.replay import straight
+from fusionrt.watching import is_batched, is_recorded, is_transformed, is_watched, no_forward_mode
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -62,14 +62,14 @@ class StructuredOp:
 
     def __call__(self, *args: Any) -> Any:
         # torch.func does not take what `register_autograd` makes, which loses the tangents of forward mode.
-        if transforms_active() or forward_ad._current_level >= 0:
+        if is_transformed():
             return _Transformed.apply(self, *args)
         if is_watched():
             return self._overload(*args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if any(t.is_neg() for t in tensors):  # whose memory holds the opposite
             args = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args)
-        if torch.is_grad_enabled() and self.gradient is not None and any(t.requires_grad for t in tensors):
+        if self.gradient is not None and is_recorded(*tensors):
             return _record(self, *args)
         return self.run(*args)
 
@@ -94,7 +94,7 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, op: StructuredOp, *args: Any) -> Any:
         out = op.run(*args)
         op._setup_context(ctx, args, out)
-        integers = [o for o in (out if isinstance(out, tuple) else (out,)) if not o.is_floating_point()]
+        integers = [o for o in unpack(out) if not o.is_floating_point()]
         if integers:
             ctx.mark_non_differentiable(*integers)
         ctx.op = op

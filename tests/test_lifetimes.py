@@ -8,7 +8,7 @@ from checking import making
 
 from fusionrt import deferred
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
-from fusionrt.op import PLAIN
+from fusionrt.watching import PLAIN
 
 SIZES = {ROWS: 23, COLUMNS: 40, 32: 2, 56: 9}  # of no other test: plans are new
 ON_A_CPU = ("batch_norm", "conv2d_bn_act", "cross_entropy", "depthwise_separable", "group_norm", "layer_norm",

@@ -279,7 +279,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(native, "_driver", lambda: (1, 1))
     monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
     monkeypatch.setattr(scratch, "piece", lambda *_: 4096)
-    monkeypatch.setattr(launch, "raw_stream", lambda *_: 0)
+    monkeypatch.setattr(device, "raw_stream", lambda *_: 0)
     with collecting("cuda"):
         call()
     run = dispatch.settled(launch._write(found[-1], 16, lambda *args: None))

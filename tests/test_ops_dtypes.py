@@ -8,7 +8,7 @@ from checking import BF16, F16, F32, F64, make
 from pointwise_ops import check_op
 
 import fusionrt as frt
-from fusionrt.op import STORAGE
+from fusionrt.dtypes import STORAGE
 
 
 @pytest.mark.parametrize(

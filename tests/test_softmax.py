@@ -1,5 +1,6 @@
 """Softmax along any dimension, with masks and dropout: results, gradients of any order, what is refused."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -495,6 +496,14 @@ def test_names_of_older_libraries():
 X = torch.randn(4, 16)
 
 
+@dataclasses.dataclass
+class Power:
+    p: int
+
+    def __call__(self, y):
+        return frt.abs(y) ** self.p
+
+
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: frt.softmax(X, 2), ValueError, "softmax: dim must be in [-2, 2), got 2"),
     (lambda: frt.softmax([1.0]), TypeError, "softmax: x must be a tensor or an array, got list"),
@@ -517,6 +526,9 @@ X = torch.randn(4, 16)
      "softmax: causal needs x of at least two dimensions and the last one as dim, got x of shape (16,)"),
     (lambda: frt.softmax(X, epilogue=3), TypeError,
      "softmax: epilogue must be a function of one traced value, got int"),
+    (lambda: frt.softmax(X, epilogue=Power(3)), TypeError,
+     "softmax: epilogue must be hashable, as kernels are known by it, got one of Power (of a dataclass write "
+     "frozen=True)"),
     (lambda: frt.attention_dropout(X, 1.5), ValueError,
      "attention_dropout: p must be a probability in [0, 1], got 1.5"),
     (lambda: frt.attention_dropout(X, softmax=False, causal=True), ValueError,

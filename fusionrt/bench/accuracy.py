@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.bench import traffic
+from fusionrt.dtypes import name_of
 
 PERCENTILES = (50, 90, 99, 99.9, 100)
 # rtol, atol: those of torch.testing.assert_close.
@@ -100,7 +101,7 @@ def accuracy(result: Any, exact: Any, rtol: float | None = None, atol: float | N
     error, size = (found - exact).abs(), exact.abs()
     ulps = error / unit[finite]
     outside = int((error > atol + rtol * size).sum()) + int(nan.sum()) + int(inf.sum())
-    return Accuracy(str(dtype).removeprefix("torch."), result.numel(), _percentiles(error),
+    return Accuracy(name_of(dtype), result.numel(), _percentiles(error),
                     _percentiles((error / size)[size > 0]), *_worst_and_mean(ulps), int(nan.sum()),
                     int(inf.sum()), int((~same).sum()), outside)
 
@@ -112,7 +113,7 @@ def _of_integers(result: torch.Tensor, exact: torch.Tensor, rtol: float, atol: f
     error = ((high - exact_high) * _HALF + (low - exact_low)).abs()
     size = (exact_high * _HALF + exact_low).abs()
     lost = int(nan.sum()) + int(inf.sum())
-    return Accuracy(str(result.dtype).removeprefix("torch."), result.numel(), _percentiles(error),
+    return Accuracy(name_of(result.dtype), result.numel(), _percentiles(error),
                     _percentiles((error / size)[size > 0]), *_worst_and_mean(error), int(nan.sum()),
                     int(inf.sum()), lost + int((error > 0).sum()),
                     lost + int((error > atol + rtol * size).sum()))

@@ -26,7 +26,7 @@ from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import device_of_graph, replayed
 from fusionrt.convert.training import trained
-from fusionrt.op import PLAIN
+from fusionrt.watching import PLAIN
 
 Run = Callable[..., Any]
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -16,10 +16,10 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from fusionrt.autograd import is_watched
 from fusionrt.convert import capture, tracing
 from fusionrt.convert.sharing import SeparateLoads, SeparateMoves, shared_clone
 from fusionrt.nn.hooks import GLOBAL_HOOKS, HOOKS
+from fusionrt.watching import is_watched, tracing_state
 
 Call = Callable[..., Any]
 # Later versions of torch warn of the second name, which earlier ones have alone.
@@ -115,7 +115,7 @@ class Forward:
         return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if (torch.compiler.is_compiling() or tracing_state() is not None
                 or is_fx_tracing()):  # by someone else
             return self.__wrapped__(*args, **kwargs)
         if (self._run is not None and RemovableHandle.next_id == self._last_hook and not self._hooked

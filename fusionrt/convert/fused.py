@@ -15,7 +15,8 @@ from fusionrt import dispatch
 from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, hint, is_tensor, same
-from fusionrt.convert.members import FLOATS, evaluate, layer_norm, rms_norm, softmax
+from fusionrt.convert.members import evaluate, layer_norm, rms_norm, softmax
+from fusionrt.dtypes import FLOATS
 from fusionrt.expr import Expr, TraceError, argument, cast
 from fusionrt.fusion import trace
 from fusionrt.op import Operator

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 
 from fusionrt.convert.derived import derived
-from fusionrt.op import PLAIN
 from fusionrt.ops.attention import attention, options_of
 from fusionrt.ops.attention_masked import attention_of_prepared, prepared, regular
 from fusionrt.ops.attention_path import way_of
+from fusionrt.watching import PLAIN
 
 Tensor = torch.Tensor
 

@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fusionrt.autograd import is_watched
-from fusionrt.problem import STORAGE
+from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
+from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VECTOR, BLOCK, MOST = 16, 128, 1 << 31
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 
 class Window(NamedTuple):
@@ -121,7 +120,8 @@ def _kernel(which: Pass, dtype: str, window: Window, places: bool) -> Kernel:
     constants = [f"using value_t = {dtype}_t;", f"constexpr int PACK = {VECTOR} / sizeof(value_t);",
                  f"constexpr bool PLACES = {str(places).lower()};",
                  *(f"constexpr int {name}_H = {h}, {name}_W = {w};" for name, (h, w) in sizes)]
-    return Kernel("max_pool", which.stem, fields, constants, significant_bits=_BITS[dtype], block=BLOCK)
+    return Kernel("max_pool", which.stem, fields, constants, significant_bits=SIGNIFICANT_BITS[dtype],
+                  block=BLOCK)
 
 
 def _indices(places: Tensor, window: Window, shape: Sequence[int]) -> Tensor:

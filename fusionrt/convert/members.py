@@ -19,12 +19,11 @@ from torch.fx.node import map_aggregate, map_arg
 from fusionrt import rowwise
 from fusionrt.convert.effects import NONE, Facts, value
 from fusionrt.convert.pointwise import BOUNDS, COMPARISONS, CONVERSIONS, FUNCTIONS, METHODS, Rule
+from fusionrt.dtypes import FLOATS, STORAGE
 from fusionrt.expr import Expr, TraceError, argument, cast, node
 from fusionrt.fusion import trace
 from fusionrt.ops.norm import EPS
-from fusionrt.problem import STORAGE
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXACT = {torch.bool: 1, torch.bfloat16: 8, torch.uint8: 8, torch.int8: 8, torch.float16: 11, torch.int16: 16,
           torch.float32: 24, torch.int32: 32, torch.float64: 53, torch.int64: 64}
 _LONG = (torch.int32, torch.int64)

@@ -22,6 +22,7 @@ from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import device_of
 from fusionrt.convert.undisturbed import undisturbed
 from fusionrt.convert.validate import Judge, ValidationError, Verdict
+from fusionrt.dtypes import name_of
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
@@ -252,7 +253,7 @@ def _inputs(original: Module, input_shape: Any, example_inputs: Any) -> Inputs |
 
 
 def _record(model: Module, original: Module, options: Options) -> stats.Record:
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in original.parameters() if p.is_floating_point()}
+    dtypes = {name_of(p.dtype) for p in original.parameters() if p.is_floating_point()}
     device = device_of(original)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return stats.Record(type(model).__name__, options, where, ", ".join(sorted(dtypes)))

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.activation import activated
+from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import argument, emit
 from fusionrt.ops.convolution import conv_activation
-from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.kernel import Kernel
@@ -28,7 +28,6 @@ LITTLE = 1.3    # times the least
 SCRATCH = 6 << 10  # numbers: 2^12, in rows that begin in different banks
 MOST_HIDDEN = 1024  # for which shared memory suffices
 HAVE_LARGE = ((9, 0), (10, 0), (10, 3))
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 
 def squeeze_excite(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, inner: Any = "relu",
@@ -100,8 +99,8 @@ def _kernel(dtype: str, inner: Any, outer: Any, cluster: int, hidden_pack: int) 
                  f"constexpr bool FEW = {str(cluster == LARGE_CLUSTER).lower()};",
                  f"constexpr int PACK = {VECTOR} / sizeof(value_t), HIDDEN_PACK = {hidden_pack};",
                  *_function("inner", inner), *_function("outer", outer)]
-    return Kernel("squeeze_excite", "squeeze_excite", fields, constants, significant_bits=_BITS[dtype],
-                  block=BLOCK, cluster=cluster)
+    return Kernel("squeeze_excite", "squeeze_excite", fields, constants,
+                  significant_bits=SIGNIFICANT_BITS[dtype], block=BLOCK, cluster=cluster)
 
 
 def _function(name: str, activation: Any) -> list[str]:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from fusionrt.autograd import is_watched
 from fusionrt.convert import cuda_graphs, replay
 from fusionrt.convert.effects import value
 from fusionrt.convert.purity import draws
 from fusionrt.ops.linear import no_hooks
+from fusionrt.watching import is_watched
 
 Run = Callable[..., Any]
 WATCHED = 2  # calls, before one is captured

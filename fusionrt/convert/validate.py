@@ -16,6 +16,7 @@ from fusionrt.convert.random_states import seed_torch
 from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
 from fusionrt.convert.undisturbed import is_plain, undisturbed
+from fusionrt.dtypes import name_of
 from fusionrt.ops.convolution_cudnn import convolves_in_tf32
 
 SAMPLES, MOST_SAMPLES = 3, 16
@@ -277,7 +278,7 @@ class Judge:
         if doubtful and self._is_random():
             return Verdict(None, "two runs of the original differ: its results are random", samples=samples)
         return Verdict(accepted, "accepted" if accepted else "too inaccurate", worst.error / scale,
-                       worst.own / scale, samples, str(self.wider[0]).removeprefix("torch.")
+                       worst.own / scale, samples, name_of(self.wider[0])
                        if self.wider else "the original itself")
 
     def _is_random(self) -> bool:

@@ -20,7 +20,6 @@ from fusionrt.cpu.lines import coordinates, indented
 from fusionrt.cpu.pointwise import (
     BLOCK,
     BUFFER,
-    ELEMENT,
     TASKS,
     TOPS,
     bases,
@@ -35,6 +34,7 @@ from fusionrt.cpu.pointwise import (
     walk_down,
     walk_down_together,
 )
+from fusionrt.dtypes import element_of
 from fusionrt.expr import emit
 from fusionrt.problem import Operand, Output, Problem
 
@@ -84,8 +84,8 @@ def generate(problem: Problem) -> str:
     lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]" for k, o in enumerate((*inputs, *outputs))
               for d in range(n_dims) if o.strides[d] not in (0, 1)]
     lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(scalars)]
-    lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in inputs]
-    lines += [f"{o.name}_result = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})" for o in outputs]
+    lines += [f"{o.name}_data = {element_of(o.dtype)}_at({places[o.name]})" for o in inputs]
+    lines += [f"{o.name}_result = {element_of(o.dtype)}_at({places[o.name]})" for o in outputs]
     after = n_dims * (1 + len(inputs) + len(outputs))
     tasks = f"integers[{after}]"
     lines += [f"width = integers[{after + 1}]", "blocks = (n0 + width - 1) // width"]
@@ -106,7 +106,7 @@ def generate(problem: Problem) -> str:
     block += _elements(problem) if problem.then else [*bases(outputs), "for j in range(length):", *(
         f"    {o.name}_result[{o.name}_base + j] = store_{o.dtype}({o.name}_data[c0 + j])" for o in outputs)]
     begin = [f"buffer_{o.name} = {problem.acc}_at({own[f'buffer_{o.name}']})" for o in buffered]
-    begin += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({own[f'near_{o.name}']})" for o in near]
+    begin += [f"near_{o.name} = {element_of(o.dtype)}_at({own[f'near_{o.name}']})" for o in near]
     begin += [f"value_{name} = {problem.acc}_at({own[f'value_{name}']})" for name, _ in problem.found]
     count = " * ".join(["blocks", *(f"n{d}" for d in _dims(problem, True))])
     loop = [*begin, f"for block in range({count} * task // {tasks}, {count} * (task + 1) // {tasks}):",

@@ -23,6 +23,7 @@ from typing import Any
 from fusionrt.cpu import compiler, team, threads
 from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
+from fusionrt.dtypes import element_of
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
@@ -36,8 +37,6 @@ CHEAP = 4        # operations that take no longer than storing their result and 
 COSTLY = frozenset({"exp", "exp2", "expm1", "elu", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
                     "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 ROWS = 8         # that are added up in float32 before they are in float64
-# Storage dtype -> element type of its array: 16-bit floats are bit patterns.
-ELEMENT = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 
 
 def generate(problem: Problem) -> str:
@@ -58,12 +57,12 @@ def generate(problem: Problem) -> str:
     scratch += [f"near_{o.name}" for o in near]
     names = [*(o.name for o in (*inputs, *outputs)), *scratch]
     places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
-    lines += [f"{o.name}_data = {ELEMENT.get(o.dtype, o.dtype)}_at({places[o.name]})"
+    lines += [f"{o.name}_data = {element_of(o.dtype)}_at({places[o.name]})"
               for o in (*inputs, *outputs) if o not in summed]
     if _has_tasks(problem):
         places |= {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
     own = [f"buffer_{o.name} = {problem.acc}_at({places[f'buffer_{o.name}']})" for o in buffered]
-    own += [f"near_{o.name} = {ELEMENT.get(o.dtype, o.dtype)}_at({places[f'near_{o.name}']})" for o in near]
+    own += [f"near_{o.name} = {element_of(o.dtype)}_at({places[f'near_{o.name}']})" for o in near]
     own += [line for o in again for line in (
         f"for j in range({BLOCK} + n0):", f"    near_{o.name}[j] = {o.name}_data[j % n0]")]
     own += [line for o in alike for line in (

@@ -25,7 +25,6 @@ from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.cpu.pointwise import (
     COSTLY,
-    ELEMENT,
     PLACES,
     SUM_TASKS,
     bases,
@@ -36,9 +35,10 @@ from fusionrt.cpu.pointwise import (
     summed_outputs,
     walk_down_together,
 )
-from fusionrt.expr import REDUCTIONS, Expr, emit, exp, leaves, substitute, toposort
+from fusionrt.dtypes import element_of
+from fusionrt.expr import REDUCTIONS, Expr, emit, leaves, toposort
 from fusionrt.problem import Operand, Output, Problem
-from fusionrt.rowwise import schedule, with_sums
+from fusionrt.rowwise import schedule, spelled_out
 
 LANE = 32             # elements that a lane of a vector adds in the arithmetic's type, before float64 does
 DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
@@ -80,18 +80,6 @@ def loops(roots: Sequence[Expr]) -> list[Loop]:
             tops, sums = zip(*of_kind["softmax"], strict=True)
             made.append(Loop(sums, (), (), tops))
     return made
-
-
-def spelled_out(roots: Sequence[Expr]) -> list[Expr]:
-    """With the exponentials of a softmax as nodes, which are those that its sum has computed, and squares
-    about a mean as sums: the second look at a row finds it in the cache."""
-    roots = with_sums(roots, moments=False)
-    replacement: dict[Expr, Expr] = {}
-    for n in toposort(roots):
-        if n.op == "softmaxed":
-            x, most, scale = substitute([a for a in n.args if isinstance(a, Expr)], replacement)
-            replacement[n] = exp(x - most) * scale
-    return substitute(roots, replacement)
 
 
 def kept_values(roots: Sequence[Expr], walks: Sequence[Loop]) -> dict[Expr, str]:
@@ -208,7 +196,7 @@ class _Text:
         places = [f"pointers[{k}]" for k in range(len(shared))]
         places += [f"pointers[{len(shared) + k}] + mine" for k in range(len(own))]
         of_tasks = {f"{o.name}_data" for o in summed_outputs(p)}
-        lines = [f"{name} = {ELEMENT.get(dtype, dtype)}_at({place})"
+        lines = [f"{name} = {element_of(dtype)}_at({place})"
                  for place, (name, dtype) in zip(places, shared + own, strict=True) if name not in of_tasks]
         return lines + [f"words_{s} = uint64_at({place})"
                         for place, s in zip(places[len(shared):], p.streams, strict=False)]

@@ -12,10 +12,11 @@ import torch
 
 from fusionrt import rehearsal
 from fusionrt.array import check_dense, is_foreign, to_torch
-from fusionrt.autograd import no_transforms
 from fusionrt.data import image_cpu, image_gpu
 from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, is_key, table
+from fusionrt.dtypes import name_of
 from fusionrt.errors import is_int
+from fusionrt.watching import no_transforms
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
 LAYOUTS = {"NHWC": False, "HWC": False, "NCHW": True, "CHW": True}    # to whether channels come first
@@ -88,7 +89,7 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
                          f"{sources.channels}")
     _check_boxes(boxes, resize)
     rows, resizes = table(sources, geometry, given, order)
-    recipe = Recipe(_name(sources.dtype), _name(dtype), sources.channels, sources.planar, result_planar,
+    recipe = Recipe(name_of(sources.dtype), name_of(dtype), sources.channels, sources.planar, result_planar,
                     resizes, resizes and interpolation == "bicubic", bool(antialias) or not resizes,
                     bool(adjusted), contrast is not None)
     out = _result(sources, geometry.size, dtype, result_planar)
@@ -96,10 +97,6 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     if out.numel():
         run(recipe, rows, out, geometry.size, _affine(sources.channels, mean, std))
     return restore(out[0] if single else out)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _layout(argument: str, value: str) -> bool:
@@ -170,9 +167,9 @@ def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:
     for batch in batches:
         if batch.dtype not in DTYPES:
             raise TypeError(f"image_preprocess: images must be uint8, float16, bfloat16 or float32, got "
-                            f"{_name(batch.dtype)}")
+                            f"{name_of(batch.dtype)}")
         if (batch.dtype, batch.device) != (first.dtype, first.device):
-            kinds = " and ".join(f"{_name(t.dtype)} on {t.device}" for t in (first, batch))
+            kinds = " and ".join(f"{name_of(t.dtype)} on {t.device}" for t in (first, batch))
             raise ValueError(f"image_preprocess: images must be of one dtype on one device, got {kinds}")
         if batch.requires_grad and torch.is_grad_enabled():
             raise ValueError("image_preprocess: images get no gradient here: detach them")

@@ -15,6 +15,7 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.samples import ADJUSTMENTS
+from fusionrt.laid import address
 
 if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
@@ -307,7 +308,7 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     limit, share = _scratch(recipe, rows, width)
     scratch = torch.empty(tasks * share, dtype=torch.uint8, device="cpu")
     pointers = [numbers.ctypes.data, factors.ctypes.data,
-                *(0 if t.is_meta else t.data_ptr() for t in (out, between, sums, scratch))]
+                *(address(t) for t in (out, between, sums, scratch))]
     integers = (height, width, lines, tasks, limit, share)
     scalars = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
     for stage in (FIRST, SECOND) if recipe.contrast else (WHOLE,):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusionrt.data.samples import DECLARATION, ROW
+from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
@@ -46,7 +47,7 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     count = min(LAUNCH, len(rows)) if recipe.contrast else 0  # one launch's: the next one follows it
     between = torch.empty(count * area * recipe.channels, dtype=torch.float32, device=out.device)
     sums = torch.empty(count * height * tiles, dtype=torch.float32, device=out.device)
-    addresses = [0 if t.is_meta else t.data_ptr() for t in (between, sums)]
+    addresses = [address(t) for t in (between, sums)]
     numbers = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
     for at in range(0, len(rows), LAUNCH):
         part = rows[at:at + LAUNCH]

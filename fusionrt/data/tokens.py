@@ -11,10 +11,10 @@ import torch
 
 from fusionrt import random
 from fusionrt.array import check_dense, is_foreign, to_torch
-from fusionrt.autograd import no_transforms
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
 from fusionrt.errors import as_float, as_int, is_int
+from fusionrt.watching import no_transforms
 
 OP = "token_preprocess"
 Tensor = torch.Tensor

@@ -10,6 +10,8 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu import kernel as cpu
+from fusionrt.dtypes import name_of
+from fusionrt.laid import address
 from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
@@ -171,9 +173,9 @@ def _cpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> cpu.Kernel:
 
 def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence[torch.Tensor]) -> None:
     device = batch.ids.device
-    source, index = (str(t.dtype).removeprefix("torch.") for t in (batch.ids, out[0]))
+    source, index = (name_of(t.dtype) for t in (batch.ids, out[0]))
     flags = _flags(batch, settings, masking)
-    addresses = [_address(t) for t in (batch.ids, batch.offsets, *out)]
+    addresses = [address(t) for t in (batch.ids, batch.offsets, *out)]
     numbers = _numbers(batch, settings, masking)
     seed, offset, state = (0, 0, None) if masking is None else masking.rng
     special = () if masking is None else masking.special
@@ -188,7 +190,7 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
         return
     watched = batch.longest is None or settings.vocab_size is not None  # offsets that nobody has seen
     fault = indices.fault_of(device) if watched else None
-    _gpu_kernel(source, index, flags)(device, batch.rows, *addresses, _address(fault), _address(state),
+    _gpu_kernel(source, index, flags)(device, batch.rows, *addresses, address(fault), address(state),
                                       *numbers, seed, offset, *special, *[0] * (MOST_SPECIAL - len(special)))
     if fault is not None and not fault.is_meta:
         ids = indices.Indices("ids", None, settings.vocab_size or 0)
@@ -214,10 +216,6 @@ def _real_ids(batch: Batch, settings: Settings) -> torch.Tensor:
 def _around(settings: Settings) -> list[int]:
     """What is put before and behind each sequence."""
     return [t for t in (settings.bos, settings.eos) if t is not None]
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
 
 
 def _signed(number: int) -> int:

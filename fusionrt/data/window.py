@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from fusionrt.array import check_dense, is_foreign, to_torch
-from fusionrt.autograd import transforms_active
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
 from fusionrt.data.window_rows import Request, Tensor, like, walkable
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_float, as_int, is_int
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.watching import transforms_active
 
 OPS = ("sum", "mean", "min", "max", "var", "std")
 PADDINGS = ("valid", "same", "causal")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LONGEST = 2**30   # positions are 32-bit numbers
 
 
@@ -77,8 +77,8 @@ def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: i
     if not isinstance(x, Tensor):
         raise TypeError(f"sliding_window: x must be a tensor or an array, got {type(x).__name__}")
     check_dense("sliding_window", "x", x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"sliding_window: x must be of a floating dtype ({', '.join(map(str, DTYPES))}), "
+    if x.dtype not in FLOATS:
+        raise TypeError(f"sliding_window: x must be of a floating dtype ({', '.join(map(str, FLOATS))}), "
                         f"got {x.dtype}: cast it first")
     if op not in OPS:
         raise ValueError(f"sliding_window: op must be one of {', '.join(OPS)}, got {op!r}")

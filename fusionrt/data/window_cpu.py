@@ -16,6 +16,8 @@ import torch
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data import window_cpu_few, window_cpu_pieces
 from fusionrt.data.window_rows import LOADS, Request, Rows
+from fusionrt.dtypes import element_of, name_of
+from fusionrt.laid import address
 
 COLUMNS = 64        # of a task
 WINDOWS = 1 << 12   # of a task, at least
@@ -138,7 +140,7 @@ def _spelled(lines: tuple[str, ...], indent: int, single: bool, size: int, place
 @functools.cache
 def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
     """`single`: of one column, which a task then keeps in registers."""
-    name, parts = str(dtype).removeprefix("torch."), family(op, indexed)
+    name, parts = name_of(dtype), family(op, indexed)
     size, moments = len(parts.start), op in ("var", "std")
     spelled = functools.partial(_spelled, single=single, size=size)
     each = "for c in range(1)" if single else "for c in range(columns)"
@@ -148,7 +150,7 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
         store.append("index[to + c] = cast_int32(where(missing, -1.0, i))")
     keep = tuple(f"T{k} = C{k}" for k in range(size))
     text = _TEXT.format(
-        memory="uint16" if dtype.itemsize == 2 else name, size=size, each=each,
+        memory=element_of(name), size=size, each=each,
         reset=spelled(tuple(f"C{k} = {value}" for k, value in enumerate(parts.start)), 20),
         by_tail="1.0 / float64_of(n_tail)" if moments else "0.0",
         by_head="1.0 / float64_of(n_head)" if moments else "0.0",
@@ -179,7 +181,7 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index
     slab = 8 * size * width * (request.window + 1) + 64  # tails, none of them, one carry
     scratch = torch.empty(parts * slab, dtype=torch.uint8, device=x.device)
     made = kernel(request.op, x.dtype, index is not None, rows.inner == 1)
-    made(x.device, parts, [0 if t is None or t.is_meta else t.data_ptr() for t in (x, out, index, scratch)],
+    made(x.device, parts, [address(t) for t in (x, out, index, scratch)],
          [*rows, request.results(rows.n), dense, request.left, request.window, request.stride,
           request.min_periods, width, group, tasks, parts, slab], [request.correction, math.inf, math.nan],
          work=max(1, rows.outer * rows.inner * dense // max(parts, 1)))

@@ -13,6 +13,8 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.window_rows import LOADS, Request, Rows
+from fusionrt.dtypes import element_of, name_of
+from fusionrt.laid import address
 
 # Elements of a window; more are faster by scans. Of neighbours in rows, of columns.
 MOST = {"sum": (32, 16), "mean": (32, 16), "min": (32, 16), "max": (32, 16), "var": (24, 12), "std": (24, 12)}
@@ -65,7 +67,7 @@ def serves(request: Request, rows: Rows) -> bool:
 
 @functools.cache
 def kernel(op: str, dtype: torch.dtype, window: int, single: bool) -> Kernel:
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     extreme = op in ("min", "max")
     element = LOADS.get(dtype, "{}") if extreme else f"float64_of({LOADS.get(dtype, '{}')})"
     values = [f"v{k}" for k in range(window)]
@@ -82,7 +84,7 @@ def kernel(op: str, dtype: torch.dtype, window: int, single: bool) -> Kernel:
                 f"    d = {element.format('x[at + k * step + c]')} - m", "    r += d * d"]
     lines = functools.partial(_indented, 20)
     text = _TEXT.format(
-        memory="uint16" if dtype.itemsize == 2 else name, window=window,
+        memory=element_of(name), window=window,
         columns=f"min(last, n - {window - 1} + left) - i" if single else "inner",
         advance="columns" if single else "1", whole=lines([*whole, *ends]), store=f"store_{name}(acc_t(r))",
         start={"min": "inf", "max": "-inf"}.get(op, "0.0"), element=element.format("x[at + k * step + c]"),
@@ -99,6 +101,6 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     results = request.results(rows.n)
     single, chunk = rows.inner == 1, max(1, CHUNK // rows.inner)
     made = kernel(request.op, x.dtype, request.window, single)
-    made(x.device, rows.outer * -(-results // chunk), [0 if t.is_meta else t.data_ptr() for t in (x, out)],
+    made(x.device, rows.outer * -(-results // chunk), [address(t) for t in (x, out)],
          [*rows, results, request.left, request.stride, request.min_periods, chunk],
          [request.correction, math.inf, math.nan], work=chunk * rows.inner * request.window)

@@ -16,6 +16,8 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.window_rows import LOADS, Request, Rows
+from fusionrt.dtypes import element_of, name_of
+from fusionrt.laid import address
 
 MOST = 4096         # elements of a window; of more, scans are faster
 PIECES = 4          # of a power that make the next one (of 2 and 8: up to a third slower)
@@ -101,13 +103,13 @@ def _grown(power: int, window: int, join: Join) -> list[str]:
 
 @functools.cache
 def kernel(op: str, dtype: torch.dtype, window: int) -> Kernel:
-    name, extreme = str(dtype).removeprefix("torch."), op in ("min", "max")
+    name, extreme = name_of(dtype), op in ("min", "max")
     element = LOADS.get(dtype, "{}").format("x[source + c]")
     scratch = "float64" if not extreme or dtype == torch.float64 else "float32"
     steps = _extreme_steps(window, op) if extreme else _sum_steps(window)
     mean = op == "mean"
     text = _TEXT.format(
-        memory="uint16" if dtype.itemsize == 2 else name, name=name, window=window, scratch=scratch,
+        memory=element_of(name), name=name, window=window, scratch=scratch,
         size=8 if scratch == "float64" else 4, least={"min": "inf", "max": "-inf"}.get(op, "0.0"),
         element=element if extreme else f"float64_of({element})",
         steps="\n".join(" " * 12 + line for line in steps),
@@ -124,6 +126,6 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     parts, slab = min(tasks, torch.get_num_threads()), 8 * (2 * chunk + request.window) + 64
     scratch = torch.empty(parts * slab, dtype=torch.uint8, device=x.device)
     made = kernel(request.op, x.dtype, request.window)
-    made(x.device, parts, [0 if t.is_meta else t.data_ptr() for t in (x, out, scratch)],
+    made(x.device, parts, [address(t) for t in (x, out, scratch)],
          [*rows, results, request.left, request.min_periods, chunk, parts, slab], [math.inf, math.nan],
          work=max(1, rows.outer * results // max(parts, 1)))

@@ -11,6 +11,8 @@ import torch
 
 from fusionrt.cpu import kernel as cpu
 from fusionrt.data.window_rows import Tensor, like, memory_order
+from fusionrt.dtypes import element_of, name_of
+from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
 from fusionrt.runtime.source import Field, pointer
@@ -22,7 +24,7 @@ LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float(
 
 @functools.cache
 def _gpu_kernel(dtype: torch.dtype) -> gpu.Kernel:
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     fields = [pointer("scalar_t", "grad"), pointer("int", "index"), pointer("scalar_t", "out", const=False),
               *(Field(f"long long {size}", "q") for size in ("outer", "results", "n", "inner", "parts"))]
     return gpu.Kernel("sliding_window gradient", "window_scatter", fields,
@@ -53,8 +55,8 @@ def kernel(pointers, integers, scalars, start, stop):
 
 @functools.cache
 def _cpu_kernel(dtype: torch.dtype) -> cpu.Kernel:
-    name = str(dtype).removeprefix("torch.")
-    text = _TEXT.format(memory="uint16" if dtype.itemsize == 2 else name, name=name,
+    name = name_of(dtype)
+    text = _TEXT.format(memory=element_of(name), name=name,
                         load=LOADS.get(dtype, "{}").format("grad[of + i * inner]"))
     return cpu.Kernel("sliding_window gradient", text, "float64")
 
@@ -64,7 +66,7 @@ def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
     grad, index, dim = grad.permute(order).contiguous(), index.permute(order).contiguous(), order.index(dim)
     outer, results, inner = math.prod(index.shape[:dim]), index.shape[dim], math.prod(index.shape[dim + 1:])
     if grad.numel():
-        addresses = [0 if t.is_meta else t.data_ptr() for t in (grad, index, out)]
+        addresses = [address(t) for t in (grad, index, out)]
         if device_type(grad) == "cpu":
             _cpu_kernel(grad.dtype)(grad.device, outer * inner, addresses, [results, n, inner], work=results)
         else:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.data.window_rows import Request, Rows
+from fusionrt.dtypes import name_of
+from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer, template
 
@@ -105,7 +107,7 @@ def shape(request: Request, dtype: torch.dtype, indexed: bool, inner: int) -> Sh
 @functools.cache
 def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int, window: int = 0) -> Kernel:
     """`window`: one that is shorter than a thread's items, or 0."""
-    name, acc = str(dtype).removeprefix("torch."), accumulated(op, dtype)
+    name, acc = name_of(dtype), accumulated(op, dtype)
     flags = {"MEAN": op == "mean", "LARGEST": op == "max", "INDEXED": indexed, "ROOT": op == "std"}
     constants = [
         f"using scalar_t = {name}_t;", "struct State;",
@@ -122,7 +124,7 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int,
               *(Field(f"int {name}", "i") for name in _INTEGERS),
               *(Field(f"Divisor {name}", "III") for name in _DIVISORS), Field("int wide", "i")]
     return Kernel(f"sliding_window {op}", "window", fields, constants,
-                  acc=str(acc).removeprefix("torch."), block=shape.block,
+                  acc=name_of(acc), block=shape.block,
                   significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53))
 
 
@@ -199,13 +201,13 @@ class _Launch:
                  index: torch.Tensor | None) -> None:
         self.request, self.x, self.rows, self.indexed = request, x, rows, index is not None
         self.plan = plan(request, rows, x.dtype, self.indexed)
-        self.tensors = _address(x), _address(out), 0 if index is None else _address(index)
+        self.tensors = address(x), address(out), 0 if index is None else address(index)
         self.wide = self.plan.aligned and self.tensors[0] % 16 == 0
 
     def run(self) -> None:
         memory = self.middles() if self.plan.gap else None  # goes back to torch, in the order of the stream
         self.launch(self.plan.kernel, self.rows.outer * self.plan.tiles * self.plan.groups, self.plan.values,
-                    middles=0 if memory is None else _address(memory))
+                    middles=0 if memory is None else address(memory))
 
     def launch(self, kernel: Kernel, blocks: int, values: Sequence[Any], chunks: int = 0, heads: int = 0,
                folded: int = 0, middles: int = 0, folds: Sequence[int] = ()) -> None:
@@ -224,15 +226,15 @@ class _Launch:
         sizes, each = {"chunk_tiles": chunk_tiles}, _blocks(outer_inner * chunk_tiles, made.shape)
         levels, heads = [self.states(outer_inner * chunk_tiles)], self.states(outer_inner * chunk_tiles)
         self.stage(CHUNKS, self.rows.outer * chunk_tiles * made.groups, {"tiles": chunk_tiles, "head": head},
-                   chunks=_address(levels[0]), heads=_address(heads))
+                   chunks=address(levels[0]), heads=address(heads))
         while RADIX ** len(levels) <= span:
             levels.append(self.states(outer_inner * chunk_tiles))
             self.stage(FOLDS, each, {**sizes, "span": RADIX ** (len(levels) - 2)},
-                       chunks=_address(levels[-2]), folded=_address(levels[-1]))
+                       chunks=address(levels[-2]), folded=address(levels[-1]))
         between = self.states(outer_inner * made.tiles)
         self.stage(MIDDLES, _blocks(outer_inner * made.tiles, made.shape),
-                   {**sizes, "span": span, "levels": len(levels)}, heads=_address(heads),
-                   middles=_address(between), folds=[_address(level) for level in levels])
+                   {**sizes, "span": span, "levels": len(levels)}, heads=address(heads),
+                   middles=address(between), folds=[address(level) for level in levels])
         return between
 
     def states(self, count: int) -> torch.Tensor:
@@ -242,10 +244,6 @@ class _Launch:
 
 def _blocks(threads: int, shape: Shape) -> int:
     return -(-threads // shape.block)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_meta else tensor.data_ptr()
 
 
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None

@@ -15,6 +15,7 @@ import torch
 
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_count, as_float, as_int, is_int
 from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
@@ -23,7 +24,6 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
 Tensor = torch.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -35,7 +35,7 @@ def _check_operands(op: str, q: Any, k: Any, v: Any, shapes: str) -> None:
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
         check_dense(op, name, t)
-        if t.dtype not in DTYPES:
+        if t.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")
         if t.dim() != q.dim() or t.dim() != shapes.count(",") + 1:
@@ -68,7 +68,7 @@ def _checked_mask(op: str, mask: Any, q: Tensor, keys: int) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"{op}: mask must be a tensor or an array, got {type(mask).__name__}")
-    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
         raise TypeError(f"{op}: mask must be boolean (True lets a score pass) or floating-point (added to "
                         f"the scores), got {mask.dtype}")
     full = (*q.shape[:3], keys)

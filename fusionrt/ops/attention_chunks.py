@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import random
-from fusionrt.autograd import Dispatched, is_watched
+from fusionrt.dtypes import HALVES, name_of
 from fusionrt.expr import row_sum
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.attention_rows import Form, Values, gradients, weights
@@ -23,9 +23,9 @@ from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import row_operator
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
+from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
-HALVES = (torch.float16, torch.bfloat16)
 # Scores of a chunk: on a GPU so many that the host can keep ahead of it (128 MiB of float32), on a CPU so few
 # that they stay in a cache.
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 20}
@@ -149,7 +149,7 @@ class Call:
         self.positions = places.float()[:, None, None]
         self.columns = torch.arange(self.sizes.keys, dtype=torch.float32, device=q.device)
         kind_of_mask = None if mask is None else "passed" if mask.dtype == torch.bool else "added"
-        half = None if self.acc == self.dtype else str(q.dtype).removeprefix("torch.")
+        half = None if self.acc == self.dtype else name_of(q.dtype)
         self.form = Form(half, kind_of_mask, options.left >= 0, options.right >= 0, slopes is not None,
                          options.softcap > 0, rng is not None, of_mask)
 
@@ -214,12 +214,10 @@ def _rngs(rng: Tensor | None, n: int) -> Sequence[Rng | None]:
     """Of each chunk, as `fusionrt.random.draw` gives them, of a tensor with a seed and an offset."""
     if rng is None:
         return [None] * n
-    if rng.is_meta:
-        return [(0, 0, None)] * n
     if rng.is_cuda:
         counted = rng[1] + torch.arange(n, device=rng.device)
         return [(0, 0, state) for state in torch.stack((rng[0].expand(n), counted), 1).unbind()]
-    seed, offset = (int(x) & (2**64 - 1) for x in rng.tolist())
+    seed, offset, _ = random.unpacked(rng)
     return [(seed, offset + k, None) for k in range(n)]
 
 
@@ -370,5 +368,4 @@ def _drawn(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """Random numbers, a stream for each chunk; of a program that is traced, drawn when it runs."""
     if is_watched():
         return random.draw_tensor(q.device)
-    drawn: Tensor = Dispatched.packed(random.draw(q.device, len(_chunks_of(q, k, options)[1])), None)
-    return drawn
+    return random.packed(random.draw(q.device, len(_chunks_of(q, k, options)[1])))

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt.autograd import is_watched
+from fusionrt.dtypes import name_of
 from fusionrt.expr import Expr, maximum, where
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.rowwise import LOWEST_PASSED, row_max
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
+from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
 ALIGNED = 16  # elements: of rows of what is added
@@ -100,7 +101,7 @@ def clear_empty(out: Tensor, logarithms: Tensor, first: Tensor, keys: int, causa
     """Of (B, H, S, D), (B, H, S or more, ...) or without elements, and (B, H, S, 1)."""
     batch, heads, rows, columns = out.shape
     count, some = batch * heads * rows, logarithms.numel() > 0
-    kernel = _kernel(str(out.dtype).removeprefix("torch."), causal, some)
+    kernel = _kernel(name_of(out.dtype), causal, some)
     kernel(out.device, -(-count // kernel.block), first.data_ptr(), out.data_ptr(), logarithms.data_ptr(),
            *first.stride()[:3], *out.stride()[:3], *(logarithms.stride()[:3] if some else (0, 0, 0)),
            count, rows, heads, columns, keys - 1)

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fusionrt.autograd import is_watched, transforms_active
 from fusionrt.dispatch import guard
-from fusionrt.ops.attention_chunks import HALVES, Options, attention_in_chunks
+from fusionrt.dtypes import HALVES
+from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.attention import CAPABILITY, DIMS
+from fusionrt.watching import is_watched, transforms_active
 
 Tensor = torch.Tensor
 PREFER_CUDNN = (9, 10)     # major architectures: those of torch's own preference

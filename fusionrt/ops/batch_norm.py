@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fusionrt.array import check_writeable, converted, is_foreign
-from fusionrt.autograd import transforms_active
 from fusionrt.catalogue import Make, public
 from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
@@ -27,8 +26,9 @@ from fusionrt.layout import lie_apart
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
 from fusionrt.problem import unpack
-from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_function, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
+from fusionrt.watching import is_recorded, transforms_active
 
 IMAGES = (32, 256, 56, 56)  # of the examples
 
@@ -63,10 +63,6 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
                         uniform=tuple(name for name in names if name in uniform), of_channels=True)
 
 
-def _is_recorded(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, Any], weight: Any, bias: Any,
                  residual: Any, eps: float, epilogue: Epilogue, recompute: bool = False) -> tuple[Any, ...]:
     """The result, and with `training` mean and unbiased variance of every channel. A row is a channel."""
@@ -77,8 +73,8 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
     tensors = {name: t.view(ones) for name, t in given.items() if t is not None}
     if residual is not None:
         tensors["residual"] = residual.permute(order)
-    recorded, tracked = _is_recorded(x, weight, bias, residual), running[0] is not None
-    epilogue = as_epilogue(op, epilogue)
+    recorded, tracked = is_recorded(x, weight, bias, residual), running[0] is not None
+    epilogue = as_function(op, epilogue)
     run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked)
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
@@ -291,8 +287,8 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
         ones = (-1,) + (1,) * (x.dim() - 2)
         tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual}
-        recorded = _is_recorded(x, weight, bias, residual)
-        each = _operator(op, tuple(tensors), x.dim() - 2, True, as_epilogue(op, epilogue), recorded, tracked)
+        recorded = is_recorded(x, weight, bias, residual)
+        each = _operator(op, tuple(tensors), x.dim() - 2, True, as_function(op, epilogue), recorded, tracked)
         out = each(x, *tensors.values(), eps)
         if tracked and x.numel():
             mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
@@ -327,9 +323,9 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
         tensors = {name: t.view(*grouped, *ones)
                    for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
-        recorded = _is_recorded(x, weight, bias, residual)
+        recorded = is_recorded(x, weight, bias, residual)
         each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
-                         as_epilogue("group_norm", epilogue), recorded, False)
+                         as_function("group_norm", epilogue), recorded, False)
         return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
     return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)

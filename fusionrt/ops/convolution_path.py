@@ -16,19 +16,19 @@ from torch.nn import functional as F
 
 from fusionrt.activation import Epilogue, activated, finishing, resolve
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import is_watched
+from fusionrt.dtypes import FLOATS, STORAGE
 from fusionrt.errors import check_number, is_int
 from fusionrt.expr import Expr, rsqrt
-from fusionrt.op import FLOATS, PLAIN, Operator
+from fusionrt.op import Operator
 from fusionrt.ops import convolution_cudnn, depthwise, folding
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.linear import cast_as_autocast, recorded
+from fusionrt.ops.linear import cast_as_autocast
 from fusionrt.ops.recomputation import sparing
-from fusionrt.problem import STORAGE
 from fusionrt.row_fusion import row_operator
+from fusionrt.watching import PLAIN, is_recorded, is_watched
 
 Tensor = torch.Tensor
 Ints = int | Sequence[int]
@@ -257,7 +257,7 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
     plain = function is None and scale is None and residual is None
     if plain and (bias is None or _depthwise(x, weight, kind) is None):
         return convolve(x, weight, bias, kind)
-    alone = ordinary and not is_watched() and not recorded(*arrays.values())
+    alone = ordinary and not is_watched() and not is_recorded(*arrays.values())
     if alone and scale is None:
         if function is relu and residual is None:
             found = convolution_cudnn.relu(x, weight, (bias,), None, kind.geometry, kind.groups)
@@ -294,7 +294,7 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
     if (mean is None) != (var is None) or (mean is None and not training):
         raise ValueError(f"{op}: running_mean and running_var go together, and without training both are "
                          f"needed, got {type(mean).__name__} and {type(var).__name__}")
-    if training or not ordinary or is_watched() or recorded(*arrays.values()):
+    if training or not ordinary or is_watched() or is_recorded(*arrays.values()):
         z = convolve(x, weight, bias, kind)
         return batch_norm(z, mean, var, scale, shift, training, momentum, eps, residual=residual,
                           epilogue=function, recompute=recompute)

@@ -25,16 +25,16 @@ import torch
 
 from fusionrt import deferred
 from fusionrt.array import check_writeable, converted, is_foreign
-from fusionrt.autograd import is_batched, is_watched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run, Sites, guard, planned_once
+from fusionrt.dtypes import name_of
 from fusionrt.errors import as_int, check_number
-from fusionrt.op import seen_by_torch
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
-from fusionrt.replay import straight, transforms_active
+from fusionrt.replay import straight
+from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch, transforms_active
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
 FEW_ROWS = 1 << 15      # whose losses one block of threads adds
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     def narrowed(self) -> str | None:
         """The result's dtype, if losses are reduced in a wider one."""
         narrow = self.dtype.itemsize < 4 or (self.of_doubles and self.dtype == torch.float32)
-        return str(self.dtype).removeprefix("torch.") if narrow else None
+        return name_of(self.dtype) if narrow else None
 
     def without_tensors(self) -> Call:
         """For what outlives the call."""
@@ -174,8 +174,7 @@ def _run(call: Call, in_place: bool) -> Any:
 
 def _chosen(call: Call, in_place: bool) -> Run:
     """What to do with the arguments of this call and of others like it."""
-    with_gradient = torch.is_grad_enabled() and any(
-        isinstance(a, torch.Tensor) and a.requires_grad for a in call.args)
+    with_gradient = is_recorded(*call.args)
     if in_place:
         _check_in_place(call.op, call.args[0])
     tensors = [a for a in call.args if isinstance(a, torch.Tensor)]

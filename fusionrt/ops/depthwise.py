@@ -98,12 +98,7 @@ def _gradient_on_cpu(grad: Tensor, x: Tensor, weight: Tensor, geometry: Sequence
 
 
 def _fake_result(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor:
-    return _fake_image(x, _geometry(*geometry).result(x.shape[2:], weight.shape[2:]))
-
-
-def _fake_image(x: Tensor, size: Sequence[int]) -> Tensor:
-    return torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device,
-                       memory_format=torch.channels_last)
+    return kernels.image_like(x, _geometry(*geometry).result(x.shape[2:], weight.shape[2:]))
 
 
 def _of_result(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
@@ -147,7 +142,7 @@ _result = StructuredOp(f"depthwise_conv2d_result(Tensor x, Tensor weight, {_OPTI
                        _fake_result, Gradient(lambda args, out: args[:2], _of_result))
 _of_source = StructuredOp(
     f"depthwise_conv2d_of_source(Tensor grad, Tensor weight, SymInt[] size, {_OPTIONS}) -> Tensor",
-    _run_of_source, lambda grad, weight, size, *geometry: _fake_image(grad, size),
+    _run_of_source, lambda grad, weight, size, *geometry: kernels.image_like(grad, size),
     Gradient(lambda args, out: args[:2], _of_of_source))
 _of_weight = StructuredOp(
     f"depthwise_conv2d_of_weight(Tensor grad, Tensor x, SymInt[] kernel, {_OPTIONS}) -> Tensor",
@@ -156,5 +151,6 @@ _of_weight = StructuredOp(
 _of_both = StructuredOp(
     f"depthwise_conv2d_of_both(Tensor grad, Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
     _run_of_both,
-    lambda grad, x, weight, *geometry: (_fake_image(grad, x.shape[2:]), weight.new_empty(weight.shape)),
+    lambda grad, x, weight, *geometry: (
+        kernels.image_like(grad, x.shape[2:]), weight.new_empty(weight.shape)),
     Gradient(lambda args, out: args[:3], _of_of_both))

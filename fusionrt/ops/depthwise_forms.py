@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.expr import Expr, argument, emit, toposort
+from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, pointer
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
 Steps = tuple[int, int, int]
-MULTIPROCESSORS = 132  # of a large GPU: how work is cut depends on shapes alone, as sums do
 
 
 class Geometry(NamedTuple):
@@ -168,10 +168,6 @@ class Launch(NamedTuple):
 
     def __call__(self, device: torch.device, *operands: Tensor | None) -> None:
         self.kernel(device, self.blocks, *map(address, operands), *self.values, shared=self.shared)
-
-
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
 
 
 def alignment(*tensors: Tensor | None) -> int:

@@ -9,7 +9,6 @@ import math
 from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
-    MULTIPROCESSORS,
     Finish,
     Form,
     Images,
@@ -22,6 +21,7 @@ from fusionrt.ops.depthwise_forms import (
     epilogue,
     operands,
 )
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.dtypes import name_of
 from fusionrt.ops import (
     depthwise_images,
     depthwise_mma,
@@ -75,10 +76,10 @@ def _has_units(device: torch.device) -> bool:
 
 def _form(call: Call, geometry: Geometry) -> Form:
     kernel = call.kernel[0], call.kernel[1]
-    return Form(str(call.dtype).removeprefix("torch."), kernel, geometry.stride, 1, 0)
+    return Form(name_of(call.dtype), kernel, geometry.stride, 1, 0)
 
 
-def _image(like: Tensor, size: Pair) -> Tensor:
+def image_like(like: Tensor, size: Sequence[int]) -> Tensor:
     return torch.empty((*like.shape[:2], *size), dtype=like.dtype, device=like.device,
                        memory_format=torch.channels_last)
 
@@ -86,7 +87,7 @@ def _image(like: Tensor, size: Pair) -> Tensor:
 def _images(call: Call, size: Pair) -> Images:
     """That of the call and a dense one."""
     batch, channels = call.shape[:2]
-    return Images(str(call.dtype).removeprefix("torch."), batch, channels,
+    return Images(name_of(call.dtype), batch, channels,
                   (steps(call.strides[0]), dense_steps(channels, size)), call.alignment)
 
 
@@ -96,7 +97,7 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish = PLA
              channels: Sequence[Tensor] = (), residual: Tensor | None = None) -> Tensor:
     """The result, finished; `residual` has its shape and layout."""
     plan = _convolution(_call((x,), weight.shape[2:], residual), geometry, finish)
-    out = _image(x, plan.size)
+    out = image_like(x, plan.size)
     for launch in plan.launches:
         launch(x.device, x, weight, out, residual, *channels)
     return out
@@ -111,7 +112,7 @@ def _convolution(call: Call, geometry: Geometry, finish: Finish) -> Plan:
 def source_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, size: Sequence[int]) -> Tensor:
     """That of an x of `size` rows and columns, of the result's."""
     plan = _of_source(_call((grad,), weight.shape[2:]), geometry, (size[0], size[1]))
-    out = _image(grad, plan.size)
+    out = image_like(grad, plan.size)
     if not grad.numel():
         return out.zero_()
     for launch in plan.launches:
@@ -222,7 +223,7 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tu
                  weight_gradient(grad, x, geometry, weight.shape[2:]))
     if found is None:
         return alone
-    of_source, of_weight = _image(grad, (x.shape[2], x.shape[3])), weight.new_empty(weight.shape)
+    of_source, of_weight = image_like(grad, (x.shape[2], x.shape[3])), weight.new_empty(weight.shape)
     found(of_weight, grad, weight, x, None, of_source)
     return of_source, of_weight
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
-    MULTIPROCESSORS,
     PLAIN,
     Finish,
     Form,
@@ -22,6 +21,7 @@ from fusionrt.ops.depthwise_forms import (
     row_steps,
     window,
 )
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic
 

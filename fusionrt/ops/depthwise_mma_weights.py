@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 from fusionrt.ops.depthwise_forms import (
-    MULTIPROCESSORS,
     Form,
     Images,
     Launch,
@@ -25,6 +24,7 @@ from fusionrt.ops.depthwise_mma import (
     divisors,
     has_units,
 )
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 

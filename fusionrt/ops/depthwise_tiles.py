@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
-    MULTIPROCESSORS,
     PLAIN,
     Finish,
     Form,
@@ -28,6 +27,7 @@ from fusionrt.ops.depthwise_forms import (
     row_steps,
     window,
 )
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 

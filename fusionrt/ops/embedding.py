@@ -15,8 +15,9 @@ import torch
 
 from fusionrt import indices, random
 from fusionrt.array import check_dense, converted, is_foreign
-from fusionrt.autograd import Dispatched, backward, is_watched, transforms_active
+from fusionrt.autograd import Dispatched, backward
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_float, as_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
@@ -37,9 +38,9 @@ from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import row_operator
 from fusionrt.rowwise import standardize
 from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.watching import is_watched, transforms_active
 
 Tensor = torch.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EPS = 1e-5
 _OP = "embedding_position"
 # Tables and ids, in the order of all the ops here.
@@ -227,14 +228,7 @@ def _tail_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float |
 
 
 def _numbers(rng: Tensor | None) -> random.Rng | None:
-    if rng is None:
-        return None
-    if rng.is_cuda:
-        return 0, 0, rng
-    if rng.is_meta:
-        return 0, 0, None
-    seed, offset = (int(n) & (2**64 - 1) for n in rng.tolist())
-    return seed, offset, None
+    return None if rng is None else random.unpacked(rng)
 
 
 # -- everything in one kernel ----------------------------------------------------------------------
@@ -419,8 +413,7 @@ def _drawn(device: torch.device) -> Tensor:
     """The state of the generator: of a program that is traced, drawn when it runs."""
     if is_watched():
         return random.draw_tensor(device)
-    drawn: Tensor = Dispatched.packed(random.draw(device, 1), None)
-    return drawn
+    return random.packed(random.draw(device, 1))
 
 
 def _checked_norm(layer_norm: Any) -> tuple[Any, Any, float | None]:
@@ -444,7 +437,7 @@ def _check_kinds(arrays: dict[str, Any]) -> None:
         check_dense(_OP, name, t)
         if name in ("tokens", "position_ids", "token_type"):
             indices.check_dtype(_OP, name, t)
-        elif t.dtype not in DTYPES:
+        elif t.dtype not in FLOATS:
             raise TypeError(f"{_OP}: {name} must have a floating dtype (float16, bfloat16, float32, "
                             f"float64), got {t.dtype}")
         elif t.dtype != weight.dtype:

@@ -9,15 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.dtypes import name_of
 from fusionrt.laid import Laid, laid
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
 Tensor = torch.Tensor
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def acc_of(dtype: torch.dtype) -> str:

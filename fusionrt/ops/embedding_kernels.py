@@ -11,6 +11,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
+from fusionrt.dtypes import element_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, laid
 from fusionrt.ops.embedding_gradients import (
@@ -361,10 +362,6 @@ def sum_by_index(grad: Tensor, index: Tensor, rows: int, scale: float, padding: 
 
 # -- on a CPU --------------------------------------------------------------------------------------
 
-def _memory(dtype: str) -> str:
-    return "uint16" if dtype in ("float16", "bfloat16") else dtype
-
-
 _SUM_TEXT = """def kernel(pointers, integers, scalars, start, stop):
     out, tokens, table = {store}_at(pointers[0]), int64_at(pointers[1]), {store}_at(pointers[2])
     position_table, position_ids = {store}_at(pointers[3]), int64_at(pointers[4])
@@ -392,7 +389,7 @@ _GRADIENT_TEXT = """def kernel(pointers, integers, scalars, start, stop):
 def _cpu_sum(dtype: str, positions: bool, types: bool) -> CpuKernel:
     more = [f" + load_{dtype}({name}_table[{name} + j])"
             for name, there in (("position", positions), ("type", types)) if there]
-    text = _SUM_TEXT.format(store=_memory(dtype), dtype=dtype, more="".join(more))
+    text = _SUM_TEXT.format(store=element_of(dtype), dtype=dtype, more="".join(more))
     return CpuKernel("embedding_position", text, "float64" if dtype == "float64" else "float32")
 
 
@@ -400,7 +397,7 @@ def _cpu_sum(dtype: str, positions: bool, types: bool) -> CpuKernel:
 def _cpu_gradient(dtype: str) -> CpuKernel:
     acc = "float64" if dtype == "float64" else "float32"
     return CpuKernel("embedding_position_backward",
-                     _GRADIENT_TEXT.format(store=_memory(dtype), dtype=dtype, acc=acc), acc)
+                     _GRADIENT_TEXT.format(store=element_of(dtype), dtype=dtype, acc=acc), acc)
 
 
 def sum_on_cpu(call: Call) -> Tensor:

@@ -24,7 +24,7 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
-from fusionrt.op import Operator, seen_by_torch
+from fusionrt.op import Operator
 from fusionrt.ops import linear
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
@@ -33,6 +33,7 @@ from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator
+from fusionrt.watching import is_recorded, seen_by_torch
 
 Tensor = torch.Tensor
 sites = Sites()
@@ -226,7 +227,7 @@ def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[An
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator
-    run = (_recording(operator, shape, recompute, *given) if linear.recorded(*given) else
+    run = (_recording(operator, shape, recompute, *given) if is_recorded(*given) else
            _inferring(operator, shape, *given))
     return run(*given) if linear.casts(tensors[0]) else sites.keep(key, tensors, run)(*tensors)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionrt.problem import STORAGE
+from fusionrt.dtypes import STORAGE
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, Params, pointer
 

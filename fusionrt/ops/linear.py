@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt import random
 from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import Dispatched, is_batched, is_watched
+from fusionrt.autograd import Dispatched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run, Sites, planned_once
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr, argument
-from fusionrt.op import FLOATS, Operator, seen_by_torch
+from fusionrt.op import Operator
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.problem import unpack
@@ -36,6 +38,7 @@ from fusionrt.rehearsal import stands_for
 from fusionrt.replay import straight
 from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
+from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch
 
 Tensor = torch.Tensor
 NAMES = ("x", "weight", "bias", "residual")
@@ -197,7 +200,7 @@ def again(grad_output: Tensor) -> bool:
 def applied(operator: Operator, args: Sequence[Any], rng: Rng | None) -> Tensor:
     """With a gradient of its own, and given random numbers."""
     if is_watched():
-        packed = None if rng is None else Dispatched.packed(rng, args[0].device)
+        packed = None if rng is None else random.packed(rng, args[0].device)
         found: Tensor = Dispatched.apply(operator, args, packed)
     else:
         found = operator.apply(args, rng)
@@ -279,7 +282,7 @@ def _chosen(op: str, activation: Any, numbers: Numbers, x: Tensor, weight: Tenso
     resolve(op, activation)  # what cannot be a key of `finishing` has an error of its own
     finish = finishing(op, activation, False, residual is not None, bool(numbers))
     operator: Operator = finish.operator
-    if not recorded(x, weight, bias, residual):
+    if not is_recorded(x, weight, bias, residual):
         return inferring(operator, numbers, x, weight, bias)
     # A sum's gradient needs no kernel, and an activation that gives integers has none.
     if (activation is not None or numbers) and operator.differentiable[0]:
@@ -306,10 +309,6 @@ def inferring(operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor, b
         return finish(*args, operator.draw(x.device)) if operator.streams else finish(*args)
 
     return run
-
-
-def recorded(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @functools.lru_cache(4096)

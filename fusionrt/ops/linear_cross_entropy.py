@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.array import converted, is_foreign
-from fusionrt.autograd import is_batched, transforms_active
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import (
     Call,
@@ -27,6 +26,7 @@ from fusionrt.ops.cross_entropy import (
 )
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 from fusionrt.ops.linear import cast_as_autocast, rows_of
+from fusionrt.watching import is_batched, transforms_active
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
 FEWEST_CHUNKS = 8         # as long as each has the rows of a matrix product's tile

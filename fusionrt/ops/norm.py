@@ -23,12 +23,12 @@ from fusionrt.dispatch import Sites
 from fusionrt.errors import as_int, is_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
-from fusionrt.op import seen_by_torch
 from fusionrt.ops.activations import gelu, gelu_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
-from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
+from fusionrt.watching import is_recorded, seen_by_torch
 
 EPS = {True: torch.finfo(torch.float64).eps, False: torch.finfo(torch.float32).eps}
 
@@ -84,9 +84,9 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
         raise _misfit(op, x, shape, weight, bias, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p") if dropout_p else None
     numbers = (eps,) if scale is None else (eps, dropout_p, scale)
-    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    recorded = is_recorded(*tensors)
     present = weight is not None, bias is not None, residual is not None, scale is not None
-    run = _operator(op, present, len(shape), norm, as_epilogue(op, epilogue), return_sum,
+    run = _operator(op, present, len(shape), norm, as_function(op, epilogue), return_sum,
                     return_stats or recorded)
     args = (*[t for t in tensors if t is not None], *numbers)
     if key is not None and not seen_by_torch(*tensors):

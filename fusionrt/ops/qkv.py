@@ -9,10 +9,11 @@ import torch
 
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_int
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
-from fusionrt.ops.rotary import DTYPES, check_angles, checked_dim, checked_positions, checked_tables
+from fusionrt.ops.rotary import check_angles, checked_dim, checked_positions, checked_tables
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
@@ -170,7 +171,7 @@ def _checked_width(op: str, qkv: Any, num_heads: int, kv_heads: int) -> int:
     """Columns of a head."""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"{op}: qkv must be a tensor or an array, got {type(qkv).__name__}")
-    if qkv.dtype not in DTYPES:
+    if qkv.dtype not in FLOATS:
         raise TypeError(f"{op}: qkv must have a floating dtype (float16, bfloat16, float32, float64), got "
                         f"{qkv.dtype}")
     if as_int(op, "num_heads", num_heads) < 1 or as_int(op, "num_kv_heads", kv_heads) < 1:

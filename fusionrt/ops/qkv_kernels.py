@@ -11,12 +11,13 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
+from fusionrt.dtypes import element_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, laid
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.ops.rotary_kernels import Plan, cpu_tables, is_packed, position_steps, table_steps
 from fusionrt.rehearsal import stands_for
-from fusionrt.runtime.device import multiprocessors
+from fusionrt.runtime.device import MULTIPROCESSORS, multiprocessors
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.partial_sums import add_up
 from fusionrt.runtime.source import Field, magic, pointer
@@ -24,7 +25,8 @@ from fusionrt.runtime.source import Field, magic, pointer
 Tensor = torch.Tensor
 LANES = 32
 STAYING = 2                             # blocks of a multiprocessor
-MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * 132   # of others: positions of a thread; blocks before it has several
+# Of others: positions of a thread, and the blocks before it has several.
+MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * MULTIPROCESSORS
 
 
 class Call(NamedTuple):
@@ -97,7 +99,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     q, rotary = call.heads[0], call.rotary
     tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
     index = stands_for(q.device).index
-    plan, chunks = _planned(132 if index is None else multiprocessors(index), bias is not None,
+    plan, chunks = _planned(MULTIPROCESSORS if index is None else multiprocessors(index), bias is not None,
                             rotary._replace(offset=0), *map(laid, tensors))
     partials = fault = None
     if bias is not None and rotary.inverse:
@@ -119,13 +121,13 @@ def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Lai
              ) -> tuple[Plan, int]:
     """And how many rows of partial sums a bias has."""
     batch, q_heads, length, head_dim = q.shape
-    kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, _name(q)
+    kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, name_of(q.dtype)
     vec = _vector(rotary, head_dim, (packed, q, k, v), bias)
     pairs = max(1, vec // 2 if rotary.interleaved else vec)
     table = None if cos is None or sin is None else (cos, sin)
     packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
-    form = Form(dtype, None if table is None else _name(table[0]),
-                None if positions is None else _name(positions), vec, packs, rotary.interleaved,
+    form = Form(dtype, None if table is None else name_of(table[0].dtype),
+                None if positions is None else name_of(positions.dtype), vec, packs, rotary.interleaved,
                 not rotary.inverse, has_bias, half > 0)
     kernel = kernel_of(form)
     copied = vec if rotary.interleaved and vec > 1 else 2 * vec   # columns of a unit
@@ -157,10 +159,6 @@ def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid |
     sizes += [stride for t in tensors for n, stride in zip(t.shape[:-1], t.strides, strict=False) if n > 1]
     sizes += [t.residue // itemsize for t in (*tensors, bias) if t is not None]
     return math.gcd(16 // itemsize, head_dim, *sizes)
-
-
-def _name(t: Tensor | Laid) -> str:
-    return str(t.dtype).removeprefix("torch.")
 
 
 def _acc(dtype: str) -> str:
@@ -200,13 +198,9 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, bias: bool) -> CpuKer
     first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
     added = {f"bias_{name}": f" + load_{dtype}(bias[of_head + {place}])" if bias else ""
              for name, place in (("first", first), ("second", second), ("i", "i"))}
-    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, store=_memory(dtype),
-                            table_store=_memory(table), **added)
+    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, store=element_of(dtype),
+                            table_store=element_of(table), **added)
     return CpuKernel("qkv_heads", text, _acc(dtype))
-
-
-def _memory(dtype: str) -> str:
-    return "uint16" if dtype in ("float16", "bfloat16") else dtype
 
 
 def run_on_cpu(call: Call, bias: Tensor | None) -> None:
@@ -218,7 +212,7 @@ def run_on_cpu(call: Call, bias: Tensor | None) -> None:
         cos, sin = cpu_tables("qkv_heads", packed, call.cos, call.sin, call.positions, rotary)
         steps = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
     added, first = None if rotary.inverse else bias, 0
-    kernel = _cpu_kernel(_name(packed), _name(cos), rotary.interleaved, added is not None)
+    kernel = _cpu_kernel(name_of(packed.dtype), name_of(cos.dtype), rotary.interleaved, added is not None)
     for t, rotated in zip(call.heads, (True, True, False), strict=True):
         batch, heads, length, head_dim = t.shape
         columns = slice(first, first + heads * head_dim)

@@ -12,6 +12,7 @@ import torch
 from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.dispatch import Usual
+from fusionrt.dtypes import name_of
 from fusionrt.expr import Expr, cast, clamp, node
 from fusionrt.fusion import Fused, fuse
 from fusionrt.rehearsal import device_type
@@ -109,7 +110,7 @@ def _on_cuda(x: Any) -> bool:
 
 def _name_of(dtype: Any) -> str:
     if dtype is None or isinstance(dtype, (str, torch.dtype)):
-        return str(dtype).removeprefix("torch.")
+        return name_of(dtype)
     try:
         return np.dtype(dtype).name
     except TypeError:  # it is none
@@ -128,7 +129,7 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
 
         dequantize_int8(quantize_int8(x, 0.05), 0.05)
     """
-    if not isinstance(q, Expr) and str(getattr(q, "dtype", "")).removeprefix("torch.") != "int8":
+    if not isinstance(q, Expr) and name_of(getattr(q, "dtype", "")) != "int8":
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
     _check_number("dequantize_int8", "scale", scale, 0.0)
     _check_number("dequantize_int8", "zero_point", zero_point, -inf)

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionrt.autograd import is_watched
+from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
 

@@ -25,7 +25,7 @@ from fusionrt.errors import as_float, is_int
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, per_call, row_operator
+from fusionrt.row_fusion import Run, as_function, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 
 Dim = int | tuple[int, ...] | list[int] | None
@@ -260,9 +260,7 @@ def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdi
     """
     if op not in OPS:
         raise ValueError(f"row_reduce: op must be one of {', '.join(OPS)}, got {op!r}")
-    if map is not None and not callable(map):
-        raise TypeError(f"row_reduce: map must be a function of one traced value, got {type(map).__name__}")
-    return _reduce("row_reduce", op, x, dim, keepdim, map)
+    return _reduce("row_reduce", op, x, dim, keepdim, as_function("row_reduce", map, "map"))
 
 
 def _square(x: Expr) -> Expr:

@@ -16,16 +16,16 @@ import torch
 
 from fusionrt import indices
 from fusionrt.array import check_dense, check_writeable, converted, is_foreign
-from fusionrt.autograd import is_watched
 from fusionrt.catalogue import ROWS, Make, public
+from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_float, as_int
 from fusionrt.layout import is_among, lie_apart
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
+from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # -- the op ----------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
         check_dense(op, name, t)
-        if t.dtype not in DTYPES:
+        if t.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
                             f"got {t.dtype}")
     shape = "(B, S, H, D)" if layout == "bshd" else "(B, H, S, D)"
@@ -272,7 +272,7 @@ def checked_tables(op: str, cos: Any, sin: Any, device: torch.device, rotary_dim
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: cos and sin must both be tensors or arrays, or both None, got {name} "
                             f"{'None' if t is None else 'a ' + type(t).__name__}")
-        if t.dtype not in DTYPES:
+        if t.dtype not in FLOATS:
             raise TypeError(f"{op}: {name} must have a floating dtype, got {t.dtype}")
         if t.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: {name} gets no gradient here: detach it")

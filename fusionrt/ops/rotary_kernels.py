@@ -11,6 +11,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
+from fusionrt.dtypes import element_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import WIDEST, Laid, laid
 from fusionrt.runtime.kernel import Kernel
@@ -125,8 +126,8 @@ def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Se
     threads = places * groups
     wide = threads >= WIDE_FROM
     divisors = units, batch * length if positions_first else groups, length
-    kernel = kernel_of(Form(_name(q), None if table is None else _name(table[0]),
-                            None if positions is None else _name(positions), vec, packs,
+    kernel = kernel_of(Form(name_of(q.dtype), None if table is None else name_of(table[0].dtype),
+                            None if positions is None else name_of(positions.dtype), vec, packs,
                             options.interleaved, wide))
     steps = *_strides(tensors), *_strides(outs), *table_steps(table), *position_steps(positions)
     return Plan(kernel, -(-threads // kernel.block), steps, (
@@ -134,10 +135,6 @@ def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Se
         threads, *(n for d in divisors for n in ((d,) if wide else magic(d))),
         heads, q.shape[2], groups, positions_first, half // pairs, half, head_dim,
         -1.0 if options.inverse else 1.0))
-
-
-def _name(t: Tensor | Laid) -> str:
-    return str(t.dtype).removeprefix("torch.")
 
 
 def _groups(heads: int, places: int, share: int) -> int:
@@ -222,14 +219,10 @@ _CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
 def _cpu_kernel(dtype: str, table: str, interleaved: bool, in_place: bool) -> CpuKernel:
     first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
     text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second,
-                            store=_memory(dtype), table_store=_memory(table))
+                            store=element_of(dtype), table_store=element_of(table))
     if in_place:  # one name, so that LLVM sees one memory
         text = text.replace("out[to +", "x[at +")
     return CpuKernel("rotary_embedding", text, "float64" if dtype == "float64" else "float32")
-
-
-def _memory(dtype: str) -> str:
-    return "uint16" if dtype in ("float16", "bfloat16") else dtype
 
 
 def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
@@ -242,7 +235,7 @@ def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
         # Not like x: of windows that overlap that is no tensor of neighbouring columns either.
         result = out if out.stride(3) == 1 else x.new_empty(x.shape)
         in_place = result.data_ptr() == source.data_ptr() != 0
-        kernel = _cpu_kernel(_name(x), _name(cos), options.interleaved, in_place)
+        kernel = _cpu_kernel(name_of(x.dtype), name_of(cos.dtype), options.interleaved, in_place)
         batch, length, heads, head_dim = x.shape
         at, to = source.stride(), result.stride()
         angle = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), 0

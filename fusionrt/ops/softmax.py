@@ -24,9 +24,9 @@ from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.layout import is_among
-from fusionrt.op import seen_by_torch
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, as_epilogue, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
+from fusionrt.watching import is_recorded, seen_by_torch
 
 # -- what the kernels compute ----------------------------------------------------------------------
 
@@ -99,9 +99,9 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     tensors += [_last_columns(op, x, is_last)] if causal else []
     numbers += [] if kept_scale is None else [p, kept_scale]
     behind = epilogue is not None or kept_scale is not None
-    recorded = behind and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = behind and is_recorded(*tensors)
     scaled = "number" if number is not None else "factor" if factor is not None else None
-    run = _operator(op, scaled, _kind(op, mask), causal, as_epilogue(op, epilogue), kept_scale is not None,
+    run = _operator(op, scaled, _kind(op, mask), causal, as_function(op, epilogue), kept_scale is not None,
                     recorded)
     if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
         given, told = (True, factor is not None, mask is not None), "[0]" if recorded else ""

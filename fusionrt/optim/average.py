@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusionrt.cpu.team import torch_alone
+from fusionrt.dtypes import name_of
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Kind
 from fusionrt.optim.state import is_dense
@@ -56,7 +57,7 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
     for average, value in others:
         _by_torch(average, value, decay)
     for (_, of_average, of_value), pairs in chosen.items():
-        kind = Kind("AVERAGE", str(of_average).removeprefix("torch."), str(of_value).removeprefix("torch."))
+        kind = Kind("AVERAGE", name_of(of_average), name_of(of_value))
         for start in range(0, len(pairs), CAPACITY):
             _launch(kind, pairs[start:start + CAPACITY], decay)
         torch.autograd.graph.increment_version([average for average, _ in pairs])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusionrt.dtypes import name_of
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
 from fusionrt.optim.state import is_dense
@@ -67,7 +68,7 @@ def _launches(grads: Iterable[torch.Tensor]) -> list[tuple[Table, str, list[int]
         by_dtype.setdefault(grad.dtype, []).append(grad)
     found = []
     for dtype, members in by_dtype.items():
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         for start in range(0, len(members), CAPACITY):
             part = members[start:start + CAPACITY]
             table = shared_table(part[0].device, None, tuple(g.numel() for g in part))

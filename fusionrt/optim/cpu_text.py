@@ -9,14 +9,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from fusionrt.dtypes import ITEMSIZE, element_of
+
 if TYPE_CHECKING:
     from fusionrt.optim.kernels import Kind
 
 # Columns of fusionrt/optim/table.py, and of what `prepare` computes.
 _COLUMNS, _STATE, _SCALE, _MASTER = 11, 4, 7, 10
 _SCALARS = 5
-_ELEMENT = {"float16": "uint16", "bfloat16": "uint16"}
-_ITEMSIZE = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 QUANTUM = 256  # elements of a block of 8-bit states
 
 
@@ -37,7 +37,7 @@ def kernel(pointers, integers, scalars, start, stop):
         if grads[t] != 0:
             first = int64_of(chunks[2 * c + 1]) * {CHUNK}
             count = min({CHUNK}, tensors[{_COLUMNS} * t + 2] - first)
-            g_data = {_ELEMENT.get(dtype, dtype)}_at(grads[t] + first * {_ITEMSIZE[dtype]})
+            g_data = {element_of(dtype)}_at(grads[t] + first * {ITEMSIZE[dtype]})
             for i in range(count):
                 g = float64_of(load_{dtype}(g_data[i]))
                 total = plus(total, g * g)
@@ -213,7 +213,7 @@ def step(kind: Kind) -> str:
     if kind.master:
         arrays["master"] = (f"tensors[row + {_MASTER}]", "float32")
     arrays |= {f"s{n}": (f"tensors[row + {_STATE + n}]", kind.state) for n in range(kind.states)}
-    body += [f"{name}_data = {_ELEMENT.get(dtype, dtype)}_at({address} + first * {_ITEMSIZE[dtype]})"
+    body += [f"{name}_data = {element_of(dtype)}_at({address} + first * {ITEMSIZE[dtype]})"
              for name, (address, dtype) in arrays.items()]
     if _draws(kind):
         body += ["counted = uint64_of(int64_of(float32_at(tensors[row + 1])[0]))",

@@ -12,6 +12,7 @@ import torch
 
 from fusionrt import dispatch
 from fusionrt.cpu.team import torch_alone
+from fusionrt.dtypes import FLOATS, name_of
 from fusionrt.errors import as_float
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
@@ -21,7 +22,6 @@ from fusionrt.optim.quantised import SMALLEST
 from fusionrt.optim.state import Format
 from fusionrt.optim.table import CAPACITY
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
 # Of the rounding by chance. Always the same, so that the replicas of a data-parallel run stay equal.
 SEED = 0x5DEECE66D
@@ -250,8 +250,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         master = bool(group["master_weights"] and half)
         wide = half and (param in self._wide if param.grad is None else param.grad.dtype == torch.float32)
         self._wide |= {param} if wide else frozenset()
-        stored = _name(param.dtype)
-        kind = Kind(self.rule, stored, "float32" if wide else stored, _name(dtype) if names else "float32",
+        stored = name_of(param.dtype)
+        kind = Kind(self.rule, stored, "float32" if wide else stored, name_of(dtype) if names else "float32",
                     len(names), master, stochastic=bool(names) and chosen == torch.bfloat16,
                     **self._flags(group))
         return kind, Format(names, dtype, master)
@@ -366,15 +366,11 @@ def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 def _check_parameter(owner: str, param: torch.Tensor, name: str) -> None:
-    if param.dtype not in DTYPES:
-        raise TypeError(f"{owner}: {name} is {_name(param.dtype)}, expected float16, bfloat16, float32 or "
+    if param.dtype not in FLOATS:
+        raise TypeError(f"{owner}: {name} is {name_of(param.dtype)}, expected float16, bfloat16, float32 or "
                         "float64")
     if param.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{owner}: {name} lies on {param.device}, expected a CPU or CUDA device")

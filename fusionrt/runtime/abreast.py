@@ -11,6 +11,7 @@ import math
 from fusionrt.layout import Reduction, reduction
 from fusionrt.problem import MASK, Operand, Problem
 from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.geometry import is_flat
 
 IDLE, WASTED = 1.25, 1.5    # threads for each that has columns: not too many, too many of whole packs
@@ -38,7 +39,7 @@ def side_by_side(problem: Problem, rows: Reduction) -> tuple[Problem, Reduction]
                             outputs=tuple(map(seen, problem.outputs)))
     its = reduction(made.domain, (True, True, False))
     blocks, chunks = pointwise.reduction_grid(made, its, pointwise.vector_width(made, 16))
-    return (made, its) if chunks > 1 and blocks >= pointwise.MULTIPROCESSORS else (problem, rows)
+    return (made, its) if chunks > 1 and blocks >= MULTIPROCESSORS else (problem, rows)
 
 
 def _rows(columns: int, n: int, width: int) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fusionrt.expr import Expr, emit
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.source import U64, Field, Params, pointer
 
 COUNT = {"sum": 1, "max": 1, "first": 2, "softmax": 2, "moments": 4}
@@ -120,7 +121,7 @@ def takes(found: Sequence[Group]) -> list[str]:
 def side(kept: int, chunks: int, alone: bool = False) -> int:
     """Columns that a block joins, as a power of two: few, that there are blocks enough for a large GPU, fewer
     of one sum `alone`; but not so few that threads have no row, where there are few rows."""
-    columns = min(COLUMNS // 2 if alone else COLUMNS, max(1, kept // 132))
+    columns = min(COLUMNS // 2 if alone else COLUMNS, max(1, kept // MULTIPROCESSORS))
     return max(columns.bit_length() - 1, (BLOCK // chunks).bit_length() - 1 if chunks < BLOCK else 0)
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.laid import heads_of_rows
-from fusionrt.problem import STORAGE
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
@@ -25,7 +25,6 @@ DIMS = (64, 128)            # of heads
 PANEL = 64                  # columns of a box
 PADDED = 128                # rows of logarithms are a multiple of it
 UNBOUNDED = 1 << 30         # keys on a side
-_BITS = {"bfloat16": 8, "float16": 11}
 _LOG2_E = math.log2(math.e)
 
 
@@ -165,8 +164,8 @@ def _forward(kind: Kind, tile: Tile) -> Kernel:
     fields = [*_map_fields("q", "k", "v", "out"), pointer("float32_t", "slopes"),
               pointer("float32_t", "logarithms", const=False), *_NUMBERS]
     constants = [*_constants(kind, tile), f"constexpr int GROUPS = {tile.groups};"]
-    return Kernel("attention", "attention_sm90", fields, constants, significant_bits=_BITS[kind.dtype],
-                  block=128 * (tile.groups + 1))
+    return Kernel("attention", "attention_sm90", fields, constants,
+                  significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
 
 
 @functools.cache
@@ -184,7 +183,7 @@ def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constant
     pointers = [pointer("float32_t", name) for name in ("slopes", "logarithms", "totals")]
     fields = [*_map_fields(*maps), *pointers, *_NUMBERS, Field("float plain_scale", "f")]
     return Kernel("attention", stem, fields, [*_constants(kind, tile), *constants],
-                  significant_bits=_BITS[kind.dtype], block=128 * (tile.groups + 1))
+                  significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
 
 
 def _map_fields(*names: str) -> list[Field]:

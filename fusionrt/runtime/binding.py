@@ -1,4 +1,4 @@
-"""CuPy's bindings of the driver and of NVRTC, without the rest of CuPy.
+"""The driver itself, and CuPy's bindings of it and of NVRTC, without the rest of CuPy.
 
 Where they load a library they would import all of it, 90 ms, for the function that may log that.
 """
@@ -6,11 +6,20 @@ Where they load a library they would import all of it, 90 ms, for the function t
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import sys
 import threading
 from typing import Any
 
 _lock = threading.Lock()
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """For what CuPy's binding of it lacks. Raises OSError where there is none."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def driver() -> Any:

@@ -111,7 +111,7 @@ def get_or_build(key: str, build: Callable[[], Entry], name: str) -> tuple[Entry
     entry = load(key)
     if entry is not None:
         return entry, True
-    if os.environ.get("FUSIONRT_DISABLE_JIT", "0") not in ("", "0"):
+    if forbids_compiling():
         raise MissingKernelError(_missing_text(key, name))
     with lock.hold(key):
         entry = load(key)
@@ -342,8 +342,16 @@ def _home() -> _Home | None:
 
 def _searched() -> list[Path]:
     own = directory()
-    baked = os.environ.get("FUSIONRT_CACHE_READONLY_DIRS", "").split(os.pathsep)
-    return ([] if own is None else [own]) + [Path(folder) for folder in baked if folder]
+    return ([] if own is None else [own]) + read_only_directories()
+
+
+def read_only_directories() -> list[Path]:
+    given = os.environ.get("FUSIONRT_CACHE_READONLY_DIRS", "").split(os.pathsep)
+    return [Path(folder) for folder in given if folder]
+
+
+def forbids_compiling() -> bool:
+    return os.environ.get("FUSIONRT_DISABLE_JIT", "0") not in ("", "0")
 
 
 def _missing_text(key: str, name: str) -> str:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,16 @@ _KERNELS = re.compile(rb"\.nv\.constant0\.(\w+)\0")  # of a cubin: sections of t
 _functions: dict[tuple[tuple[str, int], str], int] = {}
 _shared: dict[int, int] = {}  # bytes that a function may have
 _lock = threading.Lock()
+# Of the GPU that work is cut for, whichever runs it: sums depend on shapes alone. An H200 has as many.
+MULTIPROCESSORS = 132
+
+# The handle of the current stream of a device.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+def index_of(device: torch.device) -> int:
+    """Of "cuda" that of the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
@@ -56,7 +66,7 @@ def multiprocessors(device: int) -> int:
 @functools.cache
 def shared_bytes(device: int) -> tuple[int, int]:
     """Of shared memory: a multiprocessor's, and what a block may have of it. torch 2.6 does not tell."""
-    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    driver, found = binding.libcuda(), []
     for attribute in (_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK):
         value = ctypes.c_int()
         status = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
@@ -91,7 +101,7 @@ def zeros(n_bytes: int) -> int:
 @contextlib.contextmanager
 def _captures_go_on() -> Iterator[ctypes.CDLL]:
     """The driver, by which what is otherwise refused while some thread captures does not end that capture."""
-    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
+    driver, mode = binding.libcuda(), ctypes.c_int(_RELAXED)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         yield driver
@@ -149,7 +159,7 @@ def allow(function: int, shared: int, cluster: int) -> None:
 def captured_graph(stream: int) -> int:
     """Which capture a stream takes part in: a number that no other capture of this process has."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
-    failed = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(
+    failed = binding.libcuda().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
     if failed:
         raise RuntimeError(f"cuStreamGetCaptureInfo: CUDA driver error {failed}")
@@ -160,7 +170,7 @@ def captured_graph(stream: int) -> int:
 def has_dependent_launches(device: int) -> bool:
     """Whether a kernel may begin before the one that it depends on has ended."""
     version, least = ctypes.c_int(), _DEPENDENT_LAUNCHES_IN_GRAPHS
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    binding.libcuda().cuDriverGetVersion(ctypes.byref(version))
     return torch.cuda.get_device_capability(device) >= (9, 0) and version.value >= least
 
 
@@ -176,7 +186,7 @@ class DependentLaunch:
         self._config = _LaunchConfig(*grid, 1, block, 1, 1, shared, None,
                                      ctypes.addressof(self.attribute), 1)
         self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
-        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch = binding.libcuda().cuLaunchKernelEx
 
     def __call__(self, stream: int) -> None:
         self._config.stream = stream
@@ -197,7 +207,7 @@ def clusters_at_a_time(function: int, block: int, shared: int, cluster: int) -> 
     attribute = _attribute(_CLUSTER_DIMENSION, cluster, 1, 1)
     config = _LaunchConfig(cluster, 1, 1, block, 1, 1, shared, None, ctypes.addressof(attribute), 1)
     found = ctypes.c_int()
-    status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+    status = binding.libcuda().cuOccupancyMaxActiveClusters(
         ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
     return found.value if status == 0 else 0
 

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr
-from fusionrt.problem import STORAGE
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
+from fusionrt.runtime.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
 from fusionrt.runtime.tensor_map import Matrix
 
@@ -90,7 +90,7 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
     activation as well. Never in a warm-up, whose GPU has no index: there are too many shapes. Measured:
     benchmarks/gemm.py.
     """
-    if device.type != "cuda" or STORAGE.get(dtype) not in BITS or n % 8 or k % 8 or min(m, n, k) < 1:
+    if device.type != "cuda" or dtype not in HALVES or n % 8 or k % 8 or min(m, n, k) < 1:
         return False
     if device.index is None or cuda.architecture(device.index) != ARCHITECTURE or not takes(epilogue, k):
         return False
@@ -180,7 +180,7 @@ def _plan(kind: Kind, m: int, n: int, k: int, device: torch.device) -> _Plan:
 @functools.cache
 def _clusters(kernel: Kernel, cluster: int, shared: int, device: torch.device) -> int:
     """That the device holds at a time."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = cuda.index_of(device)
     most = cuda.multiprocessors(index) // cluster
     if cluster == 1:
         return most
@@ -212,7 +212,7 @@ def _kernel(kind: Kind) -> Kernel:
         f"constexpr bool TOGETHER = {str(tile.together).lower()};",
         *kind.layer.constants(), *_multiply_text(kind.layer.dtype, tile.columns)]
     return Kernel("linear_activation", "gemm_sm90", fields, constants,
-                  significant_bits=BITS[kind.layer.dtype], block=128 * (tile.groups + 1))
+                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1))
 
 
 def _multiply_text(dtype: str, n: int) -> list[str]:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS
 from fusionrt.expr import Expr
-from fusionrt.problem import STORAGE
+from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.product import BITS, PRODUCT, Layer, is_of_elements, layer
+from fusionrt.runtime.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import Field, pointer
 
 BLOCK = 256
@@ -41,7 +42,7 @@ def chosen(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, epi
            ) -> bool:
     """Whether this kernel is the fastest way to f(x W^T + bias) of an m x n product over k. Never in a
     warm-up, whose GPU has no index: there are too many kinds. Measured on Hopper: benchmarks/linear.py."""
-    if device.type != "cuda" or STORAGE.get(dtype) not in BITS or k % VECTOR or not 1 <= m <= MOST_ROWS:
+    if device.type != "cuda" or dtype not in HALVES or k % VECTOR or not 1 <= m <= MOST_ROWS:
         return False
     fast = device.index is not None and torch.cuda.get_device_capability(device.index) >= (9, 0)
     return fast and min(n, k) > 1 and n * k <= MOST_WEIGHTS and is_of_elements(epilogue)
@@ -66,8 +67,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     kind = Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8))
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     kept = torch.empty_like(out) if keep else None
-    addresses = (0 if t is None or t.is_meta else t.data_ptr()
-                 for t in (x, weight, out, kept, residual, bias))
+    addresses = (address(t) for t in (x, weight, out, kept, residual, bias))
     steps = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
     _kernel(kind)(x.device, -(-n // COLUMNS), *addresses, *steps, m, n, k)
     return out, kept
@@ -82,5 +82,5 @@ def _kernel(kind: Kind) -> Kernel:
     constants = [
         f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
         *kind.layer.constants()]
-    return Kernel("linear_activation", "gemv", fields, constants, significant_bits=BITS[kind.layer.dtype],
-                  block=BLOCK)
+    return Kernel("linear_activation", "gemv", fields, constants,
+                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=BLOCK)

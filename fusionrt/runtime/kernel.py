@@ -10,7 +10,6 @@ import torch
 
 from fusionrt import rehearsal
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime.launch import raw_stream
 from fusionrt.runtime.source import Field, Params, arithmetic, assemble
 
 
@@ -41,7 +40,7 @@ class Kernel:
         if device.type == "meta":
             rehearsal.note(rehearsal.Source(self.text, self.stem, self.name))
             return
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = cuda.index_of(device)
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self._launch(index, grid, values, shared)
@@ -60,7 +59,7 @@ class Kernel:
             packed = self.params.packer.pack(*values)  # the driver copies it before it returns
         except OverflowError:
             packed = self.params.packer.pack(*self.params.converted(*values))
-        pointers, stream = (ctypes.c_char_p * 1)(packed), raw_stream(device)
+        pointers, stream = (ctypes.c_char_p * 1)(packed), cuda.raw_stream(device)
         if cuda.has_dependent_launches(device) and stream and torch.cuda.is_current_stream_capturing():
             cuda.DependentLaunch(function, (x, y), self.block, shared, pointers)(stream)
         else:

@@ -37,7 +37,6 @@ from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Launch, split
 
 Run = Callable[..., Any]
-raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 try:  # Inductor's: half the cost of torch.empty_strided; on the current device, as we are
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided  # type: ignore
@@ -60,7 +59,7 @@ class Text:
 
     def __init__(self, call: Call) -> None:
         self.call, self.lines = call, []  # type: ignore[var-annotated]
-        self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": raw_stream,
+        self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": cuda.raw_stream,
                                       "scratch": scratch.piece,
                                       "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
                                       "launch_together": cuda.driver().launchCooperativeKernel,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.random import Taking
-from fusionrt.runtime import arrivals, llvm, scratch, source
+from fusionrt.runtime import arrivals, binding, llvm, scratch, source
 
 OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
@@ -190,7 +190,7 @@ def _data_ptr() -> int:
 
 
 def _driver() -> tuple[int | None, int | None]:
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = binding.libcuda()
     functions = driver.cuLaunchKernelEx, driver.cuStreamIsCapturing
     launch, is_capturing = (ctypes.cast(function, _address).value for function in functions)
     return launch, is_capturing

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.runtime import accumulators
 from fusionrt.runtime.kernel import Kernel
 
@@ -20,13 +21,12 @@ def add_up(op: str, partials: torch.Tensor, out: torch.Tensor) -> None:
 
 @functools.lru_cache(4096)
 def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int) -> tuple[Kernel, int, int]:
-    kernel = _kernel(op, *(str(dtype).removeprefix("torch.") for dtype in (acc, out)))
+    kernel = _kernel(op, *(name_of(dtype) for dtype in (acc, out)))
     return kernel, accumulators.blocks(kept, chunks), accumulators.side(kept, chunks)
 
 
 @functools.cache
 def _kernel(op: str, acc: str, out: str) -> Kernel:
-    bits = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}[out]
     return Kernel(op, "sum_partials", accumulators.sum_fields("acc_t", "out_t"),
                   ["using index_t = unsigned long long;", f"using out_t = {out}_t;"],
-                  block=accumulators.BLOCK, acc=acc, significant_bits=bits)
+                  block=accumulators.BLOCK, acc=acc, significant_bits=SIGNIFICANT_BITS[out])

@@ -20,6 +20,7 @@ from fusionrt.runtime.access import (
     owned,
     writes,
 )
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry, is_flat
 from fusionrt.runtime.source import (
     ITEMSIZE,
@@ -34,7 +35,6 @@ from fusionrt.runtime.source import (
 
 BLOCK = 128
 REDUCE_UNROLL, NARROW_UNROLL = 2, 8
-MULTIPROCESSORS = 132
 REDUCE_BLOCKS = MULTIPROCESSORS * 16
 # Blocks that stay, where they leave many rows of partial sums, or read bits; up to so many side by side.
 STAYING_BLOCKS, STAYING_TILES, STAYING_TILES_OF_MASKS = MULTIPROCESSORS * 3, 15, 64

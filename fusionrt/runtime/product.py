@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.dtypes import STORAGE
 from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
-from fusionrt.problem import STORAGE
 
 # The leaves of an epilogue: x W^T + bias, and the residual.
 PRODUCT, RESIDUAL = argument("a0"), argument("a1")
-BITS = {"bfloat16": 8, "float16": 11}
 _OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
 
 

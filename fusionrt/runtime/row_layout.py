@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.carried import how_many
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.row_operands import (
     columns,
@@ -26,7 +27,6 @@ from fusionrt.runtime.source import ITEMSIZE
 
 REGISTERS = 65536          # of a multiprocessor
 SHARED = 224 << 10         # bytes of a multiprocessor, less what blocks need beside their stages
-MULTIPROCESSORS = 132      # of an H200, on which layouts were measured
 MANY_BLOCKS = 6 * MULTIPROCESSORS
 WORKING = 32               # registers of a thread beside those that it keeps
 OF_CHANNELS = 8            # registers that find the weights of a pack's channel

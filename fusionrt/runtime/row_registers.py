@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusionrt.problem import Problem
 from fusionrt.rowwise import is_total, schedule, with_sums
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.row_layout import (
     LIGHT,
@@ -11,7 +12,6 @@ from fusionrt.runtime.row_layout import (
     MANY_WORDS,
     MOST_IN_REGISTERS,
     MOST_PACKS,
-    MULTIPROCESSORS,
     OF_CHANNELS,
     Layout,
     a_pack,

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusionrt import dtypes
+
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1,
-            "int16": 2, "int32": 4, "int64": 8, "bool": 1, "mask": 1}
+ITEMSIZE = {**dtypes.ITEMSIZE, "mask": 1}
 # Template -> headers beside the prelude.
 HEADERS = {"rows": ("reductions.cuh", "hopper.cuh", "arrivals.cuh"),
            "pointwise_reduce": ("reductions.cuh", "copies.cuh", "arrivals.cuh"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from fusionrt.runtime import binding
 
 # Of cuda.h: CUtensorMapDataType, CUtensorMapSwizzle (by the bytes of a box's row), CUtensorMapL2promotion.
 _TYPES = {"float16": 6, "bfloat16": 9}
@@ -80,7 +82,7 @@ def _encode(of: Matrix | Heads, sizes: Sequence[int], strides: Sequence[int], bo
     address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     box = box_columns, box_rows, *(1,) * (rank - 2)
     of_box = ctypes.c_uint32 * rank
-    status = _driver()(
+    status = binding.libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address), _TYPES[of.dtype], rank, ctypes.c_void_p(of.pointer),
         (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*(s * _ITEM for s in strides)),
         of_box(*box), of_box(*(1,) * rank), 0, _SWIZZLES[box_columns * _ITEM], _L2_PROMOTION_256B, 0)
@@ -90,6 +92,3 @@ def _encode(of: Matrix | Heads, sizes: Sequence[int], strides: Sequence[int], bo
     return ctypes.string_at(address, _BYTES)
 
 
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

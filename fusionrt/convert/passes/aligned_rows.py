@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
@@ -17,9 +16,9 @@ from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, hint, is_tensor
 from fusionrt.convert.match import linear_layer, named
 from fusionrt.convert.revalue import take_place
+from fusionrt.dtypes import HALVES
 
 DEVICES = ("cuda",)
-_DTYPES = (torch.float16, torch.bfloat16)
 # Products that a number is the sum of, and all of them: from so many on a copy of the result takes less than
 # what is saved.
 DEEP, MANY = 256, 1 << 30
@@ -52,7 +51,7 @@ def _fits(edits: Edits, n: Node, given: tuple[Node, Node, Node | None]) -> bool:
     t, operands = value(n), [a for a in given if a is not None]
     x, weight = value(given[0]), value(given[1])
     if (not all(value(a).dtype == t.dtype and value(a).device == t.device for a in operands)
-            or t.dtype not in _DTYPES or t.device.type not in DEVICES or t.requires_grad or x.dim() < 2
+            or t.dtype not in HALVES or t.device.type not in DEVICES or t.requires_grad or x.dim() < 2
             or weight.dim() != 2 or any(map(edits.facts.is_written, (n, *operands)))):
         return False
     depth, step = (weight.stride()[::-1] if n.target is F.linear else weight.stride())

@@ -27,7 +27,7 @@ from fusionrt.convert.match import (
 from fusionrt.convert.members import ROWS, softmax
 from fusionrt.convert.passes.constants import CONSTANT
 from fusionrt.convert.revalue import revalue
-from fusionrt.ops.attention import DTYPES
+from fusionrt.dtypes import FLOATS
 from fusionrt.ops.attention import attention as attend
 
 _WHOLE = slice(None, None, None)
@@ -77,7 +77,7 @@ def _is_kept(mask: Node | None) -> bool:
 
 def _fits(last: Node, found: Operands) -> bool:
     q, k, v = (value(n) for n in (found.q, found.k, found.v))
-    return (all(t.dim() == 4 and t.dtype in DTYPES and t.dtype == q.dtype and t.device.type in ("cpu", "cuda")
+    return (all(t.dim() == 4 and t.dtype in FLOATS and t.dtype == q.dtype and t.device.type in ("cpu", "cuda")
                 for t in (q, k, v))
             and same((q.shape[0], q.shape[3]), (k.shape[0], k.shape[3])) and same(k.shape[:3], v.shape[:3])
             and not same(q.shape[3], 0)

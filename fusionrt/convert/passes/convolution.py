@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from fusionrt.convert.cluster import Cluster, homes
 from fusionrt.convert.effects import effect, value
 from fusionrt.convert.graph import Edits, arguments, is_tensor, present, same
-from fusionrt.convert.members import FLOATS
 from fusionrt.convert.tail import Tail, tail_of
+from fusionrt.dtypes import FLOATS
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
-from fusionrt.convert.members import FLOATS
+from fusionrt.dtypes import FLOATS
 from fusionrt.ops.cross_entropy import cross_entropy
 
 DEVICES = ("cuda",)  # on a CPU torch's is as good

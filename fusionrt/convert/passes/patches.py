@@ -15,14 +15,14 @@ from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments
 from fusionrt.convert.passes.convolution import is_plain
 from fusionrt.convert.revalue import take_place
+from fusionrt.dtypes import HALVES
 
 DEVICES = ("cuda",)
-DTYPES = (torch.float16, torch.bfloat16)  # in float32 convolutions have TF32, products do not
 ALIGNED = 8  # numbers of a patch that a product reads at a time
 
 
 def patches(edits: Edits) -> None:
-    """Where no gradients are recorded."""
+    """Where no gradients are recorded, in 16 bits: in float32 convolutions have TF32, products do not."""
     for n in edits.nodes():
         given = _arguments(n) if n.target is torch.conv2d else None
         if given is None or not edits.allows(n):
@@ -42,7 +42,7 @@ def _arguments(n: Node) -> tuple[Node, Node, Node | None] | None:
     t, x, weight = value(n), value(given["input"]), value(given["weight"])
     window = tuple(weight.shape[2:])
     stride, padding, dilation = (_both(given[name]) for name in ("stride", "padding", "dilation"))
-    fits = (t.device.type in DEVICES and t.dtype in DTYPES and not t.requires_grad and x.dim() == 4
+    fits = (t.device.type in DEVICES and t.dtype in HALVES and not t.requires_grad and x.dim() == 4
             and x.dtype == weight.dtype == t.dtype and t.is_contiguous() and weight.is_contiguous()
             and stride == window and padding == (0, 0) and dilation == (1, 1) and given["groups"] == 1
             and math.prod(window) > 1 and math.prod(weight.shape[1:]) % ALIGNED == 0)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fusionrt.convert.calls import pixel_linear
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, called, is_tensor, options_of, present
+from fusionrt.dtypes import HALVES
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
 
 DEVICES = ("cuda",)
-HALVES = (torch.float16, torch.bfloat16)
 MANY, TILE = 1 << 16, 32  # pixels; channels that our product's tiles are made of
 
 

@@ -1,0 +1,26 @@
+"""Dtypes: which ones kernels read and write, their names, bits and bytes."""
+
+from __future__ import annotations
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)  # computed in float32
+
+
+def name_of(dtype: object) -> str:
+    """As kernels' texts call it: "float32" of torch.float32, and of "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Of elements in memory.
+STORAGE = {dtype: name_of(dtype) for dtype in (
+    *FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)}
+# By name.
+ITEMSIZE = {name: dtype.itemsize for dtype, name in STORAGE.items()}
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+
+
+def element_of(name: str) -> str:
+    """Of an array of it in a CPU's kernel: 16-bit floats are bit patterns."""
+    return {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}.get(name, name)
