@@ -13,6 +13,7 @@ Limits: no loops, no simplifier.
 
 from __future__ import annotations
 
+import builtins
 import math
 import numbers
 import operator
@@ -393,7 +394,8 @@ def _function(op: str) -> Callable[..., Expr]:
                              f"{' and '.join(got)}")
         return node(op, *operands)
 
-    apply.__name__ = apply.__qualname__ = op
+    apply.__name__ = op
+    apply.__qualname__ = f"{op}_" if hasattr(builtins, op) else op  # as pickle finds it here
     apply.__doc__ = f"{op} of traced values, in a fused function."
     return apply
 

@@ -93,8 +93,11 @@ def new_op(name: str, into: Path) -> None:
     """Begin a fused function of your own: NAME.py, test_NAME.py and bench_NAME.py, which run as they are."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise click.BadParameter(f"must be a name in Python, got {name!r}", param_hint="'NAME'")
-    if name in _taken() or importlib.util.find_spec(name) is not None:
+    if name in _taken() or name in sys.modules or importlib.util.find_spec(name) is not None:
         raise click.BadParameter(f"must be no name of Python's, of a package or in these files, got {name!r}",
+                                 param_hint="'NAME'")
+    if name.startswith("test"):
+        raise click.BadParameter(f"must not begin with test, which pytest takes for a test, got {name!r}",
                                  param_hint="'NAME'")
     texts = {into / file.replace("NAME", name): text.replace("NAME", name) for file, text in FILES.items()}
     there = [str(path) for path in texts if path.exists()]

@@ -39,12 +39,17 @@ __device__ __forceinline__ acc_t decayed(acc_t g, acc_t x, const Scalars& k) {
     return k.decay != acc_t(0) ? g + k.decay * x : g;
 }
 
+// beta x + weight g, as torch's lerp: of small betas x may be much larger than what is left of it.
+__device__ __forceinline__ acc_t lerp(acc_t x, acc_t g, acc_t weight, acc_t beta) {
+    return weight < acc_t(0.5) ? x + weight * (g - x) : g - beta * (g - x);
+}
+
 __device__ __forceinline__ void update(acc_t& x, acc_t g, acc_t (&s)[KEPT], const Scalars& k, const Params& p) {
     if constexpr (RULE != AVERAGE) g *= k.factor;
     if constexpr (RULE == ADAM) {
         if constexpr (DECOUPLED) x = mul_rn(x, k.decay);
         else g = decayed(g, x, k);
-        s[0] += p.weight1 * (g - s[0]);
+        s[0] = lerp(s[0], g, p.weight1, p.beta1);
         s[1] = mul_rn(p.beta2, s[1]) + p.weight2 * g * g;
         acc_t second = s[1];
         if constexpr (STATES == 3) second = s[2] = maximum(s[2], s[1]);  // amsgrad
@@ -57,11 +62,11 @@ __device__ __forceinline__ void update(acc_t& x, acc_t g, acc_t (&s)[KEPT], cons
         }
         x -= k.size * g;
     } else if constexpr (RULE == LION) {
-        const acc_t c = s[0] + p.weight1 * (g - s[0]);
+        const acc_t c = lerp(s[0], g, p.weight1, p.beta1);
         x = mul_rn(x, k.decay) - (c > acc_t(0) ? k.size : c < acc_t(0) ? -k.size : c * k.size);  // 0 and NaN stay
-        s[0] += p.weight2 * (g - s[0]);
+        s[0] = lerp(s[0], g, p.weight2, p.beta2);
     } else if constexpr (RULE == AVERAGE) {
-        x = p.weight1 < acc_t(0.5) ? x + p.weight1 * (g - x) : g - p.beta1 * (g - x);  // as torch's lerp
+        x = lerp(x, g, p.weight1, p.beta1);
     } else {  // SCALE: the parameter is the gradient
         x = g;
     }

@@ -190,6 +190,14 @@ def test_a_result_file_has_no_infinities(tmp_path):
     assert content["rows"][0]["times"] == [-math.inf, math.inf, 1.0]
 
 
+def test_a_module_is_a_reference_in_float64():
+    modules = {name: torch.nn.Linear(64, 4) for name in ("a", "b")}
+    modules["b"].load_state_dict(modules["a"].state_dict())
+    rows = bench.compare_implementations(modules, (torch.randn(64, 64),), reference="a", repeat=2)
+    assert all(0 < rows[name]["ulp_max"] < 1e4 for name in modules)
+    assert modules["a"].weight.dtype == torch.float32
+
+
 def test_keywords_and_no_reference():
     row = bench.compare_implementations({"softmax": torch.softmax}, (torch.ones(4, 4),), {"dim": 0},
                                         repeat=2)["softmax"]

@@ -278,6 +278,14 @@ def test_the_writable_directory_comes_first(
     assert cache.load(KEY) == newer
 
 
+def test_read_only_directories_may_be_below_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FUSIONRT_CACHE_READONLY_DIRS", os.pathsep.join(["~/baked", "", "/other"]))
+    assert cache.read_only_directories() == [tmp_path / "baked", Path("/other")]
+
+
 def test_disable_jit_names_what_is_missing(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

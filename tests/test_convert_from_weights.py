@@ -459,3 +459,17 @@ def test_weights_that_are_assigned_with_other_strides():
         fast(x)
         fast[0].weight.data = fast[0].weight.data.transpose(2, 3)
         assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_another_process_writes_to():
+    """Hogwild: its writes change no version here."""
+    model = normed(4)
+    model.share_memory()
+    fast, x = frt.auto_convert_model(model, validate_accuracy=False), torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        fast(x)
+        version = model[0].weight._version
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        assert model[0].weight._version == version
+        assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)

@@ -76,7 +76,7 @@ def anywhere(monkeypatch):
         monkeypatch.setattr(sys.modules[f"fusionrt.convert.passes.{name}"], "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(sys.modules["fusionrt.convert.passes.pixels"], "HALVES",
                         (torch.float32, torch.float16, torch.bfloat16))
-    monkeypatch.setattr(sys.modules["fusionrt.convert.passes.patches"], "DTYPES", (torch.float32,))
+    monkeypatch.setattr(sys.modules["fusionrt.convert.passes.patches"], "HALVES", (torch.float32,))
     monkeypatch.setattr(folding, "folded", folded)
 
 
@@ -549,3 +549,22 @@ def test_results_lie_as_they_would(anywhere, blocks):
         for ours, theirs in zip(fast(x), model(x), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
             assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("moves", [(0, 2, 1), (0, 2, 1, 3), (0, 3, 1, 2)])
+def test_batch_norms_in_training_lie_as_they_would(anywhere, moves):
+    """Of images that lie neither contiguous nor in channels_last torch's are contiguous."""
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = (nn.BatchNorm1d if len(moves) == 3 else nn.BatchNorm2d)(6)
+
+        def forward(self, x):
+            return self.norm(x.permute(moves))
+
+    model = Moved()
+    x = torch.randn([6] * len(moves), requires_grad=True)
+    fast = auto_convert_model(model, example_inputs=x)
+    theirs, ours = model(x), fast(x)
+    assert ours.stride() == theirs.stride()
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -377,7 +377,8 @@ class Net(torch.nn.Module):
 def test_pickle_and_deepcopy():
     assert pickle.loads(pickle.dumps(gate)) is gate
     assert copy.deepcopy(gate) is gate
-    assert pickle.loads(pickle.dumps(frt.bias_gelu)) is frt.bias_gelu
+    for function in (frt.bias_gelu, frt.abs, frt.round, frt.where):
+        assert pickle.loads(pickle.dumps(function)) is function
     net, x = Net(), new(33, 17)
     expected = net(x)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):

@@ -48,9 +48,16 @@ def test_a_folder_that_cannot_be(tmp_path):
     assert began.exit_code == 1 and "Traceback" not in began.output
 
 
-@pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "print", "json", "numpy"])
+@pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "print", "json", "numpy",
+                                  "__main__"])
 def test_names_that_its_files_or_python_need(name, tmp_path):
     began = begin(name, "--into", tmp_path)
     assert began.exit_code == 2
     assert f"must be no name of Python's, of a package or in these files, got '{name}'" in began.output
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_name_that_pytest_would_take_for_a_test(tmp_path):
+    began = begin("test_gate", "--into", tmp_path)
+    assert began.exit_code == 2 and "must not begin with test" in began.output
     assert not any(tmp_path.iterdir())

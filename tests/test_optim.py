@@ -104,6 +104,33 @@ def test_lion(device):
     assert apart(ours, exact) <= 1e-6
 
 
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.0, 0.9), (0.3, 0.99)])
+@pytest.mark.parametrize("rule", [Adam, AdamW])
+def test_moments_of_small_betas_do_not_cancel(rule, betas, device):
+    """As torch's: a large gradient that is nearly forgotten takes no digits from the small ones after it."""
+    ours = [torch.nn.Parameter(torch.zeros(3, device=device))]
+    theirs = copies(ours)
+    optimizer = rule(ours, lr=0.1, betas=betas)
+    reference = getattr(torch.optim, rule.__name__)(theirs, lr=0.1, betas=betas)
+    for size in (1e4, 1e-3, 1e-8):
+        for param in (*ours, *theirs):
+            param.grad = torch.tensor([1.0, -2.0, 3.0], device=device) * size
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(optimizer.state[ours[0]]["exp_avg"], reference.state[theirs[0]]["exp_avg"],
+                                   rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_lions_moment_of_a_small_beta_does_not_cancel(device):
+    param = torch.nn.Parameter(torch.zeros(1, device=device))
+    optimizer = Lion([param], lr=0.1, betas=(0.9, 0.0))
+    for size in (1.0, 1e-9):
+        param.grad = torch.full((1,), size, device=device)
+        optimizer.step()
+    assert optimizer.state[param]["exp_avg"].item() == pytest.approx(1e-9, rel=1e-6)
+
+
 def test_lion_stays_where_its_direction_is_zero(device):
     param = torch.nn.Parameter(torch.ones(5, device=device))
     param.grad = torch.tensor([0.0, 1.0, -1.0, 0.0, float("nan")], device=device)

@@ -242,6 +242,7 @@ run = token_preprocess
     (lambda: torch.vmap(run)(torch.ones(2, 3, 4, dtype=torch.int64)), NotImplementedError,
      r"torch.func's transforms \(vmap, grad\) of ids are not implemented; give the whole batch"),
     (lambda: run([[2**70]]), ValueError, "ids must fit into int64, got 1180591620717411303424"),
+    (lambda: run("a", byte_offset=2**63 - 50), ValueError, r"byte_offset \+ 255 must fit into torch.int64"),
     (lambda: run("a", byte_offset=2**63), ValueError, "byte_offset must fit into torch.int64"),
 ])
 def test_errors_say_what_was_expected(call, error, message):

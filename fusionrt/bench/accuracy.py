@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -169,8 +170,10 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
 
 def exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
             ) -> Any:
-    """The function's result on the same arguments in float64 and complex128, dtypes among them too; integers
-    stay as they are."""
+    """The function's result on the same arguments in float64 and complex128, dtypes among them too, and a
+    module's weights; integers stay as they are."""
+    if isinstance(function, torch.nn.Module):
+        function = copy.deepcopy(function).double()
     args, more = pytree.tree_map(_double, (args, dict(kwargs or {})))
     return function(*args, **more)
 

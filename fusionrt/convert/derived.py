@@ -3,7 +3,8 @@
 What is kept lives as long as its first weight and is made anew when one of the weights was written to (its
 version tells), is another one or has other memory. A write through `.data` changes no version, as autograd
 does not see it either; nor does one through the buffer that parameters are views of. Nor does what a norm
-does to its statistics: those are compared by their numbers, which can be done on a CPU only.
+does to its statistics: those are compared by their numbers, which can be done on a CPU only. Of memory that
+is shared with other processes, whose versions are their own, nothing is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _written: Any = WeakIdKeyDictionary()  # tensors that replays may write to, whic
 def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     """make(*weights), kept. For weights that record no gradients."""
     first = weights[0]
-    if any(w.is_inference() or w in _written for w in weights):  # whose versions tell nothing
+    if any(w.is_inference() or w in _written or _is_shared(w) for w in weights):  # versions tell nothing
         return make(*weights)
     source = list(map(_source, weights))
     statistics = [w for w in weights if w.device.type == "cpu" and is_statistic(w)]
@@ -59,6 +60,11 @@ def derived(make: Callable[..., Any], *weights: Tensor) -> Any:
     entry[make] = _Kept(result, source, list(map(weakref.ref, weights)), memory,
                         [s.clone() for s in statistics])
     return result
+
+
+def _is_shared(w: Tensor) -> bool:
+    """With other processes, whose writes change their versions alone (Hogwild)."""
+    return w.is_cpu and w.untyped_storage().is_shared()
 
 
 def _source(w: Tensor) -> tuple[Any, ...]:

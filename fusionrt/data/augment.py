@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fusionrt.array import is_foreign
-from fusionrt.data.samples import ADJUSTMENTS
+from fusionrt.data.samples import ADJUSTMENTS, check_sides
 from fusionrt.errors import as_float
 
 Range = float | tuple[float, float] | None
@@ -83,6 +83,7 @@ def _sizes(images: Any, layout: str) -> Any:
         if len(shape) not in (3, 4):
             raise ValueError(f"random_parameters: images must be of 3 or 4 dimensions, got the shape {shape}")
         size = shape[-2:] if planar else shape[-3:-1]
+        check_sides("random_parameters", size)
         found += [size] * (shape[0] if len(shape) == 4 else 1)
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 

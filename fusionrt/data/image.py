@@ -13,7 +13,17 @@ import torch
 from fusionrt import rehearsal
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import image_cpu, image_gpu
-from fusionrt.data.samples import ADJUSTMENTS, LARGEST, Geometry, Images, array, is_key, table
+from fusionrt.data.samples import (
+    ADJUSTMENTS,
+    LARGEST,
+    LARGEST_FACTOR,
+    Geometry,
+    Images,
+    array,
+    check_sides,
+    is_key,
+    table,
+)
 from fusionrt.dtypes import name_of
 from fusionrt.errors import is_int
 from fusionrt.watching import no_transforms
@@ -79,6 +89,8 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     if interpolation not in ("bilinear", "bicubic"):
         raise ValueError("image_preprocess: interpolation must be 'bilinear' or 'bicubic', got "
                          f"{interpolation!r}")
+    if not isinstance(antialias, bool):
+        raise TypeError(f"image_preprocess: antialias must be True or False, got {antialias!r}")
     if dtype not in DTYPES[1:]:
         raise ValueError(f"image_preprocess: dtype must be float16, bfloat16 or float32, got {dtype}")
     geometry = Geometry(_size("size", size), boxes, _resize(resize), flip)
@@ -90,7 +102,7 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     _check_boxes(boxes, resize)
     rows, resizes = table(sources, geometry, given, order)
     recipe = Recipe(name_of(sources.dtype), name_of(dtype), sources.channels, sources.planar, result_planar,
-                    resizes, resizes and interpolation == "bicubic", bool(antialias) or not resizes,
+                    resizes, resizes and interpolation == "bicubic", antialias or not resizes,
                     bool(adjusted), contrast is not None)
     out = _result(sources, geometry.size, dtype, result_planar)
     run = image_cpu.run if rehearsal.device_type(out) == "cpu" else image_gpu.run
@@ -180,9 +192,8 @@ def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:
     planar = not all(s.is_contiguous() for s in seen) and all(s.movedim(3, 1).is_contiguous() for s in seen)
     held = [s if planar or s.is_contiguous() else s.contiguous() for s in seen]
     for s in held:
-        if len(s) and not 1 <= min(s.shape[1:3]) <= max(s.shape[1:3]) <= LARGEST:
-            raise ValueError(f"image_preprocess: images must have sides of 1 to {LARGEST} pixels, got "
-                             f"{tuple(s.shape[1:3])}")
+        if len(s):
+            check_sides("image_preprocess", s.shape[1:3])
     addresses, heights, widths = map(np.concatenate, zip(*map(_of_batch, held), strict=True))
     return Images(held, addresses, heights, widths, channels, planar)
 
@@ -210,9 +221,13 @@ def _new_affine(channels: int, mean: Any, std: Any) -> tuple[list[float], list[f
     means, stds = _of_channels("mean", mean, 0.0, channels), _of_channels("std", std, 1.0, channels)
     if not all(math.isfinite(m) for m in means):
         raise ValueError(f"image_preprocess: mean must be finite, got {mean!r}")
-    if not all(s > 0 for s in stds):
-        raise ValueError(f"image_preprocess: std must be positive, got {std!r}")
-    return [1 / s for s in stds], [-m / s for m, s in zip(means, stds, strict=True)]
+    if not all(0 < s < math.inf for s in stds):
+        raise ValueError(f"image_preprocess: std must be positive and finite, got {std!r}")
+    scales, shifts = [1 / s for s in stds], [-m / s for m, s in zip(means, stds, strict=True)]
+    if max(map(abs, (*scales, *shifts))) > LARGEST_FACTOR:
+        raise ValueError(f"image_preprocess: 1 / std and mean / std must be at most {LARGEST_FACTOR:.4g}, "
+                         f"got mean={mean!r} and std={std!r}")
+    return scales, shifts
 
 
 _kept_affine = functools.lru_cache(64)(_new_affine)

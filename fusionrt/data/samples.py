@@ -97,6 +97,12 @@ LARGEST_FACTOR = float(np.finfo(np.float32).max)  # as the kernels have it
 _kept_rows = functools.lru_cache(64)(_rows)
 
 
+def check_sides(op: str, sides: Sequence[int]) -> None:
+    """Of an image."""
+    if not 1 <= min(sides) <= max(sides) <= LARGEST:
+        raise ValueError(f"{op}: images must have sides of 1 to {LARGEST} pixels, got {tuple(sides)}")
+
+
 def array(op: str, name: str, value: Any) -> Any:
     """Of numbers, whatever holds them."""
     try:

@@ -73,6 +73,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
     _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
                byte_offset=byte_offset)
+    if byte_offset + 255 > torch.iinfo(dtype).max:
+        raise ValueError(f"{OP}: byte_offset + 255 must fit into {dtype}, got byte_offset={byte_offset}")
     if byte_offset and batch.rows and batch.ids.dtype != torch.uint8:
         raise ValueError(f"{OP}: byte_offset is of bytes, got ids of {batch.ids.dtype}")
     around = (None if shift_right else bos_id, eos_id)

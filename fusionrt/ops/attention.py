@@ -47,7 +47,8 @@ def _check_operands(op: str, q: Any, k: Any, v: Any, shapes: str) -> None:
         raise ValueError(f"{op}: q must be on a CUDA device or the CPU, got {q.device}")
 
 
-def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool | None) -> None:
+    """`enable_gqa`: None of ops that have no such argument."""
     batch, heads, _, dim = q.shape
     if k.shape[0] != batch or k.shape[3] != dim or v.shape[:3] != k.shape[:3] or dim == 0:
         raise ValueError(f"{op}: q, k and v must have shapes (B, H, S, D), (B, heads, T, D) and (B, heads, "
@@ -55,8 +56,8 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) ->
     if k.shape[1] == heads:
         return
     if not enable_gqa:
-        raise ValueError(f"{op}: k and v must have as many heads as q, {heads}, unless enable_gqa, got "
-                         f"{k.shape[1]}")
+        unless = "" if enable_gqa is None else "unless enable_gqa, "
+        raise ValueError(f"{op}: k and v must have as many heads as q, {heads}, {unless}got {k.shape[1]}")
     if k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(f"{op}: the heads of q must be a multiple of those of k and v, got {heads} and "
                          f"{k.shape[1]}")
@@ -374,7 +375,7 @@ def _on_cpu(op: str, q: Any, k: Any, v: Any, mask: Any, scale: float | None, chu
     _check_operands(op, q, k, v, "(B, H, S, D)")
     if q.device.type == "cuda":
         raise TypeError(f"{op}: q must be a CPU tensor, got one on {q.device}; see fusionrt.attention")
-    _check_shapes(op, q, k, v, False)
+    _check_shapes(op, q, k, v, None)
     passed = mask if not isinstance(mask, Tensor) or mask.dtype == torch.bool else mask != 0
     passed = _checked_mask(op, passed, q, k.shape[2])
     if not q.numel() or not v.numel():

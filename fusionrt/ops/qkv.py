@@ -147,8 +147,12 @@ def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: A
     dim = _checked_width(op, qkv, num_heads, kv_heads)
     bias = _checked_bias(op, bias, qkv)
     rotates = cos is not None or sin is not None or base is not None
-    if not rotates and (position_ids is not None or offset or rotary_dim is not None):
-        raise ValueError(f"{op}: position_ids, offset and rotary_dim need cos and sin, or base")
+    if not rotates and (position_ids is not None or offset or rotary_dim is not None or interleaved):
+        raise ValueError(f"{op}: position_ids, offset, rotary_dim and interleaved need cos and sin, or base")
+    if scaling != 1 and base is None:
+        raise ValueError(f"{op}: scaling is of angles that are computed, which needs base, got {scaling!r}")
+    if base is not None and not (cos is None and sin is None):
+        raise ValueError(f"{op}: either cos and sin, or base")
     if not rotates and bias is None:
         parts = qkv.split([num_heads * dim, kv_heads * dim, kv_heads * dim], 2)
         return tuple(t.unflatten(2, (-1, dim)).transpose(1, 2) for t in parts)

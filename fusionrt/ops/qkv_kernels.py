@@ -99,8 +99,9 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     q, rotary = call.heads[0], call.rotary
     tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
     index = stands_for(q.device).index
-    plan, chunks = _planned(MULTIPROCESSORS if index is None else multiprocessors(index), bias is not None,
-                            rotary._replace(offset=0), *map(laid, tensors))
+    sums = bias is not None and rotary.inverse  # whose order is to follow from shapes alone
+    held = MULTIPROCESSORS if index is None or sums else multiprocessors(index)
+    plan, chunks = _planned(held, bias is not None, rotary._replace(offset=0), *map(laid, tensors))
     partials = fault = None
     if bias is not None and rotary.inverse:
         acc = torch.promote_types(q.dtype, torch.float32)

@@ -149,6 +149,11 @@ def encoded(x, scale, n, bits):
 _COUPLED_DECAY = "g = where(decay != 0, g + decay * x, g)"  # an infinite x without decay is no NaN
 
 
+def _lerp(x: str, k: int) -> str:
+    """beta x + weight g, as torch's lerp: of small betas x may be much larger than what is left of it."""
+    return f"where(weight{k} < 0.5, {x} + weight{k} * (g - {x}), g - beta{k} * (g - {x}))"
+
+
 def _rule(kind: Kind) -> str:
     """Statements over x, g and the states s0, s1, s2."""
     if kind.rule == "ADAM":
@@ -157,7 +162,7 @@ def _rule(kind: Kind) -> str:
         return f"""
 g = g * factor
 {decay}
-s0 = s0 + weight1 * (g - s0)
+s0 = {_lerp("s0", 1)}
 s1 = beta2 * s1 + weight2 * g * g
 {second}
 x = x - size * (s0 / (sqrt({"s2" if second else "s1"}) * correction + eps))
@@ -169,13 +174,13 @@ g = {"g + beta1 * s0" if kind.nesterov else "s0"}
 """
         return f"g = g * factor\n{_COUPLED_DECAY}\n{momentum if kind.states else ''}\nx = x - size * g"
     if kind.rule == "LION":
-        return """
+        return f"""
 g = g * factor
-c = s0 + weight1 * (g - s0)
+c = {_lerp("s0", 1)}
 x = x * decay - where(c > 0, size, where(c < 0, -size, c * size))
-s0 = s0 + weight2 * (g - s0)
+s0 = {_lerp("s0", 2)}
 """
-    return {"AVERAGE": "x = where(weight1 < 0.5, x + weight1 * (g - x), g - beta1 * (g - x))",
+    return {"AVERAGE": f"x = {_lerp('x', 1)}",
             "SCALE": "x = g * factor"}[kind.rule]
 
 

@@ -318,10 +318,7 @@ def _checksum(body: bytes | memoryview) -> bytes:
 def _home() -> _Home | None:
     explicit = os.environ.get("FUSIONRT_CACHE_DIR")
     if explicit:
-        path = Path(explicit)
-        with suppress(RuntimeError):  # of a user without a home
-            path = path.expanduser()
-        return _Home(path, is_private=False)
+        return _Home(_of_user(explicit), is_private=False)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():  # the XDG specification: a relative path is to be ignored
         # Not Path.home(): without HOME it asks the password file, and service accounts and
@@ -347,7 +344,14 @@ def _searched() -> list[Path]:
 
 def read_only_directories() -> list[Path]:
     given = os.environ.get("FUSIONRT_CACHE_READONLY_DIRS", "").split(os.pathsep)
-    return [Path(folder) for folder in given if folder]
+    return [_of_user(folder) for folder in given if folder]
+
+
+def _of_user(folder: str) -> Path:
+    """`~` being the user's home, if that has one."""
+    with suppress(RuntimeError):
+        return Path(folder).expanduser()
+    return Path(folder)
 
 
 def forbids_compiling() -> bool:
