@@ -6,7 +6,9 @@ Ops are lazy: the module that declares one is imported when someone asks for it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
+from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from fusionrt.dispatch import Sites, Usual, front, shortcut
@@ -80,16 +82,23 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
 def public(*, example: Example, usual: Usual | None = None, asks: tuple[Sites, str] | None = None,
            more: str = "") -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op that chooses between fused functions, or checks its arguments first. `asks`: which sites
-    it asks, and with which tensors. `more` stands in its docstring as well."""
+    it asks, and with which tensors. `more` stands in its docstring as well, or else what that of its module
+    says of shapes, dtypes and errors."""
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
         names = list(inspect.signature(function).parameters)
-        _say(more, function)
+        _say(more or _of_all(sys.modules[function.__module__]), function)
         made = cast(Any, shortcut(function, usual) if usual else front(function, *asks) if asks else function)
         made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
         return cast("Op[P, R]", _register(made, example))
 
     return declare
+
+
+def _of_all(module: ModuleType) -> str:
+    """What a module says of all its ops: the part with their dtypes."""
+    parts = (inspect.getdoc(module) or "").split("\n\n")
+    return next((part for part in parts if "Dtypes:" in part), "")
 
 
 def _say(more: str, function: Callable[..., Any]) -> None:

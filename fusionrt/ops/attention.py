@@ -4,6 +4,9 @@ Dense, causal and masked attention goes to torch's fused kernels (`attention_pat
 ALiBi and softcap of 16-bit types to kernels of our own on Hopper; gradients of masks and what torch would
 compute with all scores in memory to chunks. Memory is O(S) beside the operands, or a chunk of scores.
 Queries that may attend to no key have a result of zeros, and gradients of zeros, on every way.
+
+Shapes: of heads (B, H, S, D), of parts as each says. Dtypes: float16, bfloat16, float32, float64, the same
+for q, k and v. Raises TypeError or ValueError, with the name of the argument, for what does not fit.
 """
 
 from __future__ import annotations
@@ -323,6 +326,8 @@ def attention_score_softmax(q: Any, k: Any, scale: float | None = None, mask: An
 @public(example=lambda make: (make(8, ROWS, COLUMNS), make(8, COLUMNS, 64)))
 def attention_apply(weights: Any, v: Any) -> Any:
     """weights v: (..., S, T) and (..., T, D) to (..., S, D): one matrix product, torch's.
+
+    Source: weights @ v.
 
         attention_apply(attention_score_softmax(q, k), v)
     """

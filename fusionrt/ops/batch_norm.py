@@ -6,8 +6,9 @@ plain one of scalars. Inference is one pass over memory; with the statistics of 
 mean and squares about it, without the cancellation of a difference of sums, and one that normalises; so
 are the gradients, of any order, of x, weight, bias and residual.
 
-Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the
-weight.
+Shapes: x (N, C, ...), weight and bias (C,), results as x. Dtypes: float16, bfloat16 (computed in float32),
+float32, float64; results have x's, whatever that of the weight. Raises TypeError or ValueError, with the name
+of the argument, for what does not fit.
 """
 
 from __future__ import annotations

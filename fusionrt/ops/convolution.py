@@ -9,7 +9,7 @@ Shapes: x (N, C, ...), weight (C', C / groups, ...), results (N, C', ...), chann
 float16, bfloat16, float32, float64, the same for x, weight and bias; those of norms may be wider, a residual
 any. Under autocast x, weight and bias are cast as torch's convolutions cast theirs. `stride`, `padding`,
 `dilation`: a number, or one for each dimension; padding may be "same" or "valid". All tensors have first and
-second derivatives.
+second derivatives. Raises TypeError or ValueError, with the name of the argument, for what does not fit.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def conv2d_bn_act(x: Any, weight: Any, bias: Any, running_mean: Any, running_var
                   momentum: float = 0.1, eps: float = 1e-5, recompute: bool = False) -> Any:
     """`conv_bn_act` of images: activation(batch_norm(conv2d(x) + bias) + residual), x (N, C, H, W).
 
+    Source: activation(F.batch_norm(F.conv2d(x, weight, bias, ...), running_mean, ...) + residual).
+
         conv2d_bn_act(x, weight, None, mean, var, gamma, beta, activation="silu", padding=1, training=True)
     """
     _check_images("conv2d_bn_act", x)
@@ -148,6 +150,9 @@ def conv2d_batchnorm_relu(x: Any, conv_weight: Any, conv_bias: Any, bn_weight: A
                           padding: Padding = 0, dilation: Ints = 1, groups: int = 1) -> Any:
     """relu(batch_norm(conv2d(x) + bias)) at inference: `conv2d_bn_act` with its arguments in another order.
 
+    Source: F.relu(F.batch_norm(F.conv2d(x, conv_weight, conv_bias, ...), bn_mean, bn_var, bn_weight,
+    bn_bias)).
+
         conv2d_batchnorm_relu(x, weight, None, gamma, beta, mean, var, padding=1)
     """
     _check_images("conv2d_batchnorm_relu", x)
@@ -160,6 +165,8 @@ def conv2d_batchnorm(x: Any, conv_weight: Any, conv_bias: Any, bn_weight: Any, b
                      bn_var: Any, eps: float = 1e-5, *, stride: Ints = 1, padding: Padding = 0,
                      dilation: Ints = 1, groups: int = 1) -> Any:
     """batch_norm(conv2d(x) + bias) at inference. Arguments as in `conv2d_batchnorm_relu`.
+
+    Source: F.batch_norm(F.conv2d(x, conv_weight, conv_bias, ...), bn_mean, bn_var, bn_weight, bn_bias).
 
         conv2d_batchnorm(x, weight, None, gamma, beta, mean, var, padding=1)
     """

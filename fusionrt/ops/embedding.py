@@ -377,9 +377,9 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
     kernel, of longer rows a second one. Gradients of all tables and of the norm's weight and bias, dense, the
     same bits in every run; second ones as well. An id that is out of range: its row is NaN, and IndexError is
     raised: on a CPU at once; on a GPU, which is not waited for, by a later call (or by
-    `fusionrt.deferred.examine(wait=True)`). TypeError and ValueError for arguments that do not fit. Source:
-    F.dropout(F.layer_norm(F.embedding(tokens, weight, padding_idx) * scale + position_weight[:S], (C,),
-    ...)).
+    `fusionrt.deferred.examine(wait=True)`). Raises TypeError and ValueError for arguments that do not fit.
+    Source: F.dropout(F.layer_norm(F.embedding(tokens, weight, padding_idx) * scale + position_weight[:S],
+    (C,), ...)).
 
         embedding_position(tokens, weight, position_weight, layer_norm=(gamma, beta), dropout_p=0.1)
     """

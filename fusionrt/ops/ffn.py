@@ -6,7 +6,9 @@ the operands: the first product and the hidden layer; with `recompute` the first
 layer alone where derivatives follow from it (relu, with dropout as well). Eager torch keeps the first two and
 a mask, of gated blocks the activated gate. What is kept is let go as soon as the backward pass has read it.
 
-Dtypes, autocast: as in `linear_activation`. All tensors have first and second derivatives.
+Shapes: x (..., K), weights (hidden, K) and (N, hidden), results (..., N). Dtypes: float16, bfloat16, float32,
+float64, the same for all; autocast as in `linear_activation`. All tensors have first and second derivatives.
+Raises TypeError or ValueError, with the name of the argument, for what does not fit.
 """
 
 from __future__ import annotations

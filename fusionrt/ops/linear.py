@@ -8,6 +8,7 @@ the gradients of activation, dropout and bias, and two products follow.
 Shapes: x (..., K), weight (N, K), bias (N,), results (..., N). Dtypes: float16, bfloat16, float32, float64,
 the same for all three; a residual may have another one, and the result then has the wider. Under autocast
 they are cast as torch.nn.functional.linear casts its own. All tensors have first and second derivatives.
+Raises TypeError or ValueError, with the name of the argument, for what does not fit.
 """
 
 from __future__ import annotations

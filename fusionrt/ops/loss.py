@@ -6,7 +6,7 @@ in float32 (float64 for doubles) in an order that depends on the shape alone, an
 promoted dtype, under autocast at least float32. Dtypes: float16, bfloat16 (computed in float32), float32,
 float64; one of the two may be of integers. Every floating tensor has first and second derivatives, each one
 kernel.
-All raise ValueError for another `reduction` or shapes that do not broadcast, TypeError for what is no array.
+Raises ValueError for another `reduction` or shapes that do not broadcast, TypeError for what is no array.
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ epilogue, which is any function of a traced value: `fusionrt.relu`, a function m
 scalars.
 Everything is one kernel, and another one for the gradients.
 
-Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the
-weight. Mean and rstd (1 / sqrt(variance + eps)) are float32, float64 for doubles, with size 1 in place
+Shapes: any x whose last dimensions are `normalized_shape`, or weight's, and results as x. Dtypes: float16,
+bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the weight. Raises
+TypeError or ValueError, with the name of the argument, for what does not fit.
+
+Mean and rstd (1 / sqrt(variance + eps)) are float32, float64 for doubles, with size 1 in place
 of the normalised dimensions. Every tensor has first and second derivatives; dropout's mask is computed
 anew in the backward pass.
 """

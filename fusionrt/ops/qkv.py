@@ -130,8 +130,8 @@ def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: A
     same bits in every run). q, k and v lie in memory as (B, S, heads, D), which `attention` takes as it is
     and answers with: merging the heads of its result is free. Without bias and rotation they are views.
     Gradients of qkv and bias of any order; cos and sin get none. Computed in float32 (float64 for doubles),
-    rounded once. TypeError and ValueError for arguments that do not fit; IndexError as `rotary_embedding`.
-    Source: rotary_embedding of (qkv + bias).split(...).
+    rounded once. Raises TypeError and ValueError for shapes and arguments that do not fit, and IndexError as
+    `rotary_embedding`. Source: rotary_embedding of (qkv + bias).split(...).
 
         q, k, v = qkv_heads(x @ weight.T, 32, 8, bias=bias, base=500000.0)
         y = attention(q, k, v, causal=True, enable_gqa=True).transpose(1, 2).flatten(2)

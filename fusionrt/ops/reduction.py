@@ -5,8 +5,10 @@ memory in its own order and a small second kernel. float16 and bfloat16 are accu
 rounded once. No atomics: two calls give the same bits. Gradients of any order; that of a plain sum is
 its incoming gradient, expanded.
 
-`dim`: None (all dimensions), an int or a tuple, negative ones count from the end. IndexError for a dimension
-that x has not, ValueError for one that is named twice, TypeError for x of integers.
+Shapes: any x; `dim` is None (all dimensions), an int or several, negative ones counting from the end. The
+result has x's shape without these, or with 1 in their place (`keepdim`). Dtypes: float16 and bfloat16 (added
+up in float32), float32, float64. Raises TypeError for other dtypes or what is no dimension, IndexError for a
+dimension that x has not, ValueError for one named twice.
 """
 
 from __future__ import annotations
@@ -251,9 +253,8 @@ def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdi
     """`op` of map(x) over `dim`: "sum", "mean", "max" or "min" of any function of the elements, in one pass.
 
     `map`: a function of one traced value, as `fuse` takes them, or a fused function; define it once, outside
-    of a loop. Result: x's dtype and x's shape without the reduced dimensions, or with 1 in their place
-    (`keepdim`). Elements that share a maximum share its gradient. Of no elements a sum is 0, a mean NaN, and
-    a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
+    of a loop. The result has x's dtype. Elements that share a maximum share its gradient. Of no elements a
+    sum is 0, a mean NaN, and a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
 
         row_reduce(x, -1, lambda v: abs(v) ** 3)                # the sum of |x|^3 along rows
         row_reduce(x, (0, 2), fusionrt.relu, "max")

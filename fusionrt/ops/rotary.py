@@ -163,8 +163,8 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
     Gradients of q and k of any order; cos and sin get none and must not require one. `inplace`: writes into
     q and k and returns them (torch's rules for in-place operations apply).
     A position id that is no row of the tables: NaN, and IndexError, on a CPU at once, on a GPU, which is not
-    waited for, by a later call (or by `fusionrt.deferred.examine(wait=True)`). TypeError and ValueError for
-    arguments that do not fit. Source: q * cos + rotate_half(q) * sin.
+    waited for, by a later call (or by `fusionrt.deferred.examine(wait=True)`). Raises TypeError and
+    ValueError for arguments that do not fit. Source: q * cos + rotate_half(q) * sin.
 
         q, k = rotary_embedding(q, k, cos, sin)
         q, k = rotary_embedding(q, k, layout="bhsd", base=500000.0, offset=cached)

@@ -3,8 +3,11 @@
 Before: a scale, a mask, causality; after: dropout, or any function of a traced value. One kernel, and one
 for the gradient, which reads the result and not x where nothing comes after it.
 
-Dtypes: float16, bfloat16 (computed in float32), float32, float64; results have x's. Every float argument
-has first and second derivatives. A row without any column that a boolean mask or causality lets pass is
+Shapes: any x, and results as x. Dtypes: float16, bfloat16 (computed in float32), float32, float64; results
+have x's. Every float argument has first and second derivatives. Raises TypeError or ValueError, with the name
+of the argument, for what does not fit.
+
+A row without any column that a boolean mask or causality lets pass is
 zeros (-inf for the logarithm): such a query attends to nothing; so is one of which only scores of -inf pass.
 Rows of -inf of which all may pass are NaN, as in torch.
 """
