@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import re
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import fusionrt
+from fusionrt.terminal import console, for_users, progress_bar, scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import Console
     from rich.text import Text
 
-    from fusionrt.precompile import Progress, Summary
+    from fusionrt.precompile import Summary
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -50,47 +46,6 @@ class _Commands(click.Group):
 @click.version_option(fusionrt.__version__, prog_name="fusionrt")
 def main() -> None:
     """Fused GPU kernels: begin an op, tend the cache, convert models, examine the installation, measure."""
-
-
-def console() -> Console:
-    from rich.console import Console
-    made = Console()
-    return made if made.is_terminal else Console(width=200)  # nothing folded in a pipe
-
-
-@contextlib.contextmanager
-def for_users(*expected: type[Exception]) -> Iterator[None]:
-    """What users can cause is said in one line, without a traceback."""
-    try:
-        yield
-    except BrokenPipeError:  # click's: whoever read has enough
-        raise
-    except expected as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename:
-            text = f"{error.filename}: {error.strerror}"
-        raise click.ClickException(text) from error
-
-
-def scaled(text: str) -> int | None:
-    """64K as 65536; None for what is no number, or one that nothing has so many of."""
-    found = re.fullmatch(r"(\d{1,18})([KMG]?)", text.strip().upper())
-    return None if found is None else int(found[1]) * _UNITS[found[2]]
-
-
-class Output(click.ParamType):
-    """A file to write, of which is asked before the work whose results it will hold."""
-
-    name = "file"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from pathlib import Path
-
-        from fusionrt.runtime.files import why_not_writable
-        fault = why_not_writable(value)
-        if fault is not None:
-            self.fail(f"{value} cannot be written: {fault}", param, ctx)
-        return Path(value)
 
 
 # -- warmup ----------------------------------------------------------------------------------------
@@ -133,23 +88,6 @@ def _search_working_directory() -> None:
     import sys
     from pathlib import Path
     sys.path.insert(0, str(Path.cwd()))
-
-
-@contextlib.contextmanager
-def progress_bar(first: str, hidden: bool = False) -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere. `first`: what it says before the first step."""
-    where = console()
-    if hidden or not where.is_terminal:
-        yield None
-        return
-    from rich import progress
-    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(),
-               progress.TimeRemainingColumn())
-    # No refreshing thread: it would disturb what is measured.
-    with progress.Progress(*columns, console=where, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(first, total=None)
-        yield lambda done, total, name: bar.update(
-            task, completed=done, total=total, description=name, refresh=True)
 
 
 def _show_summary(summary: Summary) -> None:

@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fusionrt
-from fusionrt.cli import for_users, main
+from fusionrt.cli import main
 from fusionrt.runtime import cache, compiler
+from fusionrt.terminal import for_users
 
 ROOT = Path(fusionrt.__file__).parents[1]
 needs_nvrtc = pytest.mark.skipif(not fusionrt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")

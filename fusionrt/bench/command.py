@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusionrt.cli import Output, console, for_users, progress_bar, scaled
+from fusionrt.terminal import (
+    Output,
+    console,
+    device_option,
+    for_users,
+    found_device,
+    progress_bar,
+    scaled,
+)
 
 if TYPE_CHECKING:
     from fusionrt.bench.results import Results
@@ -90,7 +98,7 @@ def _rivals() -> list[str]:
 @click.option("--backward", is_flag=True, help="The backward pass too, and forward and backward in one.")
 @click.option("--against", type=Names("rival", _rivals), default="eager", show_default=True, metavar="NAMES",
               help="eager, compile, compile-max, liger, ... (--list); those that are absent are named.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda where there is a GPU]")
+@device_option
 @click.option("--json", "json_file", type=Output(), metavar="FILE", help="Write the rows, after each one.")
 @click.option("--plot", "plot_file", type=Output(), metavar="FILE", help="Draw them (.png, .svg, .pdf).")
 @click.option("--html", "html_file", type=Output(), metavar="FILE", help="Write a page about them.")
@@ -112,7 +120,7 @@ def bench(ops: tuple[str, ...], only_list: bool, sizes: list[int], dtypes: list[
     if fail_on is not None and baseline is None:
         raise click.UsageError("--fail-on needs --baseline FILE, which says what is slower")
     _check_files(json_file, plot_file, html_file)
-    device = _device(device)
+    device = found_device(device)
     if only_list:
         _show(device)
         return
@@ -143,14 +151,6 @@ def _check_files(json_file: Path | None, plot_file: Path | None, html_file: Path
         if plot_file.suffix.lower() not in PLOTS:
             raise click.BadParameter(f"{plot_file} must end in one of {', '.join(PLOTS)}",
                                      param_hint="--plot")
-
-
-def _device(chosen: str | None) -> str:
-    import torch
-    there = torch.cuda.is_available()
-    if chosen == "cuda" and not there:
-        raise click.BadParameter("there is no CUDA GPU; fusionrt doctor says why", param_hint="--device")
-    return chosen or ("cuda" if there else "cpu")
 
 
 def _known(ops: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from fusionrt.cli import console, for_users, progress_bar
+from fusionrt.terminal import console, device_option, for_users, found_device, progress_bar
 
 SUMMARY = "conversion_summary.json"
 KINDS = (".safetensors", ".json", ".html")  # of a model's files
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 @click.option("--list-models", is_flag=True, help="List the models by name, and convert nothing.")
 @click.option("--save-path", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               help="Write weights (safetensors), facts (JSON) and a page about each model, and a summary.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda where there is a GPU]")
+@device_option
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32",
               show_default=True, help="Of weights and images.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
@@ -46,7 +46,7 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
         _show_models(as_json)
         return
     names = _names([*models, *more])
-    where = _device(device)
+    where = found_device(device)
     if save_path is not None:
         _check_folder(save_path, names)
     rows: list[Row] = []
@@ -82,14 +82,6 @@ def _names(given: Sequence[str]) -> list[str]:
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--models") from error
     return names
-
-
-def _device(chosen: str | None) -> str:
-    import torch
-    there = torch.cuda.is_available()
-    if chosen == "cuda" and not there:
-        raise click.BadParameter("there is no CUDA GPU; fusionrt doctor says why", param_hint="--device")
-    return chosen or ("cuda" if there else "cpu")
 
 
 def _check_folder(folder: Path, names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fusionrt import autocast
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
@@ -146,16 +147,6 @@ def _number(op: str, name: str, value: Any) -> float:
     return as_float(op, name, value)
 
 
-def _cast_by_autocast(*tensors: Tensor | None) -> list[Any]:
-    """As torch's: to the lower precision, but for float64 and what is not floating-point."""
-    device = tensors[0].device.type  # type: ignore[union-attr]
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-            for t in tensors]
-
-
 def _is_fixed(asked: tuple[Any, ...]) -> bool:
     """Whether options say the same in the next call: what a tensor holds may be another number then."""
     return not any(isinstance(option, Tensor) for option in asked)
@@ -218,7 +209,7 @@ def _attention(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, alibi_slopes
     keys = k.shape[2]
     mask, slopes = _checked_mask(op, mask, q, keys), _checked_slopes(op, alibi_slopes, q)
     options = options_of(op, q, keys, causal, scale, dropout_p, training, window, slopes is not None, softcap)
-    cast, k, v, mask = _cast_by_autocast(q, k, v, mask)
+    cast, k, v, mask = autocast.cast(q, k, v, mask)
     return attend(cast, k, v, mask, slopes, options, asked if cast is q and _is_fixed(asked) else None)
 
 
@@ -290,7 +281,7 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
         (q, k), restore = converted(op, {"q": q, "k": k})
         return restore(attention_score(q, k, scale))
     _check_products(op, q, k)
-    q, k = _cast_by_autocast(q, k)
+    q, k = autocast.cast(q, k)
     scale = _scale(op, q, scale)
     rows = [t.flatten(0, -3) if t.dim() > 2 else t.unsqueeze(0) for t in (q, k)]
     nothing = q.new_empty(1, 1, 1)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from fusionrt import autocast
 from fusionrt.ops import transposition
 from fusionrt.ops.depthwise_forms import Geometry
 from fusionrt.ops.folding import folded
-from fusionrt.ops.linear import cast_as_autocast
 from fusionrt.rehearsal import device_type
 
 Tensor = torch.Tensor
@@ -34,13 +34,13 @@ def relu(x: Tensor, weight: Tensor, of: Sequence[Tensor | None], residual: Tenso
     last, options = _is_last(x), (*geometry, groups)
     if not last and (eps is None or not _turns(x, weight, residual)):
         return None
-    x, = cast_as_autocast(x)
+    x, = autocast.cast(x)
     if not last and not _rounds_alike(x, weight, options):
         return None
     if eps is not None:
         weight, bias = folded(weight, of, eps, x.dtype)
     else:
-        weight, bias = cast_as_autocast(weight, of[0])
+        weight, bias = autocast.cast(weight, of[0])
     return _run(x, weight, bias, residual, options)
 
 

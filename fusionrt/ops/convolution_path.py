@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fusionrt import autocast
 from fusionrt.activation import Epilogue, activated, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.dtypes import FLOATS, STORAGE
@@ -25,7 +26,6 @@ from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.linear import cast_as_autocast
 from fusionrt.ops.recomputation import sparing
 from fusionrt.row_fusion import row_operator
 from fusionrt.watching import PLAIN, is_recorded, is_watched
@@ -125,12 +125,8 @@ def _check_dtypes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
     if x.dtype not in FLOATS:
         raise TypeError(f"{op}: x must be of a floating-point dtype, got {x.dtype}")
     for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and value.dtype != x.dtype and not _casts(x):
+        if value is not None and value.dtype != x.dtype and not autocast.is_on(x.device):
             raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {value.dtype}")
-
-
-def _casts(x: Tensor) -> bool:
-    return x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type)
 
 
 def check_residual(op: str, residual: Tensor | None, x: Tensor, kind: Kind) -> None:
@@ -151,7 +147,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Ten
     geometry = _depthwise(x, weight, kind)
     if geometry is None:
         return _dense(x, weight, bias, kind)
-    x, weight, bias = cast_as_autocast(x, weight, bias)
+    x, weight, bias = autocast.cast(x, weight, bias)
     z = depthwise.depthwise(x, weight, geometry)
     if bias is None:
         return z
@@ -235,7 +231,7 @@ def _inference(after: After, x: Tensor, weight: Tensor, of_channels: Sequence[Te
         operands = [z, *(_over_images(t, z) for t in of_channels), *([] if residual is None else [residual])]
         found: Tensor = _following(after).over({0: 0}).launch(operands)
         return found
-    x, weight = cast_as_autocast(x, weight)
+    x, weight = autocast.cast(x, weight)
     dtypes = tuple(STORAGE[t.dtype] for t in of_channels)
     return depthwise.finished(x, weight, geometry, _finish(after, dtypes), of_channels, residual)
 

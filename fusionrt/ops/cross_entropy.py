@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fusionrt import deferred
+from fusionrt import autocast, deferred
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
@@ -142,8 +142,7 @@ def _one_a_row(target: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 
 def result_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """float32 under autocast, as torch's."""
-    is_cast = device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
-    return torch.promote_types(dtype, torch.float32) if is_cast else dtype
+    return torch.promote_types(dtype, torch.float32) if autocast.is_on(device) else dtype
 
 
 def _check_target(op: str, input: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:

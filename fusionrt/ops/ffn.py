@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fusionrt import autocast
 from fusionrt.activation import activated, by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
@@ -224,14 +225,14 @@ def _recording(operator: Operator, shape: Shape, recompute: bool, x: Tensor, out
 def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[Any, ...] | None,
            tensors: Sequence[Any]) -> Any:
     """`make` gives the function of the hidden layer."""
-    given = linear.cast_as_autocast(*tensors)
+    given = autocast.cast(*tensors)
     if key is None or seen_by_torch(*given):
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator
     run = (_recording(operator, shape, recompute, *given) if is_recorded(*given) else
            _inferring(operator, shape, *given))
-    return run(*given) if linear.casts(tensors[0]) else sites.keep(key, tensors, run)(*tensors)
+    return run(*given) if autocast.is_on(tensors[0].device) else sites.keep(key, tensors, run)(*tensors)
 
 
 @per_call

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt import random
+from fusionrt import autocast, random
 from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched
@@ -264,10 +264,10 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
         _check_residual(op, x, weight, residual)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p")
     numbers = () if scale is None else (float(dropout_p), scale)
-    given = (*cast_as_autocast(x, weight, bias), residual)
+    given = (*autocast.cast(x, weight, bias), residual)
     if key is not None and not seen_by_torch(*given):
         run = _chosen(op, activation, numbers, *given)
-        return run(*given) if casts(x) else sites.keep(key, tensors, run)(*tensors)
+        return run(*given) if autocast.is_on(x.device) else sites.keep(key, tensors, run)(*tensors)
     x, weight, bias, _ = given
     if activation is None and scale is None and residual is None:
         return F.linear(x, weight, bias)
@@ -331,19 +331,6 @@ def shapes(*values: Any) -> list[Any]:
     return [getattr(value, "shape", None) for value in values]
 
 
-def casts(x: Tensor) -> bool:
-    """Whether autocast is on."""
-    return x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type)
-
-
-def cast_as_autocast(x: Tensor, *more: Any) -> tuple[Any, ...]:
-    tensors = x, *more
-    if not casts(x):
-        return tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
 # -- checks ----------------------------------------------------------------------------------------
 
 def check(op: str, x: tuple[str, Any], weight: tuple[str, Any], bias: tuple[str, Any],
@@ -354,7 +341,7 @@ def check(op: str, x: tuple[str, Any], weight: tuple[str, Any], bias: tuple[str,
             and w.shape[1] == (a.shape[-1] if width is None else width) and a.device == w.device
             and (b is None or (isinstance(b, Tensor) and b.shape == w.shape[:1] and b.device == a.device)))
     same = fits and a.dtype == w.dtype and (b is None or b.dtype == w.dtype) and a.dtype in FLOATS
-    if not same and not (fits and casts(a)):
+    if not same and not (fits and autocast.is_on(a.device)):
         raise _misfit(op, x, weight, bias, width)
 
 

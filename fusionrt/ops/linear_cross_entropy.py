@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt import autocast
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import (
@@ -25,7 +26,7 @@ from fusionrt.ops.cross_entropy import (
     with_exact_ignored,
 )
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
-from fusionrt.ops.linear import cast_as_autocast, rows_of
+from fusionrt.ops.linear import rows_of
 from fusionrt.watching import is_batched, transforms_active
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
@@ -224,7 +225,7 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
     flat, ignore_index = with_exact_ignored(flat, ignore_index)
     options = (ignore_index, reduction, float(label_smoothing), float(z_loss), softcap,
                result_dtype(hidden.device, hidden.dtype))
-    rows, weight, bias = cast_as_autocast(rows, weight, bias)
+    rows, weight, bias = autocast.cast(rows, weight, bias)
     result: Tensor = LinearCrossEntropy.apply(rows, weight, bias, flat, class_weight, options)
     return result.view(hidden.shape[:-1]) if reduction == "none" else result
 

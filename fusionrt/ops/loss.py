@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt import layout
+from fusionrt import autocast, layout
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.definition import SCALAR
+from fusionrt.dtypes import HALVES
 from fusionrt.errors import as_float
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
@@ -76,11 +77,10 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
 
 def _kernels(loss: Loss, *args: Any) -> Kernels:
     """Wide where autocast, which wants losses in float32, finds one of 16 bits."""
-    kinds = [a.device.type for a in args if isinstance(a, torch.Tensor)]
-    kind = kinds[0] if kinds else ""
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+    first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+    if first is None or not autocast.is_on(first.device):
         return loss.own
-    short = loss.own.each.operator.compute_dtype(args) in (torch.float16, torch.bfloat16)
+    short = loss.own.each.operator.compute_dtype(args) in HALVES
     return loss.wide if short else loss.own
 
 

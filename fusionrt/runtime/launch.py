@@ -35,6 +35,7 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Launch, split
+from fusionrt.runtime.source import Specialisation
 
 Run = Callable[..., Any]
 
@@ -81,7 +82,7 @@ class Text:
         self.scope["counter"] = arrivals.counter
         return {"arrived": native.ARRIVED.format(device=self.call.device)}
 
-    def launch(self, source: pointwise.Source, grid: int, block: int, values: Mapping[str, str],
+    def launch(self, source: Specialisation, grid: int, block: int, values: Mapping[str, str],
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
                kernel: str = "", waits: bool = False) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
@@ -125,7 +126,7 @@ class Text:
         self.lines.append(line)
         self.is_launches_alone = False
 
-    def at_a_time(self, source: pointwise.Source, block: int, blocks: int, shared: int, cluster: int) -> int:
+    def at_a_time(self, source: Specialisation, block: int, blocks: int, shared: int, cluster: int) -> int:
         """Clusters that the device holds, `blocks` being what was reckoned with on a multiprocessor."""
         device = self.call.device
         most = blocks * cuda.multiprocessors(device) // cluster
@@ -246,7 +247,7 @@ def _write_launch(text: Text, launch: Launch, alignment: int, values: dict[str, 
     _write_sums(text, part, sums, rows, launch.kept, chunks * part.abreast)
 
 
-def _write_joined_parts(text: Text, launch: Launch, source: pointwise.Source, grid: int,
+def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid: int,
                         values: dict[str, str]) -> None:
     """The block that ends last joins what all have left."""
     part, call = launch.problem, text.call
@@ -264,7 +265,7 @@ def _joined(kept: int, chunks: int, alone: bool = False) -> dict[str, str]:
     return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks, alone))}
 
 
-def _write_across(text: Text, launch: Launch, source: pointwise.Source, grid: int, chunks: int,
+def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int, chunks: int,
                   values: dict[str, str]) -> None:
     """Partial values of all rows, then what follows from them; both at once where one block has a row."""
     part, rows = launch.problem, launch.rows
@@ -387,7 +388,7 @@ def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> No
         text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
-def sources(problem: Problem) -> list[pointwise.Source]:
+def sources(problem: Problem) -> list[Specialisation]:
     """All that a call on 16-byte aligned tensors compiles."""
     if problem.then is not None:
         joined = resident if planes.layout(problem) is None else planes

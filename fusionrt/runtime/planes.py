@@ -18,7 +18,7 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import Again
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.resident import Joined, kept, places, recalling
-from fusionrt.runtime.source import ITEMSIZE, Field, arithmetic, assemble, template
+from fusionrt.runtime.source import ITEMSIZE, Field, Specialisation, arithmetic, assemble, template
 
 OWNED = (False, True, False)     # of pixels, channels, images: a thread stays in a channel
 RESERVED = 1 << 10               # bytes of shared memory that a block takes beside what it asks for
@@ -127,7 +127,7 @@ def _at_once(problem: Problem, made: Layout) -> int:
     return max(1, min(made.packs, AT_ONCE if own else 2, free // a_pack))
 
 
-def generate(problem: Problem) -> pointwise.Source:
+def generate(problem: Problem) -> Specialisation:
     then, made = problem.then, layout(problem)
     assert then is not None and made is not None
     again = Again(frozenset(name for name, _ in problem.found), frozenset(o.name for o in kept(problem)))
@@ -154,7 +154,7 @@ def generate(problem: Problem) -> pointwise.Source:
         *_bringing(problem, made.width), *recalling(problem, made.width)])
     plane, channels, images = problem.sizes
     given = (*first.values, *second.values, (images,), (plane * channels,))
-    return pointwise.Source("pointwise_planes", text, params, given)
+    return Specialisation(text, "pointwise_planes", params, given)
 
 
 def _bringing(problem: Problem, width: int) -> list[str]:

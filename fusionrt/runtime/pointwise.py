@@ -27,6 +27,7 @@ from fusionrt.runtime.source import (
     U64,
     Field,
     Params,
+    Specialisation,
     arithmetic,
     assemble,
     pointer,
@@ -47,20 +48,7 @@ FEW = 3 << 17                     # elements that do not fill a GPU; of a thread
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
-Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Source
-
-
-class Source(NamedTuple):
-    """A specialisation's text and how to fill its parameters.
-
-    `values` names a run-time value (an operand, a scalar, `seed`, ...) or holds a constant, one
-    tuple a field of the struct.
-    """
-
-    entry: str
-    text: str
-    params: Params
-    values: tuple[tuple[str | int, ...], ...]
+Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Specialisation
 
 
 def vector_width(problem: Problem, alignment: int) -> int:
@@ -206,11 +194,11 @@ class Body(NamedTuple):
     values: tuple[tuple[str | int, ...], ...]
 
 
-def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Source:
+def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Specialisation:
     """The whole translation unit. `alignment`: bytes, to which every pointer is aligned."""
     stem, lines, params, values = body(problem, alignment, rows)
     text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), lines)
-    return Source(stem, text, params, values)
+    return Specialisation(text, stem, params, values)
 
 
 def body(problem: Problem, alignment: int, rows: Reduction | None = None, again: Again | None = None,
@@ -542,7 +530,7 @@ def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -
             f"    return {' + '.join(terms) or '0'};", "}"]
 
 
-def generate_sum(problem: Problem, out_dtype: str) -> Source:
+def generate_sum(problem: Problem, out_dtype: str) -> Specialisation:
     """The kernel that adds the partial sums of reduced outputs of one dtype."""
     acc = "float64" if problem.acc == "float64" else "float32"
     params = Params(accumulators.sum_fields(f"{acc}_t", f"{out_dtype}_t"))
@@ -550,11 +538,12 @@ def generate_sum(problem: Problem, out_dtype: str) -> Source:
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {accumulators.BLOCK};"])
     outs = tuple(f"out{k}" for k in range(accumulators.SUMS))
-    return Source("sum_partials", text, params, (("partials",), outs, ("chunks",), ("kept",), ("side",)))
+    values = ("partials",), outs, ("chunks",), ("kept",), ("side",)
+    return Specialisation(text, "sum_partials", params, values)
 
 
-def generate_join(problem: Problem) -> Source:
+def generate_join(problem: Problem) -> Specialisation:
     """The kernel that joins partial values and computes all outputs of rows that lie across memory."""
     params, values, text = accumulators.joining(problem)
     constants = arithmetic(problem.acc, problem.significant_bits)
-    return Source("join_partials", assemble("join_partials", constants, text), params, values)
+    return Specialisation(assemble("join_partials", constants, text), "join_partials", params, values)

@@ -21,7 +21,7 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.parts import split
-from fusionrt.runtime.source import ITEMSIZE, Field, Params, arithmetic, assemble, pointer
+from fusionrt.runtime.source import ITEMSIZE, Field, Params, Specialisation, arithmetic, assemble, pointer
 
 RESERVED = 1 << 10  # bytes of shared memory that every block takes
 REGISTERS = 1 << 16
@@ -76,7 +76,7 @@ def blocks(problem: Problem) -> int:
     return 3 if len(kept(problem)) > 1 and 3 * registers * REDUCE_BLOCK <= REGISTERS else 2
 
 
-def generate(problem: Problem) -> pointwise.Source:
+def generate(problem: Problem) -> Specialisation:
     then, made = problem.then, rows(problem)
     assert then is not None
     again = Again(frozenset(name for name, _ in problem.found),
@@ -96,7 +96,7 @@ def generate(problem: Problem) -> pointwise.Source:
         params.declaration, *constants, *_keeping(problem, width),
         *recalling(problem, width)])
     values = (*first.values, *second.values, ("arrived",), ("packs_kept",), ("side",))
-    return pointwise.Source("pointwise_resident", text, params, values)
+    return Specialisation(text, "pointwise_resident", params, values)
 
 
 class Joined(Params):

@@ -11,7 +11,6 @@ from fusionrt.rowwise import Found, Pass, is_total, schedule, with_sums
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.carried import carried
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry
-from fusionrt.runtime.pointwise import Source
 from fusionrt.runtime.row_choice import layout
 from fusionrt.runtime.row_layout import (
     Layout,
@@ -33,14 +32,23 @@ from fusionrt.runtime.row_operands import (
     weights,
     width,
 )
-from fusionrt.runtime.source import ITEMSIZE, U64, Field, Params, arithmetic, assemble, pointer
+from fusionrt.runtime.source import (
+    ITEMSIZE,
+    U64,
+    Field,
+    Params,
+    Specialisation,
+    arithmetic,
+    assemble,
+    pointer,
+)
 
 Values = tuple[str | int, ...]
 ARRAY = "acc_t (&{})[VALUES ? VALUES : 1]"
 INLINE = "__device__ __forceinline__"
 
 
-def generate(problem: Problem, alignment: int) -> Source:
+def generate(problem: Problem, alignment: int) -> Specialisation:
     """The whole translation unit; where an architecture has clusters, its layout may differ."""
     return Text(problem, alignment).source()
 
@@ -90,7 +98,7 @@ class Text:
 
     # -- the whole -------------------------------------------------------------------------------
 
-    def source(self) -> Source:
+    def source(self) -> Specialisation:
         if n_rows(self.problem) >= 1 << 32:
             raise ValueError(f"{self.problem.name}: a GPU takes less than 2^32 rows, got "
                              f"{n_rows(self.problem)}; call it on parts")
@@ -110,7 +118,7 @@ class Text:
             f"RAGGED = {str(self.ragged).lower()};", *self._layouts(),
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
             *self._reductions(), *self._store_row(), *self._of_totals(), *self._segment_of()])
-        return Source("rows", text, params, tuple(values for _, values in fields))
+        return Specialisation(text, "rows", params, tuple(values for _, values in fields))
 
     def _fields(self) -> list[tuple[Field, Values]]:
         problem = self.problem

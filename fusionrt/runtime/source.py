@@ -137,3 +137,16 @@ def magic(divisor: int) -> tuple[int, int, int]:
     """
     shift = max(divisor - 1, 0).bit_length()
     return divisor, ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift
+
+
+class Specialisation(NamedTuple):
+    """A kernel's text, the name of its entry, and how to fill its parameters.
+
+    `values` names a run-time value (an operand, a scalar, `seed`, ...) or holds a constant, one
+    tuple a field of the struct.
+    """
+
+    text: str
+    entry: str
+    params: Params
+    values: tuple[tuple[str | int, ...], ...]
