@@ -24,10 +24,10 @@ from fusionrt import reference
 from fusionrt.activation import finishing
 from fusionrt.bench import rivals, timing
 from fusionrt.bench.results import Row, why
-from fusionrt.dispatch import Sites
 from fusionrt.op_names import OPS
 from fusionrt.ops import linear
 from fusionrt.runtime import gemm, gemv
+from fusionrt.sites import Sites
 
 ROWS = (1, 32, 512, 8192, 16384)
 SIZES = ((768, 3072), (1024, 4096), (4096, 16384))  # K, N

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from fusionrt.dispatch import Sites, Usual, front, shortcut
+from fusionrt.dispatch import Usual, front, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
 from fusionrt.op_names import MODULE, load
+from fusionrt.sites import Sites
 
 # make(*shape) gives one tensor of the dtype in question: how an op's typical arguments are written.
 Make = Callable[..., Any]

@@ -9,7 +9,6 @@ and what to run then. Everything else goes to `Operator.__call__`. The guard doe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -21,169 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
+from fusionrt.sites import EQUAL, NUMBERS, Sites, Way
 from fusionrt.watching import dispatch_modes
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
-Check = Callable[..., bool]
-SETTLED_AFTER = 100  # calls
-_NUMBERS = frozenset({int, float, bool})
 # Whether torch must see each operation. Guards know other watchers, but not every mode.
 _SEEN = "_frt_is_compiling() or _frt_forward_ad._current_level >= 0 or _frt_modes()"
-_EQUAL = frozenset({*_NUMBERS, str, type(None)})  # of which one that equals another is as good
-
-TensorGuards: Any = None
-with contextlib.suppress(ImportError):  # private to torch: without it calls take the general path
-    from torch._C._dynamo.guards import TensorGuards
-
-
-def guard(*tensors: torch.Tensor) -> Check:
-    """A predicate: true for tensors that a plan made for `tensors` serves."""
-    # Of those without strides the guard asks for them, which ends the process.
-    if TensorGuards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
-        return lambda *tensors: False
-    firsts = [next(k for k, other in enumerate(tensors) if other is t) for t in tensors]
-    own = [t for k, t in enumerate(tensors) if firsts[k] == k]
-    check: Check = TensorGuards(*own, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check if len(own) == len(tensors) else _of_some_twice(check, firsts)
-
-
-def _of_some_twice(check: Check, firsts: Sequence[int]) -> Check:
-    """Of tensors some of which stand in several places, which torch's guard refuses; it sees each once."""
-    again = [(k, first) for k, first in enumerate(firsts) if k != first]
-    own = [k for k, first in enumerate(firsts) if k == first]
-
-    def checked(*tensors: Any) -> bool:
-        return all(tensors[k] is tensors[first] for k, first in again) and check(*(tensors[k] for k in own))
-
-    return checked
-
-
-def guard_all(check: Check, args: Sequence[Any]) -> Check:
-    """A predicate of all arguments of a call like this one: `check` of its tensors, its types of numbers."""
-    made: Check = _with_numbers(tuple(None if isinstance(a, torch.Tensor) else type(a) for a in args))(check)
-    return made
-
-
-@functools.lru_cache(256)
-def _with_numbers(kinds: tuple[type | None, ...]) -> Callable[[Check], Check]:
-    names = [f"a{k}" for k in range(len(kinds))]
-    tensors = [name for name, kind in zip(names, kinds, strict=True) if kind is None]
-    conditions = [f"type({name}) is kinds[{k}]" for k, name in enumerate(names) if name not in tensors]
-    conditions += [f"isinstance({name}, tensor) and not {name}.is_nested" for name in tensors]
-    text = f"lambda check: lambda {', '.join(names)}: " + " and ".join(
-        [*conditions, f"check({', '.join(tensors)})"])
-    made: Callable[[Check], Check] = eval(text, {"kinds": kinds, "tensor": torch.Tensor})
-    return made
-
-
-def settles(run: Run, made: Run) -> Run:
-    """`run`, of which `made` makes what costs less a call: for many, as the first one takes LLVM's import."""
-    vars(run).update(settled=made, calls=0)
-    return run
-
-
-def settled(run: Run) -> Run:
-    made = getattr(run, "settled", None)
-    return run if made is None else cast(Run, made())
-
-
-def settle(run: Run) -> Run | None:
-    """What to call from now on, for whoever asks at each call; None: to be asked again. Not during a capture,
-    whose memory is the graph's."""
-    kept = getattr(run, "__dict__", {})
-    if "calls" in kept and (kept["calls"] < SETTLED_AFTER or is_capturing()):
-        kept["calls"] += 1
-        return None
-    return settled(run)
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
-    """`plan`, given the random numbers of each call."""
-    def drawn(*args: Any) -> Any:
-        return plan(*args, draw())
-
-    made = getattr(plan, "settled_drawing", None)
-    return drawn if made is None else settles(drawn, lambda: made(drawn, counters))
-
-
-class Sites(threading.local):
-    """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
-    made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
-    the guard does not look at, and the guard of the tensors.
-
-        run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
-        return run(*tensors)
-    """
-
-    KEPT = 1024
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Way] = {}
-        self.numbers: dict[Any, Any] = {}
-        self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
-
-    def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
-        try:
-            way = self.known[key, torch.is_grad_enabled()]
-            if forward_ad._current_level >= 0 or dispatch_modes() or not way.check(*tensors):
-                return None
-        except (KeyError, TypeError):
-            return None
-        way.run = settle(way.run) or way.run
-        self.last = way, list(map(id, tensors))
-        return way.run
-
-    def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
-        if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
-            if len(self.known) >= self.KEPT:
-                self.known.clear()
-            check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
-            way = self.known[key, torch.is_grad_enabled()] = Way(check, run)
-            self.last = way, list(map(id, tensors))
-        return run
-
-    def are_as_before(self, kind: tuple[Any, ...], *numbers: Any) -> bool:
-        """Whether the last call of this kind had the same numbers: those that change each time (an annealed
-        temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
-        if not all(type(n) in _EQUAL for n in numbers):
-            return False
-        if len(self.numbers) >= self.KEPT:
-            self.numbers.clear()
-        try:
-            before, self.numbers[kind] = self.numbers.get(kind), numbers
-        except TypeError:  # an option that cannot be a key
-            return False
-        return before == numbers
-
-
-class Way:
-    """What to run for tensors that pass a check."""
-
-    __slots__ = "check", "run"
-
-    def __init__(self, check: Check, run: Run) -> None:
-        self.check, self.run = check, run
-
-
-def planned_once(operator: Operator) -> Run:
-    """`operator.launch` for arguments (and random numbers) of one kind in one thread, of which whoever calls
-    has made sure: nothing is looked at again."""
-    plans: list[Run] = []
-
-    def run(*args: Any) -> Any:
-        if len(plans) < 2:
-            made = settle(plans[0]) if plans else operator.plan(args[:len(operator.params)])
-            plans.extend([] if made is None else [made])
-        return plans[-1](*args)
-
-    return run
 
 
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
@@ -248,7 +93,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 """
 
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
-        kinds = [type(o) if type(o) in _EQUAL else None for o in options]  # others are known by identity
+        kinds = [type(o) if type(o) in EQUAL else None for o in options]  # others are known by identity
         alike = all(kind is not None or isinstance(o, tuple) or callable(o)
                     for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
@@ -284,7 +129,7 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
 """
     return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
-                                         "_frt_local": operator.local, "_frt_numbers": _NUMBERS})
+                                         "_frt_local": operator.local, "_frt_numbers": NUMBERS})
 
 
 def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: Mapping[str, Any]) -> Run:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusionrt import dispatch, layout, random, rehearsal
+from fusionrt import guards, layout, random, rehearsal, settling
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
@@ -96,7 +96,7 @@ class Operator(Definition):
         if tensors[0].device.type != "meta":
             if len(self.local.sites) >= _PLANS_KEPT:
                 self.local.sites.clear()
-            self.local.sites[key] = dispatch.guard(*tensors), run
+            self.local.sites[key] = guards.guard(*tensors), run
         return run(*args)
 
     def _resume(self, key: tuple[Any, ...], known: tuple[Any, Any], args: Args) -> Any:
@@ -104,13 +104,13 @@ class Operator(Definition):
         check, run = known
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not check(*tensors):  # made under another dispatch state: autocast, inference mode
-            check = dispatch.guard(*tensors)
-        settled = dispatch.settle(run)
+            check = guards.guard(*tensors)
+        settled = settling.settle(run)
         self.local.sites[key] = check, settled or run
         if settled is not None:
             usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
             self.local.site = (False, check, settled) if usual else (
-                True, dispatch.guard_all(check, args), settled)
+                True, guards.guard_all(check, args), settled)
         return run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ class Operator(Definition):
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
-            return dispatch.drawing(plan, draw, self.counters) if draw else plan
+            return settling.drawing(plan, draw, self.counters) if draw else plan
         from fusionrt.mask import masking
         operator = masking(self, args) or self
         recording = operator.recording(args)
@@ -139,7 +139,7 @@ class Operator(Definition):
             recording.settle()
             return recording.apply if in_this_mode and not draw else recorded
 
-        return dispatch.settles(recorded, settled)
+        return settling.settles(recorded, settled)
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""
@@ -181,13 +181,13 @@ class Operator(Definition):
         fits = self.local.__dict__.setdefault("fits", {})
         if plan in fits:
             check, run = fits[plan]
-            run = dispatch.settle(run)
+            run = settling.settle(run)
             if run is not None:
                 self.local.launched = fits[plan] = check, run
         else:
             if len(fits) >= _PLANS_KEPT:
                 fits.clear()
-            fits[plan] = dispatch.guard_all(dispatch.guard(*tensors), args), plan
+            fits[plan] = guards.guard_all(guards.guard(*tensors), args), plan
         return plan
 
     def plan(self, args: Args) -> Callable[..., Any]:

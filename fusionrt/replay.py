@@ -16,8 +16,10 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt import forks
-from fusionrt.dispatch import compiled, guard, is_capturing, settled
+from fusionrt.dispatch import compiled
+from fusionrt.guards import guard
 from fusionrt.problem import unpack
+from fusionrt.settling import is_capturing, settled
 from fusionrt.watching import dispatch_modes, transforms_active
 
 if TYPE_CHECKING:

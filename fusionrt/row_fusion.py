@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from fusionrt import dispatch, library
+from fusionrt import dispatch, library, settling
 from fusionrt.expr import Expr, argument, substitute, toposort, where
 from fusionrt.fusion import fresh_bits, numbering_draws, trace
 from fusionrt.op import Operator
@@ -141,7 +141,7 @@ def found(run: Run, args: Sequence[Any], params: tuple[str, ...], given: Sequenc
     operator: Operator = run.operator  # type: ignore[attr-defined]
     write, numbers = _passing(params, tuple(given), told), args[sum(given):]
     way = operator.way(args, in_this_mode=True)
-    return dispatch.settles(write(way, numbers), lambda: write(dispatch.settled(way), numbers))
+    return settling.settles(write(way, numbers), lambda: write(settling.settled(way), numbers))
 
 
 @functools.lru_cache(256)

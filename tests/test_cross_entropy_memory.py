@@ -6,7 +6,7 @@ from checking import BF16, F32, assert_same_bits, evaluate
 from test_cross_entropy import kinds, logits, reductions, targets
 
 import fusionrt as frt
-from fusionrt.dispatch import SETTLED_AFTER
+from fusionrt.settling import SETTLED_AFTER
 
 # --- the gradient in the memory of the logits
 

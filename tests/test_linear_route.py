@@ -9,11 +9,11 @@ from torch.nn import functional as F
 import fusionrt as frt
 from fusionrt import reference
 from fusionrt.activation import finishing
-from fusionrt.dispatch import Sites
 from fusionrt.ops import linear
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import gemm, gemv
+from fusionrt.sites import Sites
 
 
 def test_cublaslts_epilogue(monkeypatch, device):

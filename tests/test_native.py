@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import fusionrt as frt
-from fusionrt import dispatch
+from fusionrt import settling
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
@@ -282,7 +282,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(device, "raw_stream", lambda *_: 0)
     with collecting("cuda"):
         call()
-    run = dispatch.settled(launch._write(found[-1], 16, lambda *args: None))
+    run = settling.settled(launch._write(found[-1], 16, lambda *args: None))
     assert isinstance(run, BuiltinFunctionType) == is_machine_code
 
 
@@ -296,7 +296,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
 def test_reductions_stay_as_they_were_when_they_settle(make: Callable[[], Any]) -> None:
     function, x = make()
     first = function(x)
-    for _ in range(dispatch.SETTLED_AFTER + 20):
+    for _ in range(settling.SETTLED_AFTER + 20):
         last = function(x)
     assert torch.equal(last, first) and (last.shape, last.stride()) == (first.shape, first.stride())
 
@@ -373,10 +373,10 @@ def test_settles_after_many_calls() -> None:
     def run() -> str:
         return "Python"
 
-    assert dispatch.settle(run) is run  # which is all there is
-    dispatch.settles(run, lambda: "settled")
-    assert [dispatch.settle(run) for _ in range(dispatch.SETTLED_AFTER)] == [None] * dispatch.SETTLED_AFTER
-    assert dispatch.settle(run) == dispatch.settled(run) == "settled"
+    assert settling.settle(run) is run  # which is all there is
+    settling.settles(run, lambda: "settled")
+    assert [settling.settle(run) for _ in range(settling.SETTLED_AFTER)] == [None] * settling.SETTLED_AFTER
+    assert settling.settle(run) == settling.settled(run) == "settled"
 
 
 def test_nothing_settles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,26 +384,26 @@ def test_nothing_settles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     def run() -> str:
         return "Python"
 
-    dispatch.settles(run, lambda: "settled")
-    vars(run)["calls"] = dispatch.SETTLED_AFTER
-    monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
-    assert dispatch.settle(run) is None
+    settling.settles(run, lambda: "settled")
+    vars(run)["calls"] = settling.SETTLED_AFTER
+    monkeypatch.setattr(settling, "is_capturing", lambda: True)
+    assert settling.settle(run) is None
     monkeypatch.undo()
-    assert dispatch.settle(run) == "settled"
+    assert settling.settle(run) == "settled"
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "SETTLED_AFTER", 1)
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
 
 
 @pytest.mark.gpu
 def test_calls_that_are_made_again() -> None:
     x, y = torch.randn(64, 256, device="cuda"), torch.randn(64, 256, device="cuda")
     expected = torch.relu(x + y)
-    for _ in range(dispatch.SETTLED_AFTER + 3):
+    for _ in range(settling.SETTLED_AFTER + 3):
         torch.testing.assert_close(frt.add_relu(x, y), expected, rtol=0, atol=0)
     site = operator_of("add_relu").local.site
     assert isinstance(site[-1], BuiltinFunctionType)

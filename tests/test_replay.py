@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import dispatch, replay
+from fusionrt import guards, replay
 
 
 def randn(*shape, device, requires_grad=True):
@@ -65,7 +65,7 @@ def test_other_arguments_need_a_gradient(device):
 
 def test_one_tensor_in_two_places_is_known_again(device):
     x, y, z = (randn(4, 6, device=device) for _ in range(3))
-    check = dispatch.guard(x, y, x)
+    check = guards.guard(x, y, x)
     assert check(x, y, x) and check(z, y, z)
     assert not check(x, y, z) and not check(y, y, y) and not check(x, y, 1.0)
     for _ in range(3):

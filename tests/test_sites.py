@@ -1,4 +1,4 @@
-"""Calls that are made again (dispatch.Sites, dispatch.front): a short way for equal calls, and no others."""
+"""Calls that are made again (sites.Sites, dispatch.front): a short way for equal calls, and no others."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import dispatch
-from fusionrt.dispatch import Sites, front
+from fusionrt import settling
+from fusionrt.dispatch import front
+from fusionrt.sites import Sites
 
 ROWS, COLUMNS = 6, 16
 
@@ -141,7 +142,7 @@ def test_what_another_op_was_told_is_not_taken(x):
 
 
 def test_settles_where_it_is(x, monkeypatch):
-    monkeypatch.setattr(dispatch, "SETTLED_AFTER", 2)
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 2)
     sites, made = Sites(), []
 
     def run(x):
@@ -152,7 +153,7 @@ def test_settles_where_it_is(x, monkeypatch):
         return made[-1]
 
     def op(x):
-        return (sites.find((), (x,)) or sites.keep((), (x,), dispatch.settles(run, settled)))(x)
+        return (sites.find((), (x,)) or sites.keep((), (x,), settling.settles(run, settled)))(x)
 
     op = front(op, sites, "x")
     assert [op(x) for _ in range(6)] == ["first"] * 3 + ["settled"] * 3

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fusionrt.dispatch import guard
 from fusionrt.dtypes import HALVES
+from fusionrt.guards import guard
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular

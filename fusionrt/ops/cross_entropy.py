@@ -27,13 +27,16 @@ from fusionrt import autocast, deferred
 from fusionrt.array import check_writeable, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
-from fusionrt.dispatch import Run, Sites, guard, planned_once
+from fusionrt.dispatch import Run
 from fusionrt.dtypes import name_of
 from fusionrt.errors import as_int, check_number
+from fusionrt.guards import guard
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.replay import straight
+from fusionrt.settling import planned_once
+from fusionrt.sites import Sites
 from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch, transforms_active
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart

@@ -25,7 +25,6 @@ from fusionrt import autocast
 from fusionrt.activation import activated, by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dispatch import Sites
 from fusionrt.expr import Expr
 from fusionrt.op import Operator
 from fusionrt.ops import linear
@@ -36,6 +35,7 @@ from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator
+from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
 Tensor = torch.Tensor

@@ -26,7 +26,7 @@ from fusionrt.activation import by_value, finishing, resolve
 from fusionrt.array import converted, is_foreign
 from fusionrt.autograd import Dispatched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dispatch import Run, Sites, planned_once
+from fusionrt.dispatch import Run
 from fusionrt.dtypes import FLOATS
 from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr, argument
@@ -39,6 +39,8 @@ from fusionrt.rehearsal import stands_for
 from fusionrt.replay import straight
 from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
+from fusionrt.settling import planned_once
+from fusionrt.sites import Sites
 from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch
 
 Tensor = torch.Tensor

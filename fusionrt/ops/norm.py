@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dispatch import Sites
 from fusionrt.errors import as_int, is_int
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import kept
@@ -31,6 +30,7 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
+from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
 EPS = {True: torch.finfo(torch.float64).eps, False: torch.finfo(torch.float32).eps}

@@ -22,13 +22,13 @@ import torch
 
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dispatch import Sites
 from fusionrt.errors import as_float, is_int
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import Run, as_function, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
+from fusionrt.sites import Sites
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None

@@ -22,13 +22,13 @@ from fusionrt import rowwise
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
-from fusionrt.dispatch import Sites
 from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node, where
 from fusionrt.fusion import fuse, kept
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
+from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
 # -- what the kernels compute ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt import dispatch
+from fusionrt import guards
 from fusionrt.optim import state as states
 from fusionrt.optim.kernels import Kind
 from fusionrt.optim.state import Format
@@ -40,7 +40,7 @@ class Bucket:
         self.table = Table(self.device, rows)
         self._dtype: torch.dtype = getattr(torch, kind.grad)
         self._expected = [(m.param.shape, m.param.stride()) for m in members]
-        self._guard: dispatch.Check | None = None  # true for gradients as usual
+        self._guard: guards.Check | None = None  # true for gradients as usual
         self._versions = self._now()
 
     def gradients(self) -> tuple[list[int], list[torch.Tensor]]:
@@ -56,7 +56,7 @@ class Bucket:
                 grads[k] = self._converted(k, grad)
                 copies.append(grads[k])
         if not copies and all(grad is not None for grad in grads):
-            self._guard = dispatch.guard(*grads)
+            self._guard = guards.guard(*grads)
         return [0 if grad is None else grad.data_ptr() or _EMPTY for grad in grads], copies
 
     def follow(self) -> None:

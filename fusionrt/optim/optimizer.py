@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fusionrt import dispatch
+from fusionrt import guards
 from fusionrt.cpu.team import torch_alone
 from fusionrt.dtypes import FLOATS, name_of
 from fusionrt.errors import as_float
@@ -38,7 +38,7 @@ class Held(NamedTuple):
     tensors: list[torch.Tensor]  # parameters, and those of their states that kernels know
     addresses: list[int]
     layouts: list[Any]
-    guard: dispatch.Check        # true where the layouts are these: a quarter of the time that lists take
+    guard: guards.Check          # true where the layouts are these: a quarter of the time that lists take
     options: list[Any]           # of each group
     waiting: list[torch.Tensor]  # parameters that never had a gradient
     buckets: list[Bucket]
@@ -218,7 +218,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                             for k in range(0, len(members), CAPACITY)]
         params = self._params()
         return Held(list(self.param_groups), params, self._values(), tensors, [t.data_ptr() for t in tensors],
-                    list(map(_layout, params)), dispatch.guard(*params),
+                    list(map(_layout, params)), guards.guard(*params),
                     [self._options(group) for group in self.param_groups], waiting, buckets)
 
     def _had_no_state(self, param: torch.Tensor) -> bool:

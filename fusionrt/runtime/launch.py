@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt import dispatch, random
+from fusionrt import random, settling
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
 from fusionrt.runtime import (
@@ -151,10 +151,9 @@ class Text:
                            self.scope)
         if len(given) == len(arguments):
             on = functools.lru_cache(4)(lambda stream: native.settled(plan))  # for all who ask
-            return dispatch.settles(run, lambda: on(self.scope["stream"](device)))
-        vars(run)["settled_drawing"] = lambda drawn, counters: native.settled(
-            plan._replace(general=drawn, random=random.taking(device, counters)))
-        return run
+            return settling.settles(run, lambda: on(self.scope["stream"](device)))
+        return settling.settles_drawing(run, lambda drawn, counters: native.settled(
+            plan._replace(general=drawn, random=random.taking(device, counters))))
 
 
 def build(call: Call, alignment: int, misaligned: Run) -> Run:
@@ -167,9 +166,9 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
 
     def settled() -> Run:
         with torch.cuda.device(call.device):
-            return _guarded(dispatch.settled(run), call.device)
+            return _guarded(settling.settled(run), call.device)
 
-    return dispatch.settles(_guarded(run, call.device), settled)
+    return settling.settles(_guarded(run, call.device), settled)
 
 
 def _guarded(run: Run, device: int) -> Run:

@@ -1,0 +1,71 @@
+"""What is called often settles: on machine code, or on what looks at less, made after so many calls.
+
+A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks at each call (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from fusionrt.op import Operator
+
+Run = Callable[..., Any]
+SETTLED_AFTER = 100  # calls
+
+
+def settles(run: Run, made: Run) -> Run:
+    """`run`, of which `made` makes what costs less a call: for many, as the first one takes LLVM's import."""
+    vars(run).update(settled=made, calls=0)
+    return run
+
+
+def settled(run: Run) -> Run:
+    made = getattr(run, "settled", None)
+    return run if made is None else cast(Run, made())
+
+
+def settle(run: Run) -> Run | None:
+    """What to call from now on, for whoever asks at each call; None: to be asked again. Not during a capture,
+    whose memory is the graph's."""
+    kept = getattr(run, "__dict__", {})
+    if "calls" in kept and (kept["calls"] < SETTLED_AFTER or is_capturing()):
+        kept["calls"] += 1
+        return None
+    return settled(run)
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
+    """`plan`, given the random numbers of each call."""
+    def drawn(*args: Any) -> Any:
+        return plan(*args, draw())
+
+    made = getattr(plan, "settled_drawing", None)
+    return drawn if made is None else settles(drawn, lambda: made(drawn, counters))
+
+
+def settles_drawing(run: Run, made: Callable[[Run, int], Run]) -> Run:
+    """`run`, of which `made` makes what costs less, together with what draws its random numbers."""
+    vars(run)["settled_drawing"] = made
+    return run
+
+
+def planned_once(operator: Operator) -> Run:
+    """`operator.launch` for arguments (and random numbers) of one kind in one thread, of which whoever calls
+    has made sure: nothing is looked at again."""
+    plans: list[Run] = []
+
+    def run(*args: Any) -> Any:
+        if len(plans) < 2:
+            made = settle(plans[0]) if plans else operator.plan(args[:len(operator.params)])
+            plans.extend([] if made is None else [made])
+        return plans[-1](*args)
+
+    return run

@@ -1,0 +1,77 @@
+"""What a thread has chosen for the kinds of calls that it made, for ops that choose between ways."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from fusionrt.guards import Check, guard, guard_all
+from fusionrt.settling import settle
+from fusionrt.watching import dispatch_modes
+
+Run = Callable[..., Any]
+NUMBERS = frozenset({int, float, bool})
+EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
+
+
+class Sites(threading.local):
+    """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
+    made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
+    the guard does not look at, and the guard of the tensors.
+
+        run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
+        return run(*tensors)
+    """
+
+    KEPT = 1024
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Way] = {}
+        self.numbers: dict[Any, Any] = {}
+        self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
+
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
+        try:
+            way = self.known[key, torch.is_grad_enabled()]
+            if forward_ad._current_level >= 0 or dispatch_modes() or not way.check(*tensors):
+                return None
+        except (KeyError, TypeError):
+            return None
+        way.run = settle(way.run) or way.run
+        self.last = way, list(map(id, tensors))
+        return way.run
+
+    def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
+        if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
+            if len(self.known) >= self.KEPT:
+                self.known.clear()
+            check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
+            way = self.known[key, torch.is_grad_enabled()] = Way(check, run)
+            self.last = way, list(map(id, tensors))
+        return run
+
+    def are_as_before(self, kind: tuple[Any, ...], *numbers: Any) -> bool:
+        """Whether the last call of this kind had the same numbers: those that change each time (an annealed
+        temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
+        if not all(type(n) in EQUAL for n in numbers):
+            return False
+        if len(self.numbers) >= self.KEPT:
+            self.numbers.clear()
+        try:
+            before, self.numbers[kind] = self.numbers.get(kind), numbers
+        except TypeError:  # an option that cannot be a key
+            return False
+        return before == numbers
+
+
+class Way:
+    """What to run for tensors that pass a check."""
+
+    __slots__ = "check", "run"
+
+    def __init__(self, check: Check, run: Run) -> None:
+        self.check, self.run = check, run
