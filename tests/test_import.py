@@ -191,3 +191,12 @@ x = torch.ones(3)
 frt.cross_entropy(torch.randn(2, 5, 3), torch.zeros(2, 3, dtype=torch.int64))
 print((frt.add_relu(x, x) + 0 * frt.relu_dropout(x, 0.5)).tolist())
 """) == "[2.0, 2.0, 2.0]"
+
+
+@pytest.mark.parametrize("package", ["convert", "optim"])
+def test_a_package_names_its_files(package: str) -> None:
+    """Where its docstring says which idea each has."""
+    folder = PACKAGE / package
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name for name in files if f"`{name}`" not in said} == set()

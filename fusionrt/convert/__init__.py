@@ -7,9 +7,12 @@
     fast = converter.convert_model(model, example_inputs={"input_ids": ids})
     print(converter.report())
 
-One file an idea: `model` (the entry), `forward` and `sharing` (what a converted module is), `inputs`,
-`validate` and `rollback` (the proof), `capture`, `graph`, `passes`, `cluster`, `replay`, `training` and
-`cuda_graphs` (what is done to the captured graphs), `stats`, `report`, `save`, `registry` (models by name),
+One file an idea: `model` (the entry), `forward` and `sharing` (what a converted module is); the proof:
+`inputs`, `validate`, `rollback`, `undisturbed`, `contents`, `random_states`; the captured graph: `capture`,
+`tracing`, `graph`, `effects`, `purity`, `aliases`, `match`, `revalue`, `last_copies`; one kernel of many
+calls: `cluster`, `members`, `pointwise`, `fused`, `tail`; `passes`, and what rewritten graphs call: `calls`,
+`derived`, `kept_masks`, `packed`, `packed_linear`, `max_pool`, `squeeze_excite`; `kernels` (compiled ahead),
+`replay`, `training`, `cuda_graphs`; `stats`, `speed`, `report`, `save`, `registry` (models by name),
 `command` (`fusionrt convert`).
 """
 

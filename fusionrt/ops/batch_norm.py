@@ -330,6 +330,3 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
         return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
     return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)
-
-
-__all__ = ["batch_norm", "batch_norm_relu", "group_norm", "instance_norm"]

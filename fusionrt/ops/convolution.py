@@ -274,7 +274,3 @@ def depthwise_separable(x: Any, depthwise_weight: Any, pointwise_weight: Any, de
               (stride, padding, dilation, x.shape[1]))
     return layer(y, pointwise_weight, pointwise_bias, pointwise_norm, pointwise_activation, residual,
                  (1, 0, 1, 1))
-
-
-__all__ = ["conv2d_batchnorm", "conv2d_batchnorm_relu", "conv2d_bn_act", "conv_activation", "conv_bn_act",
-           "conv_gelu_dropout", "conv_group_norm", "depthwise_conv2d", "depthwise_separable"]

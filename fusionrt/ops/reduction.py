@@ -420,20 +420,3 @@ def logsumexp(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
         logsumexp(torch.tensor([[0.0, 0.0], [1000.0, 0.0]]), -1)  # [0.6931, 1000.]
     """
     return _reduce("logsumexp", "logsumexp", x, dim, keepdim)
-
-
-__all__ = [
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "logsumexp",
-    "mean",
-    "mean_abs",
-    "norm",
-    "row_reduce",
-    "std",
-    "sum",
-    "sum_squared",
-    "var",
-]

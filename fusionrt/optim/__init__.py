@@ -5,8 +5,8 @@
 Drop-in: the arguments, groups, hooks and checkpoints are torch's. See `FusedOptimizer` for what they add.
 
 One file an idea: `optimizer` (the step, torch's protocol), `bucket` and `table` (which tensors a launch
-serves), `state` and `quantised` (what is kept of a parameter), `kernels` (the launches), `adam`, `sgd`,
-`lion` (the rules), `clip`, `average`, `precompile` (for a warm-up).
+serves), `state` and `quantised` (what is kept of a parameter), `kernels` (the launches), `cpu_text` (their
+Numba texts), `adam`, `sgd`, `lion` (the rules), `clip`, `average`, `precompile` (for a warm-up).
 """
 
 from __future__ import annotations

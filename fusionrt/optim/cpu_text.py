@@ -10,6 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from fusionrt.dtypes import ITEMSIZE, element_of
+from fusionrt.optim.table import CHUNK
 
 if TYPE_CHECKING:
     from fusionrt.optim.kernels import Kind
@@ -26,7 +27,6 @@ def _indented(text: str, levels: int) -> str:
 
 def norm(dtype: str) -> str:
     """Sums of squares, one a chunk: the same whatever the number of threads."""
-    from fusionrt.optim.table import CHUNK
     return f"""
 def kernel(pointers, integers, scalars, start, stop):
     grads, tensors = int64_at(pointers[0]), int64_at(pointers[1])
@@ -203,7 +203,6 @@ _SCALAR_NAMES = ("factor", "decay", "size", "correction")
 
 def step(kind: Kind) -> str:
     """The update of kernels_src/optimizer_step.cu."""
-    from fusionrt.optim.table import CHUNK
     skips = "" if kind.rule == "AVERAGE" else f" or prepared[{_SCALARS} * t + 4] != 0"
     if kind.rule == "SCALE":
         skips += f" or prepared[{_SCALARS} * t] == 1"

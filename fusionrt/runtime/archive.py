@@ -5,6 +5,8 @@ each entry is whole and is what its name says; it cannot prove who made it. Impo
 whose maker may run code as you.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

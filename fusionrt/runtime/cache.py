@@ -1,13 +1,15 @@
 """Compiled kernels on disk: a fault here is a miss and one warning, never a failed call.
 
-One file an entry, published in one step::
+One file an entry, published in one step:
 
     magic  schema  checksum | key  length of metadata  length of payload | metadata  payload
                             `------------- covered by the checksum ---------------------'
 
 The checksum finds damage, not malice: whoever can write to the directory can run code as its
-reader. So the default directory must be private, and ``FUSIONRT_CACHE_DIR`` is taken as it is.
+reader. So the default directory must be private, and `FUSIONRT_CACHE_DIR` is taken as it is.
 """
+
+from __future__ import annotations
 
 import errno
 import hashlib
@@ -41,7 +43,7 @@ _FILE_NAME = re.compile(rf"([0-9a-f]{{{2 * _KEY_BYTES}}})(\.frt|\.[0-9a-f]{{16}}
 _HOUR = 3600.0
 _STORES_A_PRUNE = 32
 
-_memory: dict[str, tuple["Entry", float]] = {}
+_memory: dict[str, tuple[Entry, float]] = {}
 _warned: dict[str, object] = {}
 _stores = itertools.count()
 
@@ -284,7 +286,7 @@ def encode(key: str, entry: Entry) -> bytes:
 
 
 def decode(blob: bytes, key: str) -> Entry:
-    """The entry in ``blob``, or DamagedEntryError with the reason."""
+    """The entry in `blob`, or DamagedEntryError with the reason."""
     start = _SEAL.size + _INDEX.size
     if len(blob) < start:
         raise DamagedEntryError(f"{len(blob)} bytes, shorter than a header" if blob else "empty")

@@ -6,6 +6,8 @@ kernel drops when its holder dies; lock files made with O_EXCL outlive a SIGKILL
 It lives on the node's own disk, because locks on NFS hang (flashinfer #972, #3777).
 """
 
+from __future__ import annotations
+
 import io
 import os
 import stat
@@ -31,7 +33,7 @@ _lock_files: set[io.FileIO] = set()
 
 @contextmanager
 def hold(key: str) -> Iterator[None]:
-    """Hold the lock of ``key``, or go on without it after WAIT_SECONDS."""
+    """Hold the lock of `key`, or go on without it after WAIT_SECONDS."""
     deadline = time.monotonic() + WAIT_SECONDS
     thread_lock = _thread_locks.setdefault(key, threading.Lock())
     is_ours = thread_lock.acquire(timeout=WAIT_SECONDS)
@@ -48,7 +50,7 @@ def hold(key: str) -> Iterator[None]:
 
 
 def why_not_private(directory: Path) -> str | None:
-    """Say why others could plant files in ``directory``; None when they cannot or it is not there.
+    """Say why others could plant files in `directory`; None when they cannot or it is not there.
 
     A planted cubin is code that we would run (CWE-494, cuda-python #2399).
     """
