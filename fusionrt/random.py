@@ -145,24 +145,34 @@ def _counted(generator: torch.Generator) -> tuple[int, int]:
     masks in whatever process. The offset counts the numbers drawn since the seed, by whomever; where that is
     not known any more, the seed is a hash."""
     state, seed = _state(generator), generator.initial_seed()
-    drawn_before = _blocks(seed).get(_words(state))
+    drawn_before = _blocks(seed).find(_words(state))
     if drawn_before is None:
         return int.from_bytes(_digest(state)[:8], "little"), 0
     return seed & (2**64 - 1), drawn_before + _drawn(state)
 
 
-@functools.lru_cache(16)
-def _blocks(seed: int) -> dict[bytes, int]:
-    """The words of a generator's first states after a seed, and how many numbers it drew before these."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {_words(_state(generator)): 0}
-    for block in range(BLOCKS):
-        torch.rand(WORDS, dtype=torch.float32, device="cpu", generator=generator)
-        state = _state(generator)
-        if _drawn(state) != WORDS:  # another torch, whose states are others
-            return {}
-        found[_words(state)] = block * WORDS
-    return found
+class _Blocks:
+    """The words of a generator's first states after a seed, and how many numbers it drew before these: as far
+    as somebody asks."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.drawn_before = {_words(_state(self.generator)): 0}
+        self.seen = 0
+
+    def find(self, words: bytes) -> int | None:
+        while words not in self.drawn_before and self.seen < BLOCKS:
+            torch.rand(WORDS, dtype=torch.float32, device="cpu", generator=self.generator)
+            state = _state(self.generator)
+            if _drawn(state) != WORDS:  # another torch, whose states are others
+                self.seen = BLOCKS
+                break
+            self.drawn_before[_words(state)] = self.seen * WORDS
+            self.seen += 1
+        return self.drawn_before.get(words)
+
+
+_blocks = functools.lru_cache(16)(_Blocks)
 
 
 def _state(generator: torch.Generator) -> bytes:
