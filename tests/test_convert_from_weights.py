@@ -345,7 +345,7 @@ def test_biases_of_t5(device):
         assert check(function, x, calls=2, rtol=1e-4, atol=1e-5) == {"attention": 3}
     calls = called(function, x)
     assert calls == ["from_weights", "attention_by_kept_mask", "attention_by_kept_mask", "from_weights",
-                     "attention_by_kept_mask", "laid"]
+                     "attention_by_kept_mask", "with_strides"]
 
 
 @pytest.mark.gpu

@@ -118,7 +118,7 @@ def test_all_are_compiled_from_the_first_that_is_missing(hopper):
             compiler.cubin(first.text, first.entry, "sm_90", first.name)
             return x + 1
 
-        called = kernels.side_by_side(gm, run, GPU)
+        called = kernels.compiled_side_by_side(gm, run, GPU)
         assert called(1) == 2
         joined()
     for kernel in (first, *others):
@@ -136,13 +136,13 @@ def test_nothing_is_rehearsed_where_nothing_is_missing(hopper, monkeypatch):
     def run():
         return compiler.cubin(first.text, first.entry, "sm_90", first.name)[1]
 
-    assert kernels.side_by_side(gm, run, GPU)() is False
+    assert kernels.compiled_side_by_side(gm, run, GPU)() is False
     joined()
     assert len(rehearsed) == 1
-    assert kernels.side_by_side(gm, run, GPU)() is True
+    assert kernels.compiled_side_by_side(gm, run, GPU)() is True
     joined()
     assert len(rehearsed) == 1
-    assert kernels.side_by_side(gm, run, None) is run
+    assert kernels.compiled_side_by_side(gm, run, None) is run
 
 
 @pytest.mark.parametrize("name", ["needed", "Thread", "autocast"])
@@ -159,7 +159,7 @@ def test_a_fault_fails_no_call(hopper, monkeypatch, name):
         monkeypatch.setattr(kernels.threading, "Thread", lambda **given: pytest.fail("started"))
     else:
         monkeypatch.setattr(kernels if name == "needed" else kernels.threading, name, fails)
-    entry, was_there = kernels.side_by_side(
+    entry, was_there = kernels.compiled_side_by_side(
         gm, lambda: compiler.cubin(first.text, first.entry, "sm_90", first.name), GPU)()
     joined()
     assert (entry.payload[:4], was_there) == (b"\x7fELF", False)

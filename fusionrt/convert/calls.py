@@ -117,7 +117,7 @@ def patch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(n, h // rows, w // columns, channels).permute(0, 3, 1, 2)
 
 
-def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
+def with_strides(t: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides, if it has others."""
     return t if t.stride() == tuple(strides) else copied(t, strides)
 

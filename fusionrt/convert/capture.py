@@ -21,7 +21,7 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 from fusionrt.convert.aliases import guarded
 from fusionrt.convert.effects import Facts, as_recorded, tensors
 from fusionrt.convert.graph import VALUE, Edits, value
-from fusionrt.convert.kernels import side_by_side
+from fusionrt.convert.kernels import compiled_side_by_side
 from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import device_of_graph, replayed
@@ -105,7 +105,7 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Options 
     found = rewrite(gm, chosen)
     if chosen.on_graph is not None:
         chosen.on_graph(found)
-    run = side_by_side(gm, gm.forward, device_of_graph(gm))
+    run = compiled_side_by_side(gm, gm.forward, device_of_graph(gm))
     if chosen.cuda_graphs:
         run = (trained(gm, run, mutated) if _records(gm) else
                replayed(gm, run, mutated, chosen.fresh_outputs, chosen.graphs_kept))

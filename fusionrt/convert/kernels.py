@@ -28,7 +28,7 @@ from fusionrt.runtime import device as cuda
 Run = Callable[..., Any]
 
 
-def side_by_side(gm: GraphModule, run: Run, device: torch.device | None) -> Run:
+def compiled_side_by_side(gm: GraphModule, run: Run, device: torch.device | None) -> Run:
     """`run`, in whose first call that is done. `device`: the one GPU that the graph is on, if it is so."""
     if device is None:
         return run

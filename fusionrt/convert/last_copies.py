@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from fusionrt.convert.calls import laid
+from fusionrt.convert.calls import with_strides
 from fusionrt.convert.effects import value
 
 
@@ -42,6 +42,6 @@ def _last_copies(output: Node) -> list[Node]:
 
 
 def _is_copy(n: Node) -> bool:
-    copies = n.target is laid or (n.op == "call_method" and n.target == "contiguous" and len(n.args) == 1
-                                  and not n.kwargs)
-    return copies and all(isinstance(size, int) for size in (*value(n).shape, *value(n).stride()))
+    is_method = n.op == "call_method" and n.target == "contiguous" and len(n.args) == 1 and not n.kwargs
+    return (n.target is with_strides or is_method) and all(
+        isinstance(size, int) for size in (*value(n).shape, *value(n).stride()))

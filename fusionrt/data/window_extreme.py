@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import kernel as cpu
-from fusionrt.data.window_rows import Tensor, like, memory_order
+from fusionrt.data.window_rows import Tensor, like, outermost_first
 from fusionrt.dtypes import element_of, name_of
 from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
@@ -62,7 +62,7 @@ def _cpu_kernel(dtype: torch.dtype) -> cpu.Kernel:
 
 
 def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
-    out, order = like(index, dim, n, grad.dtype).zero_(), memory_order(index, dim)
+    out, order = like(index, dim, n, grad.dtype).zero_(), outermost_first(index, dim)
     grad, index, dim = grad.permute(order).contiguous(), index.permute(order).contiguous(), order.index(dim)
     outer, results, inner = math.prod(index.shape[:dim]), index.shape[dim], math.prod(index.shape[dim + 1:])
     if grad.numel():

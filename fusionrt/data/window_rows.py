@@ -48,14 +48,14 @@ class Rows(NamedTuple):
     step: int
 
 
-def memory_order(x: Tensor, dim: int) -> list[int]:
+def outermost_first(x: Tensor, dim: int) -> list[int]:
     """All dimensions, outermost first; those of one element do not matter."""
     return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d != dim and bool(x.shape[d] == 1), d))
 
 
 def rows_of(x: Tensor, dim: int) -> Rows | None:
     """None where the other dimensions do not lie in memory as two."""
-    order = memory_order(x, dim)
+    order = outermost_first(x, dim)
     at = order.index(dim)
     outer, inner = _merged(x, order[:at]), _merged(x, order[at + 1:])
     if outer is None or inner is None or inner[1] != 1 or (inner[0] == 1 and x.stride(dim) != 1):
@@ -79,7 +79,7 @@ def like(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Te
     """New memory of x's shape but for `size` along dim, in x's order of dimensions. No view: of an
     autograd.Function it could not be changed in place."""
     shape = [size if d == dim else n for d, n in enumerate(x.shape)]
-    strides = layout.ordered(shape, memory_order(x, dim)[::-1])
+    strides = layout.ordered(shape, outermost_first(x, dim)[::-1])
     return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 

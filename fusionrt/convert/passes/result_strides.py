@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert.calls import batch_first_attention, laid, self_attention
+from fusionrt.convert.calls import batch_first_attention, self_attention, with_strides
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, called, is_tensor
 from fusionrt.convert.kept_masks import attention_by_kept_mask
@@ -53,7 +53,7 @@ def _lies_as_its_operands(n: Node) -> bool:
 def _put_back(edits: Edits, n: Node, user: Node) -> None:
     t = value(n)
     if all(isinstance(size, int) for size in (*t.shape, *t.stride())):
-        user.replace_input_with(n, edits.call(laid, (n, t.stride()), {}, user, given=t))
+        user.replace_input_with(n, edits.call(with_strides, (n, t.stride()), {}, user, given=t))
     elif t.is_contiguous():
         user.replace_input_with(n, edits.call(torch.Tensor.contiguous, (n,), {}, user, given=t))
 
