@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import fusionrt as frt
 from fusionrt import mask, reference
 from fusionrt.data import sliding_window, token_preprocess
+from fusionrt.optim import SGD, AdamW
 from fusionrt.runtime import abreast, accumulators, parts, pointwise, source
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no emulated GPU: {missing()}")
@@ -430,6 +431,33 @@ def test_heads_of_attention(dtype, interleaved, gpu):
                           extra=lost(largest, dtype),
                           magnitudes=lambda args, kwargs, grad: [2 * grad.abs().max(), 2 * grad.abs().sum()]))
     assert set(gpu.launched) == {"qkv_heads", "sum_partials"}
+
+
+@pytest.mark.parametrize("rule, options", [
+    (AdamW, {"betas": (0.9, 0.999), "weight_decay": 0.1}), (AdamW, {"betas": (0.0, 0.9)}),
+    (SGD, {"momentum": 0.9})], ids=str)
+def test_steps_of_optimizers(rule, options, gpu):
+    shapes = (300, 40), (7,), (4097,)
+    ours = [torch.nn.Parameter(operand(gpu, shape, F32)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    grads = [[operand(gpu, shape, F32) * size for shape in shapes] for size in (10.0, 1.0, 1e-3)]
+
+    def steps(rule, params):
+        optimizer = rule(params, lr=0.01, **options)
+        for given in grads:
+            for param, grad in zip(params, given, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        return optimizer.state
+
+    kept = 5e-7 * options.get("betas", (0.9,))[0]  # digits of what came before: with a beta of 0, none
+    state = gpu.run(lambda: steps(rule, ours))
+    expected = steps(getattr(torch.optim, rule.__name__), theirs)
+    assert {"optimizer_step"} <= set(gpu.launched)
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), rtol=2e-6, atol=2e-6)
+        for name in set(state[mine]) - {"step"}:
+            torch.testing.assert_close(state[mine][name], expected[its][name], rtol=2e-6, atol=kept)
 
 
 def test_rotary_embedding(gpu):

@@ -158,7 +158,7 @@ def cpu_norm(dtype: str) -> CPUKernel:
 
 def norm_parts(table: Table) -> int:
     """How many sums of squares `squares` writes."""
-    if table.device.type == "cpu":
+    if table.is_of_cpu:
         return table.n_chunks
     from fusionrt.runtime.device import multiprocessors
     return min(table.n_chunks, NORM_BLOCKS * multiprocessors(table.device.index))
@@ -168,7 +168,7 @@ def squares(table: Table, grads: Sequence[int], dtype: str, out: torch.Tensor) -
     """Of the gradients at these addresses, as norm_parts(table) sums in float64."""
     if not table.n_chunks:
         return
-    if table.device.type == "cpu":
+    if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
         pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), out.data_ptr()]
         cpu_norm(dtype)(table.device, table.n_chunks, pointers, work=table.work)
@@ -180,7 +180,7 @@ def squares(table: Table, grads: Sequence[int], dtype: str, out: torch.Tensor) -
 def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficients, common: Common
             ) -> torch.Tensor:
     """Count the step and compute each tensor's scalars: they are returned, for `step`."""
-    size = SCALARS["cpu" if table.device.type == "cpu" else kind.acc]
+    size = SCALARS["cpu" if table.is_of_cpu else kind.acc]
     scalars = torch.empty(table.n_tensors * size, dtype=torch.uint8, device=table.device)
     sums, clipped = common.squares or (None, 0)
     lr, tensors = common.lr, (common.grad_scale, common.found_inf, sums, common.norm)
@@ -188,7 +188,7 @@ def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coeffi
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     numbers = (lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm)
     n_squares = 0 if sums is None else len(sums)
-    if table.device.type == "cpu":
+    if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
         pointers = [ctypes.addressof(held), table.tensors.data_ptr(), scalars.data_ptr(), lr_tensor]
         cpu_prepare(kind)(table.device, 1, [*pointers, *addresses],
@@ -208,7 +208,7 @@ def step(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficie
     if not table.n_chunks:
         return
     prepared = 0 if scalars is None else scalars.data_ptr()
-    if table.device.type == "cpu":
+    if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
         pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), prepared]
         cpu_step(kind)(table.device, table.n_chunks, pointers, [seed - (seed >> 63 << 64)], coefficients,

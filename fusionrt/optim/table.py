@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusionrt.rehearsal import device_type
+
 CHUNK = 4096     # elements a block takes: four of float32 a thread, four times
 CAPACITY = 448   # tensors of a launch: their gradients' addresses are launch parameters, 4 KB at most
 # Bytes of a `Scalars` in kernels_src/optimizer.cuh; a CPU's are five float64.
@@ -43,6 +45,7 @@ class Table:
         self.tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self.chunks = torch.cat(chunks).to(torch.int32).to(device)
         self.n_chunks = len(self.chunks)
+        self.is_of_cpu = device_type(self.tensors) == "cpu"
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.work = sum(row.numel for row in rows) // max(1, self.n_chunks)  # of a chunk, on average
 

@@ -10,6 +10,7 @@
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
+#define __builtin_assume(...)
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -47,8 +48,10 @@ template <typename To> To toward_zero(double x, double end) {  // `end`: the fir
 
 // -- threads ---------------------------------------------------------------------------------------
 
+inline bool __isGlobal(const void*) { return true; }
 inline void __syncthreads() { emu::meet_block(); }
 inline int __syncthreads_count(int holds) { return emu::count_in_block(holds); }
+inline int __syncthreads_and(int holds) { return emu::count_in_block(!holds) == 0; }
 inline void __syncwarp() { emu::meet_warp(); }
 // Lanes of others than a thread's `width` neighbours give it its own value.
 template <typename T> T shuffle(T x, int lane, int width) {
@@ -101,7 +104,9 @@ struct __align__(16) uint4 { unsigned x, y, z, w; };
 // -- numbers ---------------------------------------------------------------------------------------
 
 inline float __uint_as_float(unsigned x) { return emu::same_bits<float>(x); }
+inline float __int_as_float(int x) { return emu::same_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emu::same_bits<unsigned>(x); }
+inline int __float_as_int(float x) { return emu::same_bits<int>(x); }
 inline double __longlong_as_double(long long x) { return emu::same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return emu::same_bits<long long>(x); }
 inline int __float2int_rz(float x) { return emu::toward_zero<int>(x, 2147483648.0); }
