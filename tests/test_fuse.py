@@ -178,7 +178,7 @@ def test_functions_of_torch_inside(device):
     F.relu, F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"), F.mish, F.softplus, F.hardswish,
     functools.partial(F.leaky_relu, negative_slope=0.3), F.elu, nn.SiLU(), nn.GELU("tanh"), nn.ELU(0.5),
     nn.LeakyReLU(0.2), nn.Softplus(2, 3), nn.ReLU6(),
-    nn.Hardsigmoid(), nn.Hardtanh(-0.5, 2)], ids=str)
+    nn.Hardsigmoid(), nn.Hardtanh(-0.5, 2)])
 def test_activations_of_torch_inside(device, activation):
     x, y = (new(33, 17, device=device).mul_(3).requires_grad_() for _ in range(2))
     ours, theirs = frt.fuse(lambda x, y: activation(x) * y)(x, y), activation(x) * y
@@ -187,7 +187,7 @@ def test_activations_of_torch_inside(device, activation):
                  rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("epilogue", [F.silu, nn.GELU("tanh"), functools.partial(F.elu, alpha=0.5)], ids=str)
+@pytest.mark.parametrize("epilogue", [F.silu, nn.GELU("tanh"), functools.partial(F.elu, alpha=0.5)])
 def test_activations_of_torch_as_epilogues(device, epilogue):
     x = new(8, 65, device=device)
     assert_close(frt.layer_norm(x, (65,), epilogue=epilogue), epilogue(F.layer_norm(x, (65,))),
