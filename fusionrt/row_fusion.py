@@ -6,7 +6,7 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -73,10 +73,11 @@ def as_function(op: str, function: Any, name: str = "epilogue") -> Epilogue:
     kind = type(function).__name__
     if function is not None and not callable(function):
         raise TypeError(f"{op}: {name} must be a function of one traced value, got {kind}")
-    if not isinstance(function, Hashable):
+    has_hash = isinstance(function, Hashable)
+    if not has_hash:
         raise TypeError(f"{op}: {name} must be hashable, as kernels are known by it, got one of {kind} (of a "
                         "dataclass write frozen=True)")
-    return cast("Epilogue", function)
+    return function
 
 
 def once(function: Run, y: Expr) -> Any:

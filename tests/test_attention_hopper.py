@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,7 +179,8 @@ def test_what_the_driver_is_told_of_heads(monkeypatch):
         told.append((dtype, rank, pointer.value, list(sizes), list(strides), list(box), list(steps), swizzle))
         return 0
 
-    monkeypatch.setattr(tensor_map, "_driver", lambda: encode)
+    driver = SimpleNamespace(cuTensorMapEncodeTiled=encode)
+    monkeypatch.setattr(tensor_map.binding, "libcuda", lambda: driver)
     tensor_map.encode_heads.cache_clear()
     of = Heads(4096, (2, 3, 300, 64), (60000, 64, 200), "bfloat16")
     assert len(tensor_map.encode_heads(of, 128, 64)) == 128

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,8 @@ def test_what_the_driver_is_told_of_a_matrix(monkeypatch):
         ctypes.memset(address, 7, 128)
         return 0
 
-    monkeypatch.setattr(tensor_map, "_driver", lambda: encode)
+    driver = SimpleNamespace(cuTensorMapEncodeTiled=encode)
+    monkeypatch.setattr(tensor_map.binding, "libcuda", lambda: driver)
     tensor_map.encode.cache_clear()
     matrix = Matrix(4096, 300, 72, 80, "bfloat16")
     assert tensor_map.encode(matrix, 128, 64) == b"\7" * 128
@@ -158,7 +160,7 @@ def test_what_the_driver_is_told_of_a_matrix(monkeypatch):
     tensor_map.encode(matrix._replace(dtype="float16"), 16, 32)
     assert told == [(0, 9, 2, 4096, [72, 300], [160], [64, 128], [1, 1], 0, 3, 0),
                     (0, 6, 2, 4096, [72, 300], [160], [32, 16], [1, 1], 0, 2, 0)]
-    monkeypatch.setattr(tensor_map, "_driver", lambda: lambda *_: 1)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: 1)
     with pytest.raises(RuntimeError, match=r"CUresult 1 for Matrix\(.*boxes of 64 × 64"):
         tensor_map.encode(matrix, 64, 64)
     tensor_map.encode.cache_clear()
