@@ -73,7 +73,7 @@ def as_function(op: str, function: Any, name: str = "epilogue") -> Epilogue:
     kind = type(function).__name__
     if function is not None and not callable(function):
         raise TypeError(f"{op}: {name} must be a function of one traced value, got {kind}")
-    has_hash = isinstance(function, Hashable)
+    has_hash = isinstance(function, Hashable)  # by itself: mypy would take a function for no more than that
     if not has_hash:
         raise TypeError(f"{op}: {name} must be hashable, as kernels are known by it, got one of {kind} (of a "
                         "dataclass write frozen=True)")
