@@ -26,7 +26,8 @@
     ptr, ptr, ptr, ptr, ptr,             ; 21 a lock's acquire (or null) and release; get_offset, set_offset and
                                          ;    initial_seed of the generator that it guards
     i64,                                 ; 26 by how much to move it on
-    i64, i64                             ; 27 whether the parameters are those of one stream; that stream
+    i64, i64,                            ; 27 whether the parameters are those of one stream; that stream
+    ptr, i64                             ; 29 the current device (or null: there is one alone); which it must be
 }
 
 declare ptr @PyTuple_GetItem(ptr, i64)
@@ -54,7 +55,7 @@ some:
     call void @Py_DecRef(ptr %object)
     ret i64 %value
 none:
-    ret i64 0                                    ; and an error is set
+    ret i64 -1                                   ; and an error is set
 }
 
 ; The address that `callable` gives for one argument; -1 where it raises.
@@ -83,7 +84,19 @@ define ptr @call(ptr %self, ptr %arguments, i64 %n) {
     %n.at = getelementptr %Plan, ptr %plan, i32 0, i32 7
     %n.planned = load i64, ptr %n.at
     %is_planned = icmp eq i64 %n, %n.planned
-    br i1 %is_planned, label %fill, label %general
+    br i1 %is_planned, label %where, label %general
+
+where:
+    %current_device.at = getelementptr %Plan, ptr %plan, i32 0, i32 29
+    %current_device = load ptr, ptr %current_device.at
+    %is_alone = icmp eq ptr %current_device, null
+    br i1 %is_alone, label %fill, label %where.ask
+where.ask:
+    %ordinal.at = getelementptr %Plan, ptr %plan, i32 0, i32 30
+    %ordinal = load i64, ptr %ordinal.at
+    %ordinal.now = call i64 @number(ptr %current_device)
+    %is_here = icmp eq i64 %ordinal.now, %ordinal
+    br i1 %is_here, label %fill, label %general
 
 fill:
     %bytes.at = getelementptr %Plan, ptr %plan, i32 0, i32 19

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fusionrt as frt
-from fusionrt import catalogue, optim
+from fusionrt import catalogue, optim, settling
 from fusionrt.bench.case import BOTH, FORWARD, Case
 
 pytestmark = [pytest.mark.gpu,
@@ -52,6 +52,23 @@ def test_every_op(name):
             results.append(call())
             assert torch.cuda.current_device() == 0
         assert_same(*results)
+
+
+def test_calls_that_are_made_again(monkeypatch):
+    """In machine code, which leaves a call from another device to Python."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    x, y = (torch.randn(64, 256, device="cuda:1", requires_grad=True) for _ in range(2))
+    for current in (0, 1) * 4:
+        with torch.cuda.device(current):
+            out = frt.add_relu(x, y)
+            grad, = torch.autograd.grad(out, x, y)
+            kept = frt.gelu_dropout(x.detach(), 0.5)
+        assert {t.device.index for t in (out, grad, kept)} == {1}
+        torch.testing.assert_close(out, torch.relu(x + y), rtol=0, atol=0)
+        torch.testing.assert_close(grad, y * (x + y > 0), rtol=0, atol=0)
+        dropped = kept == 0
+        assert 0.45 < dropped.float().mean() < 0.55
+        torch.testing.assert_close(kept, torch.where(dropped, 0, 2 * nn.functional.gelu(x)))
 
 
 def heads(device, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -80,12 +81,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
-            returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = ()
-            ) -> Callable[..., Any]:
+            returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = (),
+            **functions: Callable[..., Any]) -> Callable[..., Any]:
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
     launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
-    functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
+    functions |= {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
     return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
                                       returned, [launched, *more], 3, 7, functions, taking))
 
@@ -108,6 +109,17 @@ def test_launches_what_was_planned(driver: Driver) -> None:
     assert driver.launches[1][-1][4:6] == (1.0, float("inf"))
     run(x, y, -1.0, -1)     # which is also how C tells of an error
     assert driver.launches[2][-1][4:6] == (-1.0, -1.0)
+
+
+def test_leaves_other_devices_alone(driver: Driver) -> None:
+    now = [3]
+    args, run = (*tensors(), 1.0, 1.0), settled(driver, current=lambda: now[0])
+    run(*args)
+    assert len(driver.launches) == 1
+    now[0] = 2
+    assert run(*args)[0] == "general"
+    now.clear()  # it raises
+    assert run(*args)[0] == "general" and len(driver.launches) == 1
 
 
 def test_one_output_comes_alone(driver: Driver) -> None:
@@ -270,7 +282,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
 
     monkeypatch.setattr(Operator, "compile", compile)
     answers = {"function": 1, "allow": None, "has_dependent_launches": True, "multiprocessors": 132,
-               "has_clusters": True, "clusters_at_a_time": 0}
+               "has_clusters": True, "clusters_at_a_time": 0, "device_count": 2}
     attribute = SimpleNamespace(attribute=(ctypes.c_uint * 18)())
     monkeypatch.setattr(launch.cuda, "DependentLaunch", lambda *_: attribute)
     for name, answer in answers.items():
@@ -280,6 +292,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
     monkeypatch.setattr(scratch, "piece", lambda *_: 4096)
     monkeypatch.setattr(device, "raw_stream", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     with collecting("cuda"):
         call()
     run = settling.settled(launch._write(found[-1], 16, lambda *args: None))

@@ -34,6 +34,8 @@ _lock = threading.Lock()
 # Of the GPU that work is cut for, whichever runs it: sums depend on shapes alone. An H200 has as many.
 MULTIPROCESSORS = 132
 
+# The number of this thread's current device, once torch has begun to use one.
+current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 # The handle of the current stream of a device.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 

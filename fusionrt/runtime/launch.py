@@ -65,6 +65,8 @@ class Text:
                                       "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
                                       "launch_together": cuda.driver().launchCooperativeKernel,
                                       "is_capturing": torch.cuda.is_current_stream_capturing}
+        if cuda.device_count() > 1:
+            self.scope |= {"current": cuda.current, "elsewhere": _elsewhere}
         self.depends = cuda.has_dependent_launches(call.device)
         self.allocated: list[native.Allocated] = []
         self.launched: list[native.Launched] = []
@@ -137,7 +139,10 @@ class Text:
         return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
     def compile(self, arguments: Sequence[str]) -> Run:
-        exec("\n    ".join([f"def run({', '.join(arguments)}):", *self.lines]), self.scope)
+        given, device = ", ".join(arguments), self.call.device
+        first = [f"if current() != {device}: return elsewhere({device}, run, {given})"]
+        lines = [f"def run({given}):", *first * ("current" in self.scope), *self.lines]
+        exec("\n    ".join(lines), self.scope)
         run: Run = self.scope["run"]
         return run
 
@@ -149,10 +154,15 @@ class Text:
             return run
         plan = native.Plan(run, given, self.allocated, returned, self.launched, device, threading.get_ident(),
                            self.scope)
+
+        def settled(plan: native.Plan) -> Run:
+            with torch.cuda.device(device):
+                return native.settled(plan)
+
         if len(given) == len(arguments):
-            on = functools.lru_cache(4)(lambda stream: native.settled(plan))  # for all who ask
+            on = functools.lru_cache(4)(lambda stream: settled(plan))  # for all who ask
             return settling.settles(run, lambda: on(self.scope["stream"](device)))
-        return settling.settles_drawing(run, lambda drawn, counters: native.settled(
+        return settling.settles_drawing(run, lambda drawn, counters: settled(
             plan._replace(general=drawn, random=random.taking(device, counters))))
 
 
@@ -160,25 +170,13 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
     """`alignment` in bytes, 16 at most, holds for every pointer; otherwise `misaligned` is called."""
     with torch.cuda.device(call.device):
         cuda.bind_context(call.device)
-        run = _write(call, alignment, misaligned)
-    if cuda.device_count() == 1:
-        return run
-
-    def settled() -> Run:
-        with torch.cuda.device(call.device):
-            return _guarded(settling.settled(run), call.device)
-
-    return settling.settles(_guarded(run, call.device), settled)
+        return _write(call, alignment, misaligned)
 
 
-def _guarded(run: Run, device: int) -> Run:
-    def guarded(*args: Any) -> Any:
-        if torch.cuda.current_device() == device:
-            return run(*args)
-        with torch.cuda.device(device):
-            return run(*args)
-
-    return guarded
+def _elsewhere(device: int, run: Run, *args: Any) -> Any:
+    """`run`, called while another device is the current one."""
+    with torch.cuda.device(device):
+        return run(*args)
 
 
 def _write(call: Call, alignment: int, misaligned: Run) -> Run:

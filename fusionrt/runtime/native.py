@@ -48,7 +48,7 @@ _Plan = _struct(
     n_places=_u64, n_launches=_u64, inputs=_address, numbers=_address, outputs=_address, places=_address,
     launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
     get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
-    own_stream=_u64)
+    own_stream=_u64, current=_object, ordinal=_u64)
 _MethodDef = _struct("MethodDef", name=ctypes.c_char_p, function=_address, flags=ctypes.c_int,
                      doc=ctypes.c_char_p)
 
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     launched: Sequence[Launched]
     device: int
     thread: int  # that it belongs to
-    functions: Mapping[str, Any]  # empty, stream, scratch
+    functions: Mapping[str, Any]  # empty, stream, scratch; where there are several devices, the current one
     random: Taking | None = None  # for what is known as rng
 
 
@@ -174,6 +174,8 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
     if plan.random is not None:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
+    if "current" in plan.functions:
+        made.current, made.ordinal = plan.functions["current"], plan.device
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
     owned = ctypes.addressof(made), made, *tables, known, plan.launched
     create = ctypes.pythonapi.PyCFunction_NewEx
