@@ -23,6 +23,7 @@ from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.replay import Recording
+from fusionrt.steps import Steps
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 
 Args = Sequence[Any]
@@ -127,19 +128,25 @@ class Operator(Definition):
         operator = masking(self, args) or self
         recording = operator.recording(args)
 
-        def recorded(*args: Any) -> Any:
-            drawn = (draw(),) if draw else ()
-            if torch.is_grad_enabled():
-                return recording.apply(*args, *drawn)
-            if operator is not self:  # which leaves a mask as well
-                return self.launch(args, *drawn)
-            return recording.plan(*args, *drawn)
-
         def settled() -> Callable[..., Any]:
             recording.settle()
-            return recording.apply if in_this_mode and not draw else recorded
+            return (recording.apply if in_this_mode and not draw else
+                    self._recorded(recording, draw).settled())
 
-        return settling.settles(recorded, settled)
+        return settling.settles(self._recorded(recording, draw).function(), settled)
+
+    def _recorded(self, recording: Recording, draw: Callable[[], Any] | None) -> Steps:
+        """A call that is recorded where gradients are."""
+        steps = Steps(len(self.params))
+        drawn = [steps.call(draw)] if draw else []
+        with steps.perhaps():
+            steps.same(steps.call(torch.is_grad_enabled), True)
+            steps.give(steps.call(recording.apply, *steps.arguments, *drawn))
+        if recording.op is self:
+            steps.give(steps.call(recording.plan, *steps.arguments, *drawn))
+        else:  # which leaves a mask as well
+            steps.give(steps.call(self.launch, steps.tuple(*steps.arguments), *drawn))
+        return steps
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""

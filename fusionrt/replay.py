@@ -8,29 +8,34 @@ of this interpreter in its caches: there each step of Python takes two to three 
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from fusionrt import forks
-from fusionrt.dispatch import compiled
 from fusionrt.guards import guard
 from fusionrt.problem import unpack
 from fusionrt.settling import is_capturing, settled
+from fusionrt.steps import Steps, Value
 from fusionrt.watching import dispatch_modes, transforms_active
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
+# Of a value of a backward pass: which of what is saved, kept, given or made, which one a mask is of what is
+# saved; or itself.
+Source = tuple[Literal["saved", "kept", "grad", "out", "mask", "this"], Any]
 NUMBER, UNKNOWN = object(), object()
 _KEPT = 8  # backward passes of one kind of call in one thread, as gradients come in several layouts
 _KEPT_BY_ALL = 4 * _KEPT
 # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
-WATCHED = "grad_enabled() or forward_ad._current_level >= 0 or dispatch_modes() or transforms_active()"
+WATCHERS = ((torch.is_grad_enabled, False), (dispatch_modes, 0), (transforms_active, False))
 _lock = forks.Lock()
 
 
@@ -46,14 +51,17 @@ class Pass(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A kind of backward pass: what is done, as lines in which {k} stands for its number among all; in which
-    thread, whose plan it is, where this check is true; the arguments that only were described."""
+    """A kind of backward pass: in which thread, whose plan it is, with which gradients given, where this is
+    true of what is saved and given; what the plan (None: nothing is computed) is given, what it makes, and
+    which gradient of an argument each of these and the others is, seen in that shape, if it has another."""
 
-    lines: list[str]
     thread: int
+    given: list[bool]
     check: Run
     plan: Run | None
-    unread: list[Any]
+    inputs: list[Source]
+    n_made: int
+    results: list[tuple[Source, tuple[int, ...] | None] | None]
 
 
 class Recording:
@@ -71,15 +79,9 @@ class Recording:
                           (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
         self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
         self.passes: list[Known] = []
-        self.is_settled = False
-        self.scope: dict[str, Any] = {
-            "recording": self, "UNKNOWN": UNKNOWN, "general": backward, "grad_enabled": torch.is_grad_enabled,
-            "forward_ad": forward_ad, "thread": threading.get_ident, "dispatch_modes": dispatch_modes,
-            "transforms_active": transforms_active}
-        self.function: Any = type(op.name, (torch.autograd.Function,), {
-            "recording": self, "forward": staticmethod(self._forward()),
-            "backward": staticmethod(self._backward())})
-        self.apply = straight(self.function)
+        self.is_settled, self.general = False, backward
+        self.function: Any = type(op.name, (torch.autograd.Function,), {"forward": None, "backward": None})
+        self.apply = self._write()
 
     def settle(self) -> None:
         """For many calls: its plans in machine code, and those of its backward passes."""
@@ -89,7 +91,9 @@ class Recording:
             self._write()
 
     def see(self, args: Sequence[Any], out: Any) -> None:
-        self.order = self.op.drawn(args, unpack(out))
+        with _lock():
+            self.order = self.op.drawn(args, unpack(out))
+            self._write()
 
     def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
         """What is done in this backward pass, for others of its kind in this thread."""
@@ -103,48 +107,58 @@ class Recording:
                 self.passes = [*self.passes, known][-_KEPT_BY_ALL:]  # threads come and go
                 self._write()
 
-    def _write(self) -> None:
-        self.function.forward = staticmethod(self._forward())
-        self.function.backward = staticmethod(self._backward())
-        straight(self.function)
+    def _write(self) -> Run:
+        forward, backward = (steps.settled() if self.is_settled else steps.function()
+                             for steps in (self._forward(), self._backward()))
+        self.function.forward, self.function.backward = staticmethod(forward), staticmethod(backward)
+        return straight(self.function)
 
-    def _forward(self) -> Run:
+    def _forward(self) -> Steps:
         op, n = self.op, len(self.described)
+        steps = Steps(1 + n + bool(op.streams))
+        ctx, *given = steps.arguments
+        args, rng = given[:n], given[n:]
+        steps.set(ctx, "materialize_grads", False)
+        out = steps.call(self.plan, *given)
+        masks = []
+        if op.masking:
+            out, masks = steps.item(out, 0), [steps.item(out, 1)]
         several = len(op.outputs) - op.masking > 1
-        result, args = "out[{}]" if several else "out", [f"a{i}" for i in range(n)]
-        given = ", ".join([*args, "rng"] if op.streams else args)
-        saved = [name for name, known in zip(args, self.described, strict=True) if known is None]
-        saved += [result.format(k) for k in self.saved_outputs] + ["mask"] * op.masking
-        kept = ["rng"] * bool(op.streams)
-        kept += [name for name, known in zip(args, self.described, strict=True) if known is NUMBER]
-        fixed = [result.format(k) for k, graded in enumerate(op.graded(self.needed)) if not graded]
-        lines = [f"def forward(ctx, {given}):", "ctx.set_materialize_grads(False)", f"out = plan({given})"]
-        lines += ["out, mask = out"] * op.masking
+        results = [steps.item(out, k) for k in range(len(op.outputs))] if several else [out]
         if self.order is UNKNOWN:
-            lines.append(f"if recording.order is UNKNOWN: recording.see(({', '.join(args)},), out)")
-        lines.append(f"ctx.save_for_backward({', '.join(saved)})")
-        lines += [f"ctx.kept = {', '.join(kept)},"] * bool(kept)
-        lines += [f"ctx.mark_non_differentiable({', '.join(fixed)})"] * bool(fixed)
-        self.kept = "ctx.kept" if kept else "()"
-        return self._function([*lines, "return out"], {"plan": self.plan})
+            steps.call(self.see, steps.tuple(*args), out)
+        saved = [a for a, known in zip(args, self.described, strict=True) if known is None]
+        saved += [results[k] for k in self.saved_outputs] + masks
+        steps.set(ctx, "to_save", steps.tuple(*saved))
+        kept = rng + [a for a, known in zip(args, self.described, strict=True) if known is NUMBER]
+        if kept:
+            steps.set(ctx, "kept", steps.tuple(*kept))
+        fixed = [o for o, graded in zip(results, op.graded(self.needed), strict=True) if not graded]
+        if fixed:
+            steps.set(ctx, "non_differentiable", steps.tuple(*fixed))
+        steps.give(out)
+        return steps
 
-    def _backward(self) -> Run:
+    def _backward(self) -> Steps:
+        steps = Steps(1 + len(self.op.differentiable))
+        ctx, *grads = steps.arguments
         # Saved tensors are asked for once: hooks of checkpoints compute them anew.
-        lines = ["def backward(ctx, *grads):", f"saved, kept = ctx.saved_tensors, {self.kept}"]
-        lines += [f"here = None if {WATCHED} else thread()"] * bool(self.passes)
-        scope: dict[str, Any] = {}
-        for k, known in enumerate(self.passes):
-            lines += [line.format(k=k) for line in known.lines]
-            scope |= {f"check{k}": known.check, f"plan{k}": known.plan, f"unread{k}": known.unread,
-                      f"thread{k}": known.thread}
-        return self._function([*lines, "return general(recording, saved, kept, grads)"], scope)
-
-    def _function(self, lines: Sequence[str], scope: dict[str, Any]) -> Run:
-        """In a scope of its own: another thread may be in the one that it replaces."""
-        scope |= self.scope
-        exec(compiled("\n    ".join(lines)), scope)
-        function: Run = scope[lines[0].removeprefix("def ").partition("(")[0]]
-        return function
+        saved = steps.get(ctx, "saved_tensors")
+        kept: Any = steps.get(ctx, "kept") if self.op.streams or NUMBER in self.described else ()
+        if self.passes:
+            n_saved = self.described.count(None) + len(self.saved_outputs) + self.op.masking
+            tensors = [steps.item(saved, k) for k in range(n_saved)]
+            with steps.perhaps():
+                steps.equal(steps.get(forward_ad, "_current_level"), -1)
+                for watcher, usual in WATCHERS:
+                    steps.equal(steps.call(watcher), usual)
+                here = steps.call(threading.get_ident)
+                for known in self.passes:
+                    with steps.perhaps():
+                        steps.equal(here, known.thread)
+                        _repeat(steps, known, tensors, kept, grads)
+        steps.give(steps.call(self.general, self, saved, kept, steps.tuple(*grads)))
+        return steps
 
     def others(self, kept: Sequence[Any]) -> list[Any]:
         """What `autograd.restore` needs beside the saved tensors."""
@@ -152,49 +166,71 @@ class Recording:
         return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(self.saved_outputs)
 
     def _known(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Known:
-        n = len(self.op.params)
-        given = [i for i, g in enumerate(grads) if g is not None]
-        names = [*self._names(made), *(f"grads[{i}]" for i in given if self.op.differentiable[i])]
-        conditions = ["here == thread{k}",
-                      f"check{{k}}({', '.join(['*saved', *(f'grads[{i}]' for i in given)])})"]
-        conditions += [f"grads[{i}] is None" for i, g in enumerate(grads) if g is None]
-        lines = [f"try: fits = {' and '.join(conditions)}", "except TypeError: fits = False", "if fits:"]
-        own, plan = [i for i, o in enumerate(made.origin) if i == o], None
+        n, given = len(self.op.params), [g is not None for g in grads]
+        differentiable = zip(given, self.op.differentiable, strict=True)
+        inputs = self._sources(made) + [("grad", k) for k, both in enumerate(differentiable) if all(both)]
+        own, plan, drawn = [i for i, o in enumerate(made.origin) if i == o], None, list[Source]()
         if made.gradient is not None:
             plan = made.gradient.plan(made.inputs)
-            drawn = ["(0, 0, saved[-1])" if self.op.masking else "kept[0]"] if made.gradient.streams else []
-            lines.append(f"    out = plan{{k}}({', '.join([*names, *drawn])})")
-        results = {i: f"out[{at}]" if len(own) > 1 else "out" for at, i in enumerate(own)}
-        returned = ["None" if o is None else results[o] if o < n else names[o] if
-                    made.inputs[o].shape == made.inputs[i].shape else
-                    f"{names[o]}.expand({tuple(made.inputs[i].shape)})" for i, o in enumerate(made.origin)]
-        returned += ["None"] * bool(self.op.streams)
-        unread = [a for a, d in zip(made.inputs, self.described, strict=False) if isinstance(d, tuple)]
-        return Known([*lines, f"    return {', '.join(returned)},"], threading.get_ident(),
-                     guard(*saved, *(grads[i] for i in given)), plan, unread)
-
-    def _names(self, made: Pass) -> list[str]:
-        """What the arguments and the saved outputs are called."""
-        names: list[str] = []
-        read, number, unread = 0, int(bool(self.op.streams)), 0
-        for known in self.described:
-            if known is None:
-                names.append(f"saved[{read}]")
-                read += 1
-            elif known is NUMBER:
-                names.append(f"kept[{number}]")
-                number += 1
+            if made.gradient.streams:
+                drawn = [("mask", len(saved) - 1) if self.op.masking else ("kept", 0)]
+        results: list[Any] = []
+        for i, o in enumerate(made.origin):
+            if o is not None and o < n:
+                results.append((("out", own.index(o)), None))
+            elif o is not None:
+                shape, other = made.inputs[i].shape, made.inputs[o].shape
+                results.append((inputs[o], None if other == shape else tuple(shape)))
             else:
-                names.append(f"unread{{k}}[{unread}]")
-                unread += 1
-        places = {output: read + at for at, output in enumerate(self.saved_outputs)}
-        return names + [f"saved[{places[output]}]" for output in made.saved]
+                results.append(None)
+        return Known(threading.get_ident(), given, guard(*saved, *(g for g in grads if g is not None)), plan,
+                     inputs + drawn, len(own), results + [None] * bool(self.op.streams))
+
+    def _sources(self, made: Pass) -> list[Source]:
+        """Of the arguments and of the saved outputs."""
+        sources: list[Source] = []
+        read, number = itertools.count(), itertools.count(int(bool(self.op.streams)))
+        for known, a in zip(self.described, made.inputs, strict=False):
+            sources.append(("saved", next(read)) if known is None else
+                           ("kept", next(number)) if known is NUMBER else ("this", a))
+        places = dict(zip(self.saved_outputs, read, strict=False))
+        return sources + [("saved", places[output]) for output in made.saved]
+
+
+def _repeat(steps: Steps, known: Known, saved: Sequence[Value], kept: Any, grads: Sequence[Value]) -> None:
+    """The pass, if it is of this kind."""
+    for g, is_given in zip(grads, known.given, strict=True):
+        (steps.other if is_given else steps.same)(g, None)
+    given = [g for g, is_given in zip(grads, known.given, strict=True) if is_given]
+    steps.same(steps.call(known.check, *saved, *given), True)
+    outs: list[Value] = []
+
+    def value(source: Source) -> Any:
+        kind, k = source
+        if kind == "kept":
+            return steps.item(kept, k)
+        if kind == "mask":
+            return steps.tuple(0, 0, saved[k])
+        return k if kind == "this" else {"saved": saved, "grad": grads, "out": outs}[kind][k]
+
+    if known.plan is not None:
+        out = steps.call(known.plan, *map(value, known.inputs))
+        outs = [steps.item(out, k) for k in range(known.n_made)] if known.n_made > 1 else [out]
+    results = []
+    for result in known.results:
+        of, shape = result or (("this", None), None)
+        results.append(value(of) if shape is None else steps.call(steps.get(value(of), "expand"), shape))
+    steps.give(steps.tuple(*results))
 
 
 def straight(function: Any) -> Run:
     """`function.apply`, which otherwise first unwraps functorch's dead wrappers in Python, two fifths of its
     cost: for calls outside of functorch's transforms. And a node calls `backward` itself, not what looks for
     that or a `vjp` in each pass."""
-    function._backward_cls.apply = function.backward
+    function._backward_cls.apply = _method(function.backward)
     apply: Run = super(torch.autograd.function._SingleLevelFunction, function).apply
     return apply
+
+
+_method: Any = ctypes.pythonapi.PyInstanceMethod_New  # binds to an instance what is machine code, too
+_method.restype, _method.argtypes = ctypes.py_object, (ctypes.py_object,)

@@ -1,15 +1,19 @@
-"""LLVM as llvmlite brings it: for kernels of a CPU, and for launches of those of a GPU in machine code."""
+"""LLVM as llvmlite brings it: for kernels of a CPU, and for what Python calls often, in machine code."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fusionrt import forks
+from fusionrt.runtime import source
 
 _DECLARED = re.compile(r"^declare .* @(\w+)\(", re.MULTILINE)  # without LLVM's own, which have points
 _engines: list[Any] = []  # they own the code
+_FASTCALL = 0x0080  # METH_FASTCALL
 
 
 @functools.cache
@@ -58,3 +62,24 @@ def _engine(text: str, effort: int = 2) -> Any:
 def _address(engine: Any, symbol: str) -> int:
     engine.finalize_object()
     return int(engine.get_function_address(symbol))
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int),
+                ("doc", ctypes.c_char_p))
+
+
+def builtin(stem: str, address: int, *owned: Any) -> Callable[..., Any]:
+    """The function of kernels_src/`stem`.ll that is called as the file is, as Python calls C: it is given a
+    tuple that begins with `address` and owns the rest."""
+    create = ctypes.pythonapi.PyCFunction_NewEx
+    create.restype, create.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    function: Callable[..., Any] = create(ctypes.addressof(_method(stem)), (address, *owned), None)
+    return function
+
+
+@functools.cache
+def _method(stem: str) -> _MethodDef:
+    """What Python needs to know of the machine code."""
+    code = compiled(source.template(f"{stem}.ll"), stem)
+    return _MethodDef(f"fusionrt_{stem}".encode(), code, _FASTCALL, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import functools
 import logging
 import math
 import re
@@ -25,7 +24,6 @@ OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
 SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
-_FASTCALL = 0x0080  # METH_FASTCALL
 _ADDRESS = re.compile(r"(?:p_(\w+)|(\w+)\.data_ptr\(\))(?: \+ (\d+))?")
 _log = logging.getLogger(__name__)
 
@@ -49,8 +47,6 @@ _Plan = _struct(
     launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
     get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
     own_stream=_u64, current=_object, ordinal=_u64)
-_MethodDef = _struct("MethodDef", name=ctypes.c_char_p, function=_address, flags=ctypes.c_int,
-                     doc=ctypes.c_char_p)
 
 
 class Allocated(NamedTuple):
@@ -177,11 +173,7 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
     if "current" in plan.functions:
         made.current, made.ordinal = plan.functions["current"], plan.device
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
-    owned = ctypes.addressof(made), made, *tables, known, plan.launched
-    create = ctypes.pythonapi.PyCFunction_NewEx
-    create.restype, create.argtypes = _object, (_address, _object, _address)
-    function: Callable[..., Any] = create(ctypes.addressof(_method()), owned, None)
-    return function
+    return llvm.builtin("call", ctypes.addressof(made), made, *tables, known, plan.launched)
 
 
 def _data_ptr() -> int:
@@ -196,9 +188,3 @@ def _driver() -> tuple[int | None, int | None]:
     functions = driver.cuLaunchKernelEx, driver.cuStreamIsCapturing
     launch, is_capturing = (ctypes.cast(function, _address).value for function in functions)
     return launch, is_capturing
-
-
-@functools.cache
-def _method() -> Any:
-    """What Python needs to know of the machine code."""
-    return _MethodDef(b"fusionrt_call", llvm.compiled(source.template("call.ll"), "call"), _FASTCALL, None)

@@ -1,0 +1,193 @@
+"""Steps from one call of a C function to the next: a Python function, or machine code (kernels_src/steps.ll).
+
+Where a kind of call is made again nothing is decided but whether something is still so, and whatever is done
+is C's. What Python takes between that (a frame, names, tuples of arguments) is as much, and more in the
+thread of a device's backward passes, whose processor has nothing of the interpreter in its caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from fusionrt.dispatch import compiled
+from fusionrt.runtime import llvm
+
+Run = Callable[..., Any]
+KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give")
+VALUES, GIVEN = 128, 16  # at most: in all, to one call
+_ADDRESS = ctypes.c_void_p
+_log = logging.getLogger(__name__)
+
+
+class Value(NamedTuple):
+    """An object that there will be in a call."""
+
+    kind: str    # a: argument, c: constant, t: what a step gives
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.number}"
+
+
+class _Step(NamedTuple):
+    kind: str
+    to: Value | None
+    a: Value
+    b: Any                     # a value, a name (get, set), a number (item)
+    given: tuple[Value, ...]
+    depth: int                 # in how many conditions it stands
+
+
+class Steps:
+    """What a function of so many arguments does. Whatever is given to a step is a value of an earlier one, or
+    else a constant.
+
+        steps = Steps(2)
+        x, y = steps.arguments
+        with steps.perhaps():
+            steps.same(steps.call(check, x), True)
+            steps.give(steps.call(fast, x, y))
+        steps.give(steps.call(slow, x, y))
+    """
+
+    def __init__(self, n_arguments: int) -> None:
+        self.arguments = [Value("a", k) for k in range(n_arguments)]
+        self.constants: list[Any] = []
+        self._steps: list[_Step] = []
+        self._n_made, self._depth = 0, 0
+        self._open: list[list[int]] = []           # parts that have begun: their conditions
+        self._elsewhere: dict[int, int] = {}       # where it goes on, for a condition that does not hold
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def call(self, function: Any, *given: Any) -> Value:
+        return self._made("call", function, None, given)
+
+    def get(self, of: Any, name: str) -> Value:
+        return self._made("get", of, name)
+
+    def set(self, of: Any, name: str, value: Any) -> None:
+        self._step("set", None, of, name, (value,))
+
+    def tuple(self, *given: Any) -> Value:
+        return self._made("tuple", None, None, given)
+
+    def item(self, of: Value, k: int) -> Value:
+        """Of a tuple."""
+        return self._made("item", of, k)
+
+    def give(self, value: Any) -> None:
+        self._step("give", None, value)
+
+    @contextlib.contextmanager
+    def perhaps(self) -> Iterator[None]:
+        """A part that is done as long as its conditions hold: the next one that does not ends it."""
+        depth = self._depth
+        self._open.append([])
+        yield
+        self._elsewhere |= dict.fromkeys(self._open.pop(), len(self._steps))
+        self._depth = depth
+
+    def same(self, a: Any, b: Any) -> None:
+        self._condition("same", a, b)
+
+    def other(self, a: Any, b: Any) -> None:
+        """They are not the same object."""
+        self._condition("other", a, b)
+
+    def equal(self, a: Any, b: Any) -> None:
+        self._condition("equal", a, b)
+
+    def _condition(self, kind: str, a: Any, b: Any) -> None:
+        self._open[-1].append(len(self._steps))
+        self._step(kind, None, a, self._value(b))
+        self._depth += 1
+
+    def _made(self, kind: str, a: Any, b: Any = None, given: Any = ()) -> Value:
+        made = Value("t", self._n_made)
+        self._n_made += 1
+        self._step(kind, made, a, b, given)
+        return made
+
+    def _step(self, kind: str, to: Value | None, a: Any, b: Any = None, given: Any = ()) -> None:
+        self._steps.append(_Step(kind, to, self._value(a), b, tuple(map(self._value, given)), self._depth))
+
+    def _value(self, given: Any) -> Value:
+        if isinstance(given, Value):
+            return given
+        known = next((k for k, constant in enumerate(self.constants) if constant is given), None)
+        if known is None:
+            known = len(self.constants)
+            self.constants.append(given)
+        return Value("c", known)
+
+    # -- what comes of it ------------------------------------------------------------------------
+
+    def function(self) -> Run:
+        """In Python."""
+        assert self._steps[-1].kind == "give" and not self._steps[-1].depth
+        lines = [f"def function({', '.join(map(str, self.arguments))}):"]
+        lines += [f"{'    ' * (step.depth + 1)}{_line(step)}" for step in self._steps]
+        scope = {f"c{k}": constant for k, constant in enumerate(self.constants)}
+        exec(compiled("\n".join(lines)), scope)
+        function: Run = scope["function"]
+        return function
+
+    def settled(self) -> Run:
+        """In machine code, which nothing binds to an instance; in Python where that cannot be."""
+        function = self.function()
+        try:
+            return self._builtin(function)
+        except Exception as error:  # of LLVM, of a Python that lacks a function: none may fail a call
+            _log.debug("steps stay in Python: %s", error)
+            return function
+
+    def _builtin(self, general: Run) -> Run:
+        constants = [*self.constants, *(sys.intern(s.b) for s in self._steps if s.kind in ("get", "set"))]
+        names, places = len(self.constants), dict[Value | None, int]()
+        for kind, n in (("a", len(self.arguments)), ("c", len(constants)), ("t", self._n_made)):
+            places |= {Value(kind, k): len(places) + k for k in range(n)}
+        if len(places) > VALUES or any(len(step.given) > GIVEN for step in self._steps):
+            raise ValueError(f"{len(places)} values")
+        table = (_Native * len(self._steps))()
+        for k, step in enumerate(self._steps):
+            b = step.b
+            if step.kind in ("get", "set"):
+                b, names = Value("c", names), names + 1
+            native = table[k]
+            native.kind, native.to = KINDS.index(step.kind), places.get(step.to, 0)
+            native.a, native.b = places[step.a], places.get(b, b or 0)
+            native.elsewhere = self._elsewhere.get(k, 0)
+            native.n_given = len(step.given)
+            native.given[:len(step.given)] = [places[value] for value in step.given]
+        objects = (_ADDRESS * len(constants))(*map(id, constants))
+        made = _Table(general, len(self.arguments), len(constants), len(places), ctypes.addressof(objects),
+                      ctypes.addressof(table))
+        return llvm.builtin("steps", ctypes.addressof(made), made, table, objects, general, *constants)
+
+
+def _line(step: _Step) -> str:
+    given = ", ".join(map(str, step.given))
+    items = f"({given},)" if given else "()"
+    texts = {"call": f"{step.to} = {step.a}({given})", "get": f"{step.to} = {step.a}.{step.b}",
+             "set": f"{step.a}.{step.b} = {given}", "tuple": f"{step.to} = {items}",
+             "item": f"{step.to} = {step.a}[{step.b}]", "same": f"if {step.a} is {step.b}:",
+             "other": f"if {step.a} is not {step.b}:", "equal": f"if {step.a} == {step.b}:",
+             "give": f"return {step.a}"}
+    return texts[step.kind]
+
+
+class _Native(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_uint32) for name in ("kind", "to", "a", "b", "elsewhere", "n_given")),
+                ("given", ctypes.c_uint32 * GIVEN))
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("general", ctypes.py_object),
+                *((name, ctypes.c_int64) for name in ("n_arguments", "n_constants", "n_values")),
+                ("constants", _ADDRESS), ("steps", _ADDRESS))
