@@ -71,7 +71,8 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     tensors = asked.split()
     options = [p.name for p in params if p.name not in tensors]
     values, kinds = ([f"_frt_{what}{k}" for k in range(len(options))] for what in ("value", "kind"))
-    known = [f"({name} is {value} or type({name}) is {kind} and {name} == {value})"
+    known = [f"({name} is {value} or type({name}) is {kind} and {name} == {value}"
+             f" and ({kind} is not tuple or _frt_ints({name})))"
              for name, value, kind in zip(options, values, kinds, strict=True)]
     known += ["_frt_grad is _frt_grad_enabled()", f"_frt_way.check({', '.join(tensors)})"]
     passed = _passed(params)
@@ -93,7 +94,8 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 """
 
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
-        kinds = [type(o) if type(o) in EQUAL else None for o in options]  # others are known by identity
+        kinds = [type(o) if type(o) in EQUAL or (type(o) is tuple and _are_ints(o)) else None
+                 for o in options]  # others are known by identity
         alike = all(kind is not None or isinstance(o, tuple) or callable(o)
                     for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
@@ -101,8 +103,13 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
-             "_frt_grad_enabled": torch.is_grad_enabled}
+             "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
+
+
+def _are_ints(values: tuple[Any, ...]) -> bool:
+    """Sizes, or dimensions: a float that equals one is refused."""
+    return {*map(type, values)} == {int}
 
 
 def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter], given: Sequence[str],

@@ -91,6 +91,22 @@ def test_what_is_equal_may_still_be_refused(x):
                 call()
 
 
+@pytest.mark.parametrize("shape", [tuple, torch.Size], ids=["tuple", "torch.Size"])
+def test_a_shape_that_equals_another_is_known_again(x, shape, monkeypatch):
+    """That of x.shape[-1:], or of (self.dim,), is another object in each call; one of floats is refused."""
+    def made():
+        return shape([COLUMNS])
+
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    [frt.layer_norm(x, made()) for _ in range(4)]
+    assert asked(frt.layer_norm) is not None
+    with pytest.raises(TypeError, match="must be"):
+        frt.layer_norm(x, (float(COLUMNS),))
+    frt.layer_norm(x, made()), frt.layer_norm(x, made())
+    monkeypatch.setitem(frt.layer_norm.__globals__, "_frt_general", None)
+    assert_close(frt.layer_norm(x, made()), F.layer_norm(x, (COLUMNS,)))
+
+
 def test_options_that_may_change_are_not_remembered(x):
     frt.sum(x, 1)
     assert asked(frt.sum) is not None
