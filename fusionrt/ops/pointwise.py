@@ -14,6 +14,7 @@ from typing import Any
 from fusionrt import expr
 from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, Make, pointwise, public
+from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, exp
 from fusionrt.fusion import fuse
 from fusionrt.layout import broadcast_shapes, is_among
@@ -117,7 +118,8 @@ def is_tanh(op: str, approximate: str) -> bool:
     return approximate == "tanh"
 
 
-@public(example=_with_bias, more=ELEMENTWISE)
+@public(example=_with_bias, more=ELEMENTWISE,
+        usual=Usual(_bias_gelu.operator, ("x", "bias"), "approximate == 'none'"))
 def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
     """gelu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
 
@@ -131,7 +133,8 @@ def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
     return _bias_gelu_tanh(x, bias) if is_tanh("bias_gelu", approximate) else None
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)), more=ELEMENTWISE)
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)), more=ELEMENTWISE,
+        usual=Usual(_geglu.operator, ("x", "gate"), "approximate == 'none'"))
 def geglu(x: Any, gate: Any, *, approximate: str = "none") -> Any:
     """gelu(x) * gate.
 
