@@ -84,14 +84,11 @@ def _import_everything() -> None:
 
 def _patch_everywhere(patch: pytest.MonkeyPatch, made: dict[Any, Any]) -> None:
     """`made` in the place of functions, also where they were imported by name."""
+    found = {id(function): other for function, other in made.items()}
     for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == fusionrt.__name__]:
         for name, value in list(vars(module).items()):
-            if callable(value) and _is_hashable(value) and value in made:
-                patch.setattr(module, name, made[value])
-
-
-def _is_hashable(value: Any) -> bool:
-    return type(value).__hash__ is not None
+            if id(value) in found:
+                patch.setattr(module, name, found[id(value)])
 
 
 def _patch_driver(machine: Machine, patch: pytest.MonkeyPatch) -> None:
