@@ -94,8 +94,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 """
 
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
-        kinds = [type(o) if type(o) in EQUAL or (type(o) is tuple and _are_ints(o)) else None
-                 for o in options]  # others are known by identity
+        kinds = [_kind(o) for o in options]
         alike = all(kind is not None or isinstance(o, tuple) or callable(o)
                     for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
@@ -107,8 +106,14 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
+def _kind(option: Any) -> type | None:
+    """Of an option of which one of this type that equals it is as good; others are known by identity."""
+    kind = type(option)
+    return kind if kind in EQUAL or kind is torch.Size or (kind is tuple and _are_ints(option)) else None
+
+
 def _are_ints(values: tuple[Any, ...]) -> bool:
-    """Sizes, or dimensions: a float that equals one is refused."""
+    """(8.0,) and (True,) equal tuples of such."""
     return {*map(type, values)} == {int}
 
 

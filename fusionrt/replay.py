@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt import forks
 from fusionrt.guards import guard
 from fusionrt.problem import unpack
 from fusionrt.settling import is_capturing, settled
@@ -28,15 +27,14 @@ if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
-# Of a value of a backward pass: which of what is saved, kept, given or made, which one a mask is of what is
-# saved; or itself.
+# Where a value of a backward pass comes from: the k-th of what is saved, kept, given, or made by the plan;
+# random numbers whose mask is the k-th of what is saved; itself.
 Source = tuple[Literal["saved", "kept", "grad", "out", "mask", "this"], Any]
 NUMBER, UNKNOWN = object(), object()
 _KEPT = 8  # backward passes of one kind of call in one thread, as gradients come in several layouts
 _KEPT_BY_ALL = 4 * _KEPT
 # Guards see other watchers, but no keys of modes and transforms in the thread of a device.
 WATCHERS = ((torch.is_grad_enabled, False), (dispatch_modes, 0), (transforms_active, False))
-_lock = forks.Lock()
 
 
 class Pass(NamedTuple):
@@ -51,17 +49,18 @@ class Pass(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A kind of backward pass: in which thread, whose plan it is, with which gradients given, where this is
-    true of what is saved and given; what the plan (None: nothing is computed) is given, what it makes, and
-    which gradient of an argument each of these and the others is, seen in that shape, if it has another."""
+    """A kind of backward pass."""
 
-    thread: int
-    given: list[bool]
-    check: Run
-    plan: Run | None
-    inputs: list[Source]
-    n_made: int
-    results: list[tuple[Source, tuple[int, ...] | None] | None]
+    thread: int              # whose plan it is
+    given: list[bool]        # which outputs' gradients are
+    check: Run               # of what is saved, then of the given gradients
+    plan: Run | None         # None: nothing is computed
+    inputs: list[Source]     # of the plan
+    n_made: int              # by it
+    results: list[tuple[Source, tuple[int, ...] | None] | None]  # and in which shape, if that is not its own
+
+    def settled(self) -> Known:
+        return self._replace(plan=self.plan and settled(self.plan))
 
 
 class Recording:
@@ -78,40 +77,50 @@ class Recording:
         self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
                           (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
         self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
+        self.general = backward
         self.passes: list[Known] = []
-        self.is_settled, self.general = False, backward
-        self.function: Any = type(op.name, (torch.autograd.Function,), {"forward": None, "backward": None})
-        self.apply = self._write()
+        self.is_settled = False
+        self.function: Any = type(op.name, (torch.autograd.Function,), {"recording": self})
+        self._write()
+        self.apply = straight(self.function)
+
+    # No lock: what is done under one may begin a collection, and a finalizer a backward pass, in this thread
+    # or in a device's. What is lost where two threads change the same comes again.
 
     def settle(self) -> None:
-        """For many calls: its plans in machine code, and those of its backward passes."""
-        with _lock():
-            self.is_settled, self.plan = True, settled(self.plan)
-            self.passes = [known._replace(plan=known.plan and settled(known.plan)) for known in self.passes]
-            self._write()
+        """For many calls: in machine code, as its plans and those of its backward passes."""
+        self.plan, self.passes = settled(self.plan), [known.settled() for known in self.passes]
+        self.is_settled = True
+        self._write()
 
     def see(self, args: Sequence[Any], out: Any) -> None:
-        with _lock():
-            self.order = self.op.drawn(args, unpack(out))
-            self._write()
+        self.order = self.op.drawn(args, unpack(out))
+        self._write()
 
     def keep(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
         """What is done in this backward pass, for others of its kind in this thread."""
         if any(t.is_meta for t in (*saved, *grads) if t is not None):
             return  # each rehearsal is to be heard
-        known, here = self._known(made, saved, grads), threading.get_ident()
-        with _lock():
-            if sum(other.thread == here for other in self.passes) < _KEPT:
-                if self.is_settled and not is_capturing():
-                    known = known._replace(plan=known.plan and settled(known.plan))
-                self.passes = [*self.passes, known][-_KEPT_BY_ALL:]  # threads come and go
-                self._write()
+        if sum(other.thread == threading.get_ident() for other in self.passes) >= _KEPT:
+            return
+        known = self._known(made, saved, grads)
+        if self.is_settled and not is_capturing():
+            known = known.settled()
+        self.passes = [*self.passes, known][-_KEPT_BY_ALL:]  # threads come and go
+        self._write()
 
-    def _write(self) -> Run:
-        forward, backward = (steps.settled() if self.is_settled else steps.function()
-                             for steps in (self._forward(), self._backward()))
-        self.function.forward, self.function.backward = staticmethod(forward), staticmethod(backward)
-        return straight(self.function)
+    def _write(self) -> None:
+        """Of several who do so at once the last one, from what is there then."""
+        state: tuple[Any, ...] = ()
+        while not all(a is b for a, b in itertools.zip_longest(state, self._state())):
+            state, is_settled = self._state(), self.is_settled
+            forward, backward = self._forward(), self._backward()
+            self.function.backward = staticmethod(backward.function())  # compiled autograd reads it
+            self.function.forward = staticmethod(forward.settled() if is_settled else forward.function())
+            straight(self.function, backward.settled() if is_settled else None)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self.plan, self.order, self.passes, self.is_settled
 
     def _forward(self) -> Steps:
         op, n = self.op, len(self.described)
@@ -167,9 +176,11 @@ class Recording:
 
     def _known(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Known:
         n, given = len(self.op.params), [g is not None for g in grads]
-        differentiable = zip(given, self.op.differentiable, strict=True)
-        inputs = self._sources(made) + [("grad", k) for k, both in enumerate(differentiable) if all(both)]
-        own, plan, drawn = [i for i, o in enumerate(made.origin) if i == o], None, list[Source]()
+        read = [d and is_given for d, is_given in zip(self.op.differentiable, given, strict=True)]
+        inputs = self._sources(made) + [("grad", k) for k, is_read in enumerate(read) if is_read]
+        own = [i for i, o in enumerate(made.origin) if i == o]
+        plan: Run | None = None
+        drawn: list[Source] = []
         if made.gradient is not None:
             plan = made.gradient.plan(made.inputs)
             if made.gradient.streams:
@@ -207,11 +218,19 @@ def _repeat(steps: Steps, known: Known, saved: Sequence[Value], kept: Any, grads
 
     def value(source: Source) -> Any:
         kind, k = source
-        if kind == "kept":
-            return steps.item(kept, k)
-        if kind == "mask":
-            return steps.tuple(0, 0, saved[k])
-        return k if kind == "this" else {"saved": saved, "grad": grads, "out": outs}[kind][k]
+        match kind:
+            case "saved":
+                return saved[k]
+            case "kept":
+                return steps.item(kept, k)
+            case "grad":
+                return grads[k]
+            case "out":
+                return outs[k]
+            case "mask":
+                return steps.tuple(0, 0, saved[k])
+            case _:
+                return k
 
     if known.plan is not None:
         out = steps.call(known.plan, *map(value, known.inputs))
@@ -223,14 +242,14 @@ def _repeat(steps: Steps, known: Known, saved: Sequence[Value], kept: Any, grads
     steps.give(steps.tuple(*results))
 
 
-def straight(function: Any) -> Run:
+def straight(function: Any, backward: Run | None = None) -> Run:
     """`function.apply`, which otherwise first unwraps functorch's dead wrappers in Python, two fifths of its
-    cost: for calls outside of functorch's transforms. And a node calls `backward` itself, not what looks for
-    that or a `vjp` in each pass."""
-    function._backward_cls.apply = _method(function.backward)
+    cost: for calls outside of functorch's transforms. And a node calls `backward` itself, the function's
+    unless told, not what looks for that or a `vjp` in each pass."""
+    function._backward_cls.apply = _method(backward or function.backward)
     apply: Run = super(torch.autograd.function._SingleLevelFunction, function).apply
     return apply
 
 
-_method: Any = ctypes.pythonapi.PyInstanceMethod_New  # binds to an instance what is machine code, too
-_method.restype, _method.argtypes = ctypes.py_object, (ctypes.py_object,)
+# Binds to an instance what is machine code, too.
+_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyInstanceMethod_New", ctypes.pythonapi))

@@ -15,6 +15,7 @@ from fusionrt.expr import Expr, argument, substitute, toposort, where
 from fusionrt.fusion import fresh_bits, numbering_draws, trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
+from fusionrt.steps import Steps
 
 READS_PARTIALS = torch.__version__ >= "2.8"  # whether Dynamo can tell what a partial function is given
 
@@ -135,22 +136,28 @@ def per_call(make: Run) -> Run:
     return chosen
 
 
-def found(run: Run, args: Sequence[Any], params: tuple[str, ...], given: Sequence[bool], told: str = ""
-          ) -> Run:
+def found(run: Run, args: Sequence[Any], params: Sequence[str], given: Sequence[bool],
+          told: int | None = None, shape: Sequence[int] | None = None) -> Run:
     """For `Sites` what `run`, an operator's function, does with plain tensors like these and these numbers,
-    as a function of `params`, the given ones of which it passes on; `told`: what of the result ("[0]")."""
+    as a function of `params`, the given ones of which it passes on. `told`: how many of its results are, of
+    several; `shape`: in which the one is seen."""
     operator: Operator = run.operator  # type: ignore[attr-defined]
-    write, numbers = _passing(params, tuple(given), told), args[sum(given):]
-    way = operator.way(args, in_this_mode=True)
-    return settling.settles(write(way, numbers), lambda: write(settling.settled(way), numbers))
+    numbers, way = args[sum(given):], operator.way(args, in_this_mode=True)
 
+    def steps(way: Run) -> Steps:
+        made = Steps(len(params))
+        passed = [a for a, is_given in zip(made.arguments, given, strict=True) if is_given]
+        out = made.call(way, *passed, *numbers)
+        if told is not None:
+            outs = [made.item(out, k) for k in range(told)]
+            out = outs[0] if told == 1 else made.tuple(*outs)
+        if shape is not None:
+            sizes: Sequence[Any] = shape or [()]  # each for itself: a tuple of them takes 0.7 us longer
+            out = made.call(made.get(out, "view"), *sizes)
+        made.give(out)
+        return made
 
-@functools.lru_cache(256)
-def _passing(params: tuple[str, ...], given: tuple[bool, ...], told: str) -> Callable[[Run, Any], Run]:
-    names = [name for name, is_given in zip(params, given, strict=True) if is_given]
-    call = f"way({', '.join([*names, '*numbers'])}){told}"
-    made: Callable[[Run, Any], Run] = eval(f"lambda way, numbers: lambda {', '.join(params)}: {call}")
-    return made
+    return settling.settles(steps(way).function(), lambda: steps(settling.settled(way)).settled())
 
 
 def _constant(flag: Any) -> Any:

@@ -15,7 +15,7 @@ from fusionrt.watching import dispatch_modes
 
 Run = Callable[..., Any]
 NUMBERS = frozenset({int, float, bool})
-EQUAL = frozenset({*NUMBERS, str, type(None), torch.Size})  # of which one that equals another is as good
+EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 
 class Sites(threading.local):

@@ -1,8 +1,8 @@
 """Steps from one call of a C function to the next: a Python function, or machine code (kernels_src/steps.ll).
 
-Where a kind of call is made again nothing is decided but whether something is still so, and whatever is done
-is C's. What Python takes between that (a frame, names, tuples of arguments) is as much, and more in the
-thread of a device's backward passes, whose processor has nothing of the interpreter in its caches.
+A call of a kind that was met before is a list of calls of C functions, and a few checks whether to go on.
+What Python does between these (frames, names, tuples of arguments) takes as long, and longer in the thread of
+a device's backward passes, whose processor has nothing of the interpreter in its caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fusionrt.runtime import llvm
 
 Run = Callable[..., Any]
 KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give")
-VALUES, GIVEN = 128, 16  # at most: in all, to one call
+CONDITIONS = KINDS[5:8]
+VALUES, GIVEN = 256, 16  # at most: in all, to one call
 _ADDRESS = ctypes.c_void_p
 _log = logging.getLogger(__name__)
 
@@ -86,10 +87,12 @@ class Steps:
 
     @contextlib.contextmanager
     def perhaps(self) -> Iterator[None]:
-        """A part that is done as long as its conditions hold: the next one that does not ends it."""
+        """A part that is done as long as its conditions hold: the first one that does not ends it. The last
+        step is none."""
         depth = self._depth
         self._open.append([])
         yield
+        assert self._steps[-1].kind not in CONDITIONS
         self._elsewhere |= dict.fromkeys(self._open.pop(), len(self._steps))
         self._depth = depth
 
@@ -139,7 +142,8 @@ class Steps:
         return function
 
     def settled(self) -> Run:
-        """In machine code, which nothing binds to an instance; in Python where that cannot be."""
+        """In machine code, a builtin: unlike a function it is no method as an attribute of a class. In Python
+        where that cannot be."""
         function = self.function()
         try:
             return self._builtin(function)
@@ -160,8 +164,8 @@ class Steps:
             if step.kind in ("get", "set"):
                 b, names = Value("c", names), names + 1
             native = table[k]
-            native.kind, native.to = KINDS.index(step.kind), places.get(step.to, 0)
-            native.a, native.b = places[step.a], places.get(b, b or 0)
+            native.what, native.to = KINDS.index(step.kind), places.get(step.to, 0)
+            native.a, native.b = places[step.a], b if step.kind == "item" else places.get(b, 0)
             native.elsewhere = self._elsewhere.get(k, 0)
             native.n_given = len(step.given)
             native.given[:len(step.given)] = [places[value] for value in step.given]
@@ -183,7 +187,7 @@ def _line(step: _Step) -> str:
 
 
 class _Native(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_uint32) for name in ("kind", "to", "a", "b", "elsewhere", "n_given")),
+    _fields_ = (*((name, ctypes.c_uint32) for name in ("what", "to", "a", "b", "elsewhere", "n_given")),
                 ("given", ctypes.c_uint32 * GIVEN))
 
 

@@ -17,8 +17,8 @@
                                          ; bytes of shared memory; where its parameters begin
 %Config = type { i32, i32, i32, i32, i32, i32, i32, i32, i64, ptr, i32 }  ; CUlaunchConfig, its padding written out
 %Plan = type {
-    ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr of C, empty_strided, current stream, device
-    ptr, ptr,                            ;  5 cuLaunchKernelEx, cuStreamIsCapturing
+    ptr, ptr, ptr, ptr, ptr,             ;  0 general, data_ptr of C, empty_strided, current stream (or null), device
+    ptr, ptr,                            ;  5 cuLaunchKernelEx (of a CPU run_cpu.ll), cuStreamIsCapturing
     i64, i64, i64, i64, i64, i64,        ;  7 how many arguments, inputs, numbers, outputs, places, launches
     ptr, ptr, ptr, ptr, ptr,             ; 13 inputs, numbers, outputs, places, launches
     ptr, i64,                            ; 18 the parameters, as far as they are known; their bytes
@@ -27,7 +27,7 @@
                                          ;    initial_seed of the generator that it guards
     i64,                                 ; 26 by how much to move it on
     i64, i64,                            ; 27 whether the parameters are those of one stream; that stream
-    ptr, i64                             ; 29 the current device (or null: there is one alone); which it must be
+    ptr, i64                             ; 29 a number that is asked for (or null), the current device's; what it must be
 }
 
 declare ptr @PyTuple_GetItem(ptr, i64)
@@ -87,16 +87,16 @@ define ptr @call(ptr %self, ptr %arguments, i64 %n) {
     br i1 %is_planned, label %where, label %general
 
 where:
-    %current_device.at = getelementptr %Plan, ptr %plan, i32 0, i32 29
-    %current_device = load ptr, ptr %current_device.at
-    %is_alone = icmp eq ptr %current_device, null
-    br i1 %is_alone, label %fill, label %where.ask
+    %asked.at = getelementptr %Plan, ptr %plan, i32 0, i32 29
+    %asked = load ptr, ptr %asked.at
+    %none_asked = icmp eq ptr %asked, null
+    br i1 %none_asked, label %fill, label %where.ask
 where.ask:
-    %ordinal.at = getelementptr %Plan, ptr %plan, i32 0, i32 30
-    %ordinal = load i64, ptr %ordinal.at
-    %ordinal.now = call i64 @number(ptr %current_device)
-    %is_here = icmp eq i64 %ordinal.now, %ordinal
-    br i1 %is_here, label %fill, label %general
+    %answer.at = getelementptr %Plan, ptr %plan, i32 0, i32 30
+    %answer = load i64, ptr %answer.at
+    %answer.now = call i64 @number(ptr %asked)
+    %is_still = icmp eq i64 %answer.now, %answer
+    br i1 %is_still, label %fill, label %general
 
 fill:
     %bytes.at = getelementptr %Plan, ptr %plan, i32 0, i32 19
@@ -179,19 +179,23 @@ number.done:
 stream:
     %current.at = getelementptr %Plan, ptr %plan, i32 0, i32 3
     %current = load ptr, ptr %current.at
+    %streamless = icmp eq ptr %current, null
+    br i1 %streamless, label %own, label %stream.find
+stream.find:
     %device.at = getelementptr %Plan, ptr %plan, i32 0, i32 4
-    %stream.value = call i64 @address(ptr %current, ptr %device.at)
-    switch i64 %stream.value, label %stream.ask [ i64 0, label %own         ; which is never captured
+    %stream.found = call i64 @address(ptr %current, ptr %device.at)
+    switch i64 %stream.found, label %stream.ask [ i64 0, label %own         ; which is never captured
                                                   i64 -1, label %general ]
 stream.ask:
     %is_capturing.at = getelementptr %Plan, ptr %plan, i32 0, i32 6
     %is_capturing = load ptr, ptr %is_capturing.at
-    %stream.status = call i32 %is_capturing(i64 %stream.value, ptr %capturing)
+    %stream.status = call i32 %is_capturing(i64 %stream.found, ptr %capturing)
     %captured = load i32, ptr %capturing
     %stream.odd = or i32 %stream.status, %captured
     %stream.fine = icmp eq i32 %stream.odd, 0
     br i1 %stream.fine, label %own, label %general
 own:
+    %stream.value = phi i64 [ 0, %stream ], [ 0, %stream.find ], [ %stream.found, %stream.ask ]
     %own.has.at = getelementptr %Plan, ptr %plan, i32 0, i32 27
     %own.has = load i64, ptr %own.has.at
     %own.stream.at = getelementptr %Plan, ptr %plan, i32 0, i32 28
@@ -210,10 +214,18 @@ draw:
     %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
     %seed_of = load ptr, ptr %seed_of.at
     %seed = call i64 @number(ptr %seed_of)
+    %seed.error = call ptr @PyErr_Occurred()
+    %seed.fine = icmp eq ptr %seed.error, null
+    br i1 %seed.fine, label %draw.locked, label %general
+draw.locked:
     %acquired = call ptr @PyObject_Vectorcall(ptr %acquire, ptr null, i64 0, ptr null)
     %offset_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 23
     %offset_of = load ptr, ptr %offset_of.at
     %offset = call i64 @number(ptr %offset_of)
+    %offset.error = call ptr @PyErr_Occurred()
+    %offset.fine = icmp eq ptr %offset.error, null
+    br i1 %offset.fine, label %draw.move, label %draw.release
+draw.move:
     %step.at = getelementptr %Plan, ptr %plan, i32 0, i32 26
     %step = load i64, ptr %step.at
     %offset.next = add i64 %offset, %step
@@ -222,14 +234,18 @@ draw:
     %move.at = getelementptr %Plan, ptr %plan, i32 0, i32 24
     %move = load ptr, ptr %move.at
     %moved = call ptr @PyObject_Vectorcall(ptr %move, ptr %objects, i64 1, ptr null)
+    call void @Py_DecRef(ptr %offset.object)
+    br label %draw.release
+draw.release:
+    %moved.too = phi ptr [ null, %draw.locked ], [ %moved, %draw.move ]
+    %draw.error = call ptr @PyErr_Occurred()
+    call void @PyErr_Clear()                     ; the general callable meets it as well
     %release.at = getelementptr %Plan, ptr %plan, i32 0, i32 22
     %release = load ptr, ptr %release.at
     %released = call ptr @PyObject_Vectorcall(ptr %release, ptr null, i64 0, ptr null)
     call void @Py_DecRef(ptr %acquired)
-    call void @Py_DecRef(ptr %offset.object)
-    call void @Py_DecRef(ptr %moved)
+    call void @Py_DecRef(ptr %moved.too)
     call void @Py_DecRef(ptr %released)
-    %draw.error = call ptr @PyErr_Occurred()
     %drawn = icmp eq ptr %draw.error, null
     br i1 %drawn, label %draw.store, label %general
 draw.store:

@@ -30,7 +30,7 @@ declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 
 define ptr @steps(ptr %self, ptr %arguments, i64 %n) {
-    %values = alloca [128 x ptr]                 ; steps.VALUES
+    %values = alloca [256 x ptr]                 ; steps.VALUES
     %given = alloca [16 x ptr]
     %steps.boxed = call ptr @PyTuple_GetItem(ptr %self, i64 0)
     %steps = call ptr @PyLong_AsVoidPtr(ptr %steps.boxed)
@@ -61,7 +61,7 @@ fill:
     br label %step
 
 step:
-    %at = phi i32 [ 0, %fill ], [ %at.next, %done ], [ %at.next, %alike ], [ %elsewhere, %unlike ]
+    %at = phi i32 [ 0, %fill ], [ %at.next, %done ], [ %elsewhere, %unlike ]
     %at.next = add i32 %at, 1
     %this = getelementptr %Step, ptr %first, i32 %at
     %what = load i32, ptr %this
@@ -146,16 +146,14 @@ done:
 
 same:
     %is_same = icmp eq ptr %a, %b
-    br i1 %is_same, label %alike, label %unlike
+    br i1 %is_same, label %done, label %unlike
 other:
     %is_other = icmp ne ptr %a, %b
-    br i1 %is_other, label %alike, label %unlike
+    br i1 %is_other, label %done, label %unlike
 equal:
     %is_equal = call i32 @PyObject_RichCompareBool(ptr %a, ptr %b, i32 2)
-    switch i32 %is_equal, label %unlike [ i32 1, label %alike
+    switch i32 %is_equal, label %unlike [ i32 1, label %done
                                           i32 -1, label %end ]
-alike:
-    br label %step
 unlike:
     br label %step
 

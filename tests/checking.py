@@ -10,6 +10,7 @@ what a summed gradient is made of, `assert_as_accurate` compares with the truth.
 
 import functools
 import math
+import sys
 
 import pytest
 import torch
@@ -309,3 +310,15 @@ def captured(step):
     with torch.cuda.graph(graph):
         found = step()
     return graph, found
+
+
+def frames(function):
+    """The names of the Python functions that a call of it enters."""
+    entered = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: event == "call" and entered.append(frame.f_code.co_name))
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return entered

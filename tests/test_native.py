@@ -82,13 +82,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
             returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = (),
-            **functions: Callable[..., Any]) -> Callable[..., Any]:
+            still: tuple[Callable[[], int], int] | None = None) -> Callable[..., Any]:
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
     launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
-    functions |= {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
+    functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
     return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
-                                      returned, [launched, *more], 3, 7, functions, taking))
+                                      returned, [launched, *more], 3, 7, functions, taking, still))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,9 +111,10 @@ def test_launches_what_was_planned(driver: Driver) -> None:
     assert driver.launches[2][-1][4:6] == (-1.0, -1.0)
 
 
-def test_leaves_other_devices_alone(driver: Driver) -> None:
+def test_asks_whether_a_number_is_still_the_same(driver: Driver) -> None:
+    """Which device is the current one, how many threads there are."""
     now = [3]
-    args, run = (*tensors(), 1.0, 1.0), settled(driver, current=lambda: now[0])
+    args, run = (*tensors(), 1.0, 1.0), settled(driver, still=(lambda: now[0], 3))
     run(*args)
     assert len(driver.launches) == 1
     now[0] = 2

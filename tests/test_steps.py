@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import BuiltinFunctionType
@@ -162,6 +164,29 @@ def test_where_there_is_no_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert conditional().settled()(7, 7) == "same"
 
 
+def test_threads_that_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each makes the machine code, one of them what the others find."""
+    method = steps.llvm._method.__wrapped__
+    monkeypatch.setattr(steps.llvm, "_method", functools.cache(method))
+    together, made = threading.Barrier(8), list[Any]()
+
+    def work() -> None:
+        written = Steps(1)
+        written.give(written.arguments[0])
+        together.wait()
+        made.append(written.settled())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    junk = [bytes(40) for _ in range(10_000)]
+    assert [function(k) for k, function in enumerate(made)] == list(range(8)) and len(junk) == 10_000
+    assert {function.__name__ for function in made} == {"fusionrt_steps"}
+
+
 # --- recorded calls -------------------------------------------------------------------------------
 
 @frt.fuse
@@ -185,8 +210,8 @@ def test_recorded_calls_settle(device: str, monkeypatch: pytest.MonkeyPatch, kee
                 assert not of_a_number(x, y, by)[0].requires_grad
     recording = of_a_number.operator.recording((x, y, 2.0))
     assert recording.is_settled and isinstance(of_a_number.operator.local.site[-1], BuiltinFunctionType)
-    assert all(isinstance(function, BuiltinFunctionType)
-               for function in (recording.function.forward, recording.function.backward))
+    backward = vars(recording.function._backward_cls)["apply"].__func__
+    assert all(isinstance(f, BuiltinFunctionType) for f in (recording.function.forward, backward))
 
 
 def test_recorded_calls_leak_nothing(monkeypatch: pytest.MonkeyPatch, only_new_objects: None) -> None:
@@ -208,6 +233,45 @@ def test_recorded_calls_leak_nothing(monkeypatch: pytest.MonkeyPatch, only_new_o
         step()
     assert all(after <= count + (20 if k == 2 else 0) for k, (after, count) in enumerate(
         zip(counts(), before, strict=True)))
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_backward_pass_while_another_one_is_kept(monkeypatch: pytest.MonkeyPatch, settles: bool) -> None:
+    """By a finalizer, which a collection may run anywhere; a GPU's is in a thread of its own."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1 if settles else 100)
+    real, within = Steps.function, list[int]()
+
+    def function(self: Steps) -> Any:
+        if not within:
+            within.append(1)
+            thread = threading.Thread(target=lambda: within.append(int(train(3, 50 + settles))), daemon=True)
+            thread.start()
+            thread.join(60)
+        return real(self)
+
+    monkeypatch.setattr(Steps, "function", function)
+    assert train(3, 60 + settles) and within == [1, 1]
+
+
+def train(rows: int, columns: int) -> bool:
+    x = torch.randn(rows, columns, requires_grad=True)
+    grads = [torch.autograd.grad(frt.silu(x).sum(), x)[0] for _ in range(4)]
+    expected, = torch.autograd.grad(F.silu(x).sum(), x)
+    return all(torch.allclose(grad, expected, atol=1e-6) for grad in grads)
+
+
+def test_compiled_autograd_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the functions' Python."""
+    from torch._dynamo import compiled_autograd
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    x, w = torch.randn(4, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    for _ in range(4):
+        frt.bias_gelu(x, w).sum().backward()
+    x.grad = w.grad = None
+    loss = frt.bias_gelu(x, w).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert_close((x.grad, w.grad), torch.autograd.grad(F.gelu(x + w).sum(), (x, w)))
 
 
 def test_watchers_are_seen_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

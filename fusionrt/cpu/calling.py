@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from fusionrt import settling
 from fusionrt.cpu import pages, team, threads
 from fusionrt.cpu.compiler import Function
+from fusionrt.cpu.settled import settled
 from fusionrt.problem import Output, Problem
+from fusionrt.runtime import native
 
 
 class Arguments:
@@ -39,6 +42,9 @@ class Arguments:
         """At a place among the integers."""
         struct.pack_into(f"={form}", self.memory, self.integers_at + 8 * place, *integers)
 
+    def integers_now(self) -> tuple[int, ...]:
+        return self.integers.unpack_from(self.memory, self.integers_at)
+
 
 def pays(elements: int) -> bool:
     """Whether several threads are worth while for so many additions."""
@@ -48,8 +54,9 @@ def pays(elements: int) -> bool:
 class Division:
     """Of a range among threads: OpenMP's, or a pool's where there are none."""
 
-    def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, place: int | None) -> None:
-        self.kernel, self.arguments, self.place = run, arguments, place
+    def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, place: int | None,
+                 parallel: bool) -> None:
+        self.kernel, self.arguments, self.place, self.is_parallel = run, arguments, place, parallel
         self.size, self.grain, self.threads, self.chunk, self.tasks = size, grain, 0, size, 1
         self.job: team.Job | None = None
 
@@ -86,8 +93,11 @@ class Text:
             "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
             "memory": arguments.memory, "put": arguments.put, "run": run.call}
         self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
+        self.of_kernel: list[Callable[[], native.Allocated]] = []  # memory that nobody else sees
+        self.is_launch_alone = not any(pages.is_large(r.shape, r.strides, r.dtype) for r in results)
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
+            self.is_launch_alone &= result.into is None
             if result.into is None:
                 self.scope[f"new{k}"] = pages.allocator(result.shape, result.strides, result.dtype)
                 self.lines.append(f"out{k} = new{k}()")
@@ -95,7 +105,7 @@ class Text:
 
     def draw(self, place: int) -> None:
         """Random numbers, the last argument of the callable, among the integers."""
-        self.scope["random"] = _random
+        self.scope["random"], self.is_launch_alone = _random, False
         self.lines.append(f"put({place}, '2Q', *random(rng))")
 
     def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
@@ -103,7 +113,7 @@ class Text:
         the kernel wants to know how long they are, `place` says where among the integers.
 
         From here on the text knows `division`: its chunk, and how many there are (tasks)."""
-        self.division = Division(self.run, self.arguments, size, grain, place)
+        self.division = Division(self.run, self.arguments, size, grain, place, parallel)
         self.scope |= {"division": self.division, "n_threads": torch.get_num_threads}
         if parallel:
             self.lines.append("if n_threads() != division.threads: division.by(n_threads())")
@@ -113,12 +123,15 @@ class Text:
     def scratch(self, size: int, places: Sequence[int]) -> None:
         """Memory of `size` bytes for each task; the kernel is told the `places` within the first one's."""
         self.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
+        self.of_kernel.append(lambda: native.Allocated(
+            "scratch", (size * self.division.tasks,), (1,), torch.uint8))
         self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
         self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
     def memory_of_tasks(self, size: int) -> None:
         """Of so many float64 numbers, known as `own`."""
         self.scope["own_memory"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
+        self.of_kernel.append(lambda: native.Allocated("own", (size,), (1,), torch.float64))
         self.lines.append("own = own_memory()")
 
     def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0,
@@ -126,6 +139,7 @@ class Text:
         """Each has memory of its own for the sums of some results, `kept[k]` numbers of result k, which are
         added up in the end, if there are several or a single one `joins`, and for so many `buffers` of `size`
         bytes."""
+        self.is_launch_alone &= not kept
         ends = list(itertools.accumulate((tasks * n for n in kept.values()), initial=0))
         self.memory_of_tasks(ends[-1] + tasks * buffers * size // 8)
         for k, place in zip(kept, ends, strict=False):
@@ -141,10 +155,10 @@ class Text:
 
     def launch(self) -> None:
         known, d = {"row_size": str(float(self.problem.row_size))}, self.division
-        numbers = ", ".join(known.get(name, name) for name in self.problem.scalars)
+        self.numbers = [known.get(name, name) for name in self.problem.scalars]
         self.lines.append(f"pack_pointers(memory, 0, {', '.join(self.pointers)})")
-        if numbers:
-            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {numbers})")
+        if self.numbers:
+            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {', '.join(self.numbers)})")
         if d.threads:  # one, always
             self.launch_alone(0, d.size)
         else:
@@ -160,7 +174,12 @@ class Text:
         body = [*self.lines, "return " + ", ".join(self.returned)]
         exec("\n    ".join([f"def call({', '.join(names)}):", *body]), self.scope)
         made: Callable[..., Any] = self.scope["call"]
-        return made
+        if not self.is_launch_alone:
+            return made
+        outputs = [native.Allocated(name, r.shape, r.strides, r.dtype)
+                   for name, r in zip(self.returned, self.results, strict=True)]
+        return settling.settles(made, lambda: settled(
+            made, n_args, outputs, self.of_kernel, self.division, self.pointers, self.numbers))
 
 
 def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:

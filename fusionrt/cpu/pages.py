@@ -25,11 +25,15 @@ _SMALL_PAGE = 4096
 _MADV_HUGEPAGE = 14
 
 
+def is_large(shape: Ints, strides: Ints, dtype: torch.dtype) -> bool:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return extent * dtype.itemsize >= LARGE and _madvise() is not None
+
+
 def allocator(shape: Ints, strides: Ints, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """Of memory for a result, not initialised."""
     make = functools.partial(empty_strided, tuple(shape), tuple(strides), dtype)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if extent * dtype.itemsize < LARGE or (advise := _madvise()) is None:
+    if not is_large(shape, strides, dtype) or (advise := _madvise()) is None:
         return make
 
     def large() -> torch.Tensor:

@@ -23,26 +23,25 @@ from fusionrt.forks import in_child, without_exec
 
 SERIAL_BELOW = 1 << 15  # elements, as torch's: 4 us of additions, where handing over costs 2
 
-_forked = without_exec()  # before this module was imported
+forked = ctypes.c_int32(without_exec())  # also before this module was imported; machine code looks at it
 
 
 def _note_fork() -> None:
-    global _forked
-    _forked = True
+    forked.value = True
 
 
 in_child(_note_fork)
 
 
 def usable() -> bool:
-    return not _forked and _parallel() is not None
+    return not forked.value and _parallel() is not None
 
 
 @contextlib.contextmanager
 def torch_alone() -> Iterator[None]:
     """torch's operators by one thread where a fork has lost the others, for which they would wait."""
     threads = torch.get_num_threads()
-    if not _forked or threads == 1:
+    if not forked.value or threads == 1:
         yield
         return
     torch.set_num_threads(1)
@@ -67,8 +66,12 @@ def _parallel() -> Any:
 _QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
 
 
+def parallel_address() -> int:
+    return ctypes.cast(_parallel(), ctypes.c_void_p).value or 0
+
+
 @functools.cache
-def _answers() -> tuple[int, ...]:
+def answers() -> tuple[int, ...]:
     process = ctypes.CDLL(None)
     return tuple(ctypes.cast(getattr(process, q), ctypes.c_void_p).value or 0 for q in _QUESTIONS)
 
@@ -78,8 +81,8 @@ class Job:
 
     def __init__(self, kernel: int, scratch: int, addresses: Sequence[int]) -> None:
         self.memory = ctypes.create_string_buffer(struct.pack(
-            "=9Q", *_answers(), kernel, scratch, *addresses, 0, 0), 72)
-        self.address, self.parallel, self.member = ctypes.addressof(self.memory), _parallel(), _member()
+            "=9Q", *answers(), kernel, scratch, *addresses, 0, 0), 72)
+        self.address, self.parallel, self.member = ctypes.addressof(self.memory), _parallel(), member()
 
     def divide(self, size: int, chunk: int) -> None:
         struct.pack_into("=2Q", self.memory, 56, size, chunk)
@@ -98,7 +101,7 @@ def run(kernel: int, scratch: int, arguments: tuple[bytes, bytes, bytes], size: 
 
 
 @functools.cache
-def _member() -> int:
+def member() -> int:
     """Address of void member(int64 *job): chunks of the range for one thread of the team.
 
     A team may be smaller than was asked for, hence the loop over chunks.

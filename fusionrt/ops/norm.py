@@ -93,7 +93,7 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
                     return_stats or recorded)
     args = (*[t for t in tensors if t is not None], *numbers)
     if key is not None and not seen_by_torch(*tensors):
-        told = "" if return_stats or not recorded else "[:2]" if return_sum else "[0]"
+        told = None if return_stats or not recorded else 2 if return_sum else 1
         return sites.keep(key, tensors, found(run, args, TENSORS, (True, *present[:3]), told))(*tensors)
     out = run(*args)
     if return_stats or not recorded:

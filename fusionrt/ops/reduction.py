@@ -26,9 +26,10 @@ from fusionrt.errors import as_float, is_int
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, as_function, per_call, row_operator
+from fusionrt.row_fusion import Run, as_function, found, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
+from fusionrt.watching import seen_by_torch
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
@@ -197,13 +198,15 @@ def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: t
             kind, more = f"{kind} of indices", (_indices(layout.elements, x.device),)
     operator = _operator(op, kind, map, len(layout.reduced), recorded)
     order, shape = layout.order, layout.shape
+    if order is None and not seen_by_torch(x):
+        whole = (*x.shape[:x.dim() - len(layout.reduced)], *(1 for _ in layout.reduced))
+        return found(operator, (x, *more), ("x",), (True,), 1 if len(operator.operator.outputs) > 1 else None,
+                     None if whole == shape else shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = operator(x if order is None else x.permute(order), *more)
-        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        if found.shape == shape:
-            return found
-        return found.view(*shape) if shape else found.view(())  # a tuple of sizes takes 0.7 us longer
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result if result.shape == shape else result.view(shape)
 
     return run
 

@@ -107,7 +107,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     run = _operator(op, scaled, _kind(op, mask), causal, as_function(op, epilogue), kept_scale is not None,
                     recorded)
     if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
-        given, told = (True, factor is not None, mask is not None), "[0]" if recorded else ""
+        given, told = (True, factor is not None, mask is not None), 1 if recorded else None
         made = found(run, (*tensors, *numbers), TENSORS, given, told)
         return sites.keep(key, (x, factor, mask), made)(x, factor, mask)
     out = run(*tensors, *numbers)

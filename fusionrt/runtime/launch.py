@@ -139,10 +139,10 @@ class Text:
         return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
     def compile(self, arguments: Sequence[str]) -> Run:
-        given, device = ", ".join(arguments), self.call.device
-        first = [f"if current() != {device}: return elsewhere({device}, run, {given})"]
-        lines = [f"def run({given}):", *first * ("current" in self.scope), *self.lines]
-        exec("\n    ".join(lines), self.scope)
+        given, device, lines = ", ".join(arguments), self.call.device, self.lines
+        if "current" in self.scope:
+            lines = [f"if current() != {device}: return elsewhere({device}, run, {given})", *lines]
+        exec("\n    ".join([f"def run({given}):", *lines]), self.scope)
         run: Run = self.scope["run"]
         return run
 
@@ -153,16 +153,16 @@ class Text:
         if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
             return run
         plan = native.Plan(run, given, self.allocated, returned, self.launched, device, threading.get_ident(),
-                           self.scope)
+                           self.scope, still=(cuda.current, device) if "current" in self.scope else None)
 
-        def settled(plan: native.Plan) -> Run:
+        def on_device(plan: native.Plan) -> Run:
             with torch.cuda.device(device):
                 return native.settled(plan)
 
         if len(given) == len(arguments):
-            on = functools.lru_cache(4)(lambda stream: settled(plan))  # for all who ask
+            on = functools.lru_cache(4)(lambda stream: on_device(plan))  # for all who ask
             return settling.settles(run, lambda: on(self.scope["stream"](device)))
-        return settling.settles_drawing(run, lambda drawn, counters: settled(
+        return settling.settles_drawing(run, lambda drawn, counters: on_device(
             plan._replace(general=drawn, random=random.taking(device, counters))))
 
 

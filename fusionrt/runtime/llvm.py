@@ -72,10 +72,13 @@ class _MethodDef(ctypes.Structure):
 def builtin(stem: str, address: int, *owned: Any) -> Callable[..., Any]:
     """The function of kernels_src/`stem`.ll that is called as the file is, as Python calls C: it is given a
     tuple that begins with `address` and owns the rest."""
-    create = ctypes.pythonapi.PyCFunction_NewEx
-    create.restype, create.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
-    function: Callable[..., Any] = create(ctypes.addressof(_method(stem)), (address, *owned), None)
+    method = _method(stem)  # which Python does not own, and another thread may have made as well
+    function: Callable[..., Any] = _create(ctypes.addressof(method), (address, method, *owned), None)
     return function
+
+
+_create = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi))
 
 
 @functools.cache

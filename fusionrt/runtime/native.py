@@ -46,7 +46,7 @@ _Plan = _struct(
     n_places=_u64, n_launches=_u64, inputs=_address, numbers=_address, outputs=_address, places=_address,
     launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
     get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
-    own_stream=_u64, current=_object, ordinal=_u64)
+    own_stream=_u64, asked=_object, answer=_u64)
 
 
 class Allocated(NamedTuple):
@@ -71,6 +71,7 @@ class Launched(NamedTuple):
     packed: Sequence[str]
     n_allocated: int       # outputs that there were by then: a later one may have the name of one of these
     attribute: Any = None  # of the launch: a CUlaunchAttribute of ctypes
+    owned: Any = None      # the kernel, if nobody else owns it
 
 
 class Plan(NamedTuple):
@@ -83,8 +84,10 @@ class Plan(NamedTuple):
     launched: Sequence[Launched]
     device: int
     thread: int  # that it belongs to
-    functions: Mapping[str, Any]  # empty, stream, scratch; where there are several devices, the current one
+    functions: Mapping[str, Any]  # empty; stream, scratch
     random: Taking | None = None  # for what is known as rng
+    still: tuple[Callable[[], int], int] | None = None  # what must be so in each call
+    driver: tuple[int | None, int | None] | None = None  # launches, tells of captures; None: CUDA's
 
 
 class _Parameters:
@@ -93,8 +96,9 @@ class _Parameters:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.known = plan, bytearray()
-        places = scratch.offsets({k: math.prod(o.shape) * o.dtype.itemsize for k, o in enumerate(plan.outputs)
-                                  if o.name not in plan.returned})
+        alone = {k: math.prod(o.shape) * o.dtype.itemsize for k, o in enumerate(plan.outputs)
+                 if o.name not in plan.returned and "scratch" in plan.functions}
+        places = scratch.offsets(alone)
         self.has_stream = bool(places)
         begin = plan.functions["scratch"](plan.device, _stream(plan), plan.thread) if places else 0
         self.scratch = {k: begin + place for k, place in places.items()}
@@ -147,7 +151,7 @@ def settled(plan: Plan) -> Callable[..., Any]:
 
 
 def _stream(plan: Plan) -> int:
-    current: int = plan.functions["stream"](plan.device)
+    current: int = plan.functions["stream"](plan.device) if "stream" in plan.functions else 0
     return current
 
 
@@ -163,15 +167,16 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
     tables = [(type(rows[0]) * len(rows))(*rows) if rows else None for rows in (
         parameters.inputs, parameters.numbers, outputs, parameters.places, launches)]
     known = ctypes.create_string_buffer(bytes(parameters.known), len(parameters.known))
-    made = _Plan(plan.general, _data_ptr(), plan.functions["empty"], plan.functions["stream"], plan.device,
-                 *_driver(), len(plan.arguments), *(len(table or ()) for table in tables),
+    made = _Plan(plan.general, _data_ptr(), plan.functions["empty"],
+                 plan.functions.get("stream", _object()), plan.device,
+                 *(plan.driver or _driver()), len(plan.arguments), *(len(table or ()) for table in tables),
                  *(table and ctypes.addressof(table) for table in tables), ctypes.addressof(known),
                  len(known), len(plan.returned))
     if plan.random is not None:
         for name, value in plan.random._asdict().items():
             setattr(made, name, value)
-    if "current" in plan.functions:
-        made.current, made.ordinal = plan.functions["current"], plan.device
+    if plan.still is not None:
+        made.asked, made.answer = plan.still
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
     return llvm.builtin("call", ctypes.addressof(made), made, *tables, known, plan.launched)
 

@@ -1,0 +1,68 @@
+"""A call of a kernel in machine code, like a GPU's (runtime/native.py), where there is nothing else to do:
+what is launched is the kernel itself, by one thread or by the team (kernels_src/run_cpu.ll)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrt.cpu import pages, team
+from fusionrt.runtime import llvm, native, source
+
+if TYPE_CHECKING:
+    from fusionrt.cpu.calling import Division
+
+_ADDRESSES = ("question0", "question1", "kernel", "scratch", "pointers", "integers", "numbers")
+
+
+class _Job(ctypes.Structure):
+    """Begins as team.Job's memory."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in _ADDRESSES),
+                *((name, ctypes.c_int64) for name in ("size", "chunk")),
+                *((name, ctypes.c_void_p) for name in ("parallel", "member")),
+                *((name, ctypes.c_uint32) for name in ("threads", "integers_at", "numbers_at")),
+                ("forked", ctypes.c_void_p))
+
+
+def settled(general: Callable[..., Any], n_args: int, outputs: Sequence[native.Allocated],
+            of_kernel: Sequence[Callable[[], native.Allocated]], division: Division, pointers: Sequence[str],
+            numbers: Sequence[str]) -> Callable[..., Any]:
+    """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text."""
+    now = torch.get_num_threads()
+    if division.is_parallel and division.threads != now:
+        division.by(now)
+    if division.tasks > 1 and not team.usable():
+        return general
+    integers = division.arguments.integers_now()
+    formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)
+    params = source.Params([source.Field("", format) for format in formats])
+    job = _job(division)
+    allocated = [*outputs, *(memory() for memory in of_kernel)]
+    launched = native.Launched(ctypes.addressof(job), 0, 0, 0, 0, params,
+                               [*pointers, *map(str, integers), *numbers], len(allocated), owned=job)
+    return native.settled(native.Plan(
+        general, [f"a{k}" for k in range(n_args)], allocated, [o.name for o in outputs], [launched], 0,
+        threading.get_ident(), {"empty": pages.empty_strided},
+        still=(torch.get_num_threads, now) if division.is_parallel else None, driver=(_run(), None)))
+
+
+def _job(division: Division) -> _Job:
+    kernel, arguments = division.kernel, division.arguments
+    job = _Job(kernel=kernel.address, scratch=kernel.scratch, size=division.size, chunk=division.chunk,
+               threads=1, integers_at=arguments.integers_at, numbers_at=arguments.numbers_at)
+    if division.tasks > 1:
+        (job.question0, job.question1), job.threads = team.answers(), division.threads
+        job.parallel, job.member = team.parallel_address(), team.member()
+        job.forked = ctypes.addressof(team.forked)
+    return job
+
+
+@functools.cache
+def _run() -> int:
+    return llvm.compiled(source.template("run_cpu.ll"), "run_cpu")
