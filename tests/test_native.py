@@ -319,20 +319,27 @@ class Generator:
     """That is used under its lock only."""
 
     def __init__(self) -> None:
-        self.lock, self.offset, self.refuses = threading.Lock(), 40, False
+        self.lock, self.offset, self.refuses = threading.Lock(), 40, ""
 
     def taking(self) -> Taking:
-        return Taking(self.lock.acquire, self.lock.release, self.get_offset, self.set_offset,
-                      lambda: -1 % 2**64, 8)
+        return Taking(self.lock.acquire, self.lock.release, self.get_offset, self.set_offset, self.seed, 8)
+
+    def check(self, asked: str) -> None:
+        if asked == self.refuses:
+            raise RuntimeError
+
+    def seed(self) -> int:
+        self.check("seed")
+        return -1 % 2**64
 
     def get_offset(self) -> int:
         assert self.lock.locked()
+        self.check("get_offset")
         return self.offset
 
     def set_offset(self, offset: int) -> None:
         assert self.lock.locked()
-        if self.refuses:
-            raise RuntimeError
+        self.check("set_offset")
         self.offset = offset
 
 
@@ -347,9 +354,13 @@ def test_draws(driver: Driver) -> None:
     assert generator.offset == 56 and not generator.lock.locked()
     driver.stream = driver.captured = 1
     assert run(x, y, 1.0, 1.0)[0] == "general" and generator.offset == 56
-    driver.captured, generator.refuses = 0, True
-    assert run(x, y, 1.0, 1.0)[0] == "general" and not generator.lock.locked()
-    assert not driver.launches
+    driver.captured = 0
+    for generator.refuses in ("seed", "get_offset", "set_offset"):
+        assert run(x, y, 1.0, 1.0)[0] == "general" and generator.offset == 56
+        assert not generator.lock.locked() and not driver.launches
+    generator.refuses = ""
+    run(x, y, 1.0, 1.0)
+    assert driver.launches.pop()[-1][:2] == (2**64 - 1, 14)
 
 
 def test_nothing_leaks(driver: Driver, only_new_objects: None) -> None:
