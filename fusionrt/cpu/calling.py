@@ -13,16 +13,14 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fusionrt import settling
 from fusionrt.cpu import pages, team, threads
 from fusionrt.cpu.compiler import Function
-from fusionrt.cpu.settled import settled
 from fusionrt.problem import Output, Problem
-from fusionrt.runtime import native
 
 
 class Arguments:
@@ -81,6 +79,15 @@ class Division:
             self.kernel(*self.arguments.addresses, t * self.chunk, min((t + 1) * self.chunk, self.size))
 
 
+class Memory(NamedTuple):
+    """That nobody but the kernel sees."""
+
+    name: str
+    size: int          # elements
+    dtype: torch.dtype
+    each: bool = False  # so many for each task
+
+
 class Text:
     """The body of the callable, and what its names refer to."""
 
@@ -93,7 +100,7 @@ class Text:
             "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
             "memory": arguments.memory, "put": arguments.put, "run": run.call}
         self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
-        self.of_kernel: list[Callable[[], native.Allocated]] = []  # memory that nobody else sees
+        self.of_kernel: list[Memory] = []
         self.is_launch_alone = not any(pages.is_large(r.shape, r.strides, r.dtype) for r in results)
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
@@ -123,15 +130,14 @@ class Text:
     def scratch(self, size: int, places: Sequence[int]) -> None:
         """Memory of `size` bytes for each task; the kernel is told the `places` within the first one's."""
         self.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
-        self.of_kernel.append(lambda: native.Allocated(
-            "scratch", (size * self.division.tasks,), (1,), torch.uint8))
+        self.of_kernel.append(Memory("scratch", size, torch.uint8, each=True))
         self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
         self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
     def memory_of_tasks(self, size: int) -> None:
         """Of so many float64 numbers, known as `own`."""
         self.scope["own_memory"] = functools.partial(torch.empty, size, dtype=torch.float64, device="cpu")
-        self.of_kernel.append(lambda: native.Allocated("own", (size,), (1,), torch.float64))
+        self.of_kernel.append(Memory("own", size, torch.float64))
         self.lines.append("own = own_memory()")
 
     def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0,
@@ -176,10 +182,14 @@ class Text:
         made: Callable[..., Any] = self.scope["call"]
         if not self.is_launch_alone:
             return made
-        outputs = [native.Allocated(name, r.shape, r.strides, r.dtype)
-                   for name, r in zip(self.returned, self.results, strict=True)]
-        return settling.settles(made, lambda: settled(
-            made, n_args, outputs, self.of_kernel, self.division, self.pointers, self.numbers))
+        return settling.settles(made, lambda: self._settled(made, n_args))
+
+    def _settled(self, general: Callable[..., Any], n_args: int) -> Callable[..., Any]:
+        from fusionrt.cpu.settled import settled  # which most processes do not call
+
+        results = dict(zip(self.returned, self.results, strict=True))
+        return settled(general, [f"a{k}" for k in range(n_args)], results, self.of_kernel, self.division,
+                       self.pointers, self.numbers)
 
 
 def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,8 @@ from fusionrt.cpu import pages, team
 from fusionrt.runtime import llvm, native, source
 
 if TYPE_CHECKING:
-    from fusionrt.cpu.calling import Division
+    from fusionrt.cpu.calling import Division, Memory
+    from fusionrt.problem import Output
 
 _ADDRESSES = ("question0", "question1", "kernel", "scratch", "pointers", "integers", "numbers")
 
@@ -30,9 +31,9 @@ class _Job(ctypes.Structure):
                 ("forked", ctypes.c_void_p))
 
 
-def settled(general: Callable[..., Any], n_args: int, outputs: Sequence[native.Allocated],
-            of_kernel: Sequence[Callable[[], native.Allocated]], division: Division, pointers: Sequence[str],
-            numbers: Sequence[str]) -> Callable[..., Any]:
+def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
+            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], numbers: Sequence[str]
+            ) -> Callable[..., Any]:
     """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text."""
     now = torch.get_num_threads()
     if division.is_parallel and division.threads != now:
@@ -42,14 +43,16 @@ def settled(general: Callable[..., Any], n_args: int, outputs: Sequence[native.A
     integers = division.arguments.integers_now()
     formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)
     params = source.Params([source.Field("", format) for format in formats])
+    allocated = [native.Allocated(name, r.shape, r.strides, r.dtype) for name, r in results.items()]
+    allocated += [native.Allocated(m.name, (m.size * (division.tasks if m.each else 1),), (1,), m.dtype)
+                  for m in of_kernel]
     job = _job(division)
-    allocated = [*outputs, *(memory() for memory in of_kernel)]
     launched = native.Launched(ctypes.addressof(job), 0, 0, 0, 0, params,
                                [*pointers, *map(str, integers), *numbers], len(allocated), owned=job)
     return native.settled(native.Plan(
-        general, [f"a{k}" for k in range(n_args)], allocated, [o.name for o in outputs], [launched], 0,
-        threading.get_ident(), {"empty": pages.empty_strided},
-        still=(torch.get_num_threads, now) if division.is_parallel else None, driver=(_run(), None)))
+        general, arguments, allocated, list(results), [launched], 0, threading.get_ident(),
+        {"empty": pages.empty_strided}, still=(torch.get_num_threads, now) if division.is_parallel else None,
+        driver=(_run(), None)))
 
 
 def _job(division: Division) -> _Job:

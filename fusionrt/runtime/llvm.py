@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fusionrt import forks
-from fusionrt.runtime import source
 
 _DECLARED = re.compile(r"^declare .* @(\w+)\(", re.MULTILINE)  # without LLVM's own, which have points
 _engines: list[Any] = []  # they own the code
@@ -84,5 +83,7 @@ _create = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object,
 @functools.cache
 def _method(stem: str) -> _MethodDef:
     """What Python needs to know of the machine code."""
+    from fusionrt.runtime import source  # a CPU's kernels need none
+
     code = compiled(source.template(f"{stem}.ll"), stem)
     return _MethodDef(f"fusionrt_{stem}".encode(), code, _FASTCALL, None)
