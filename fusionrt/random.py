@@ -179,8 +179,17 @@ def _state(generator: torch.Generator) -> bytes:
     return generator.get_state().numpy().tobytes()
 
 
+_met: tuple[bytes, bytes] = b"", b""  # words and their digest
+
+
 def _words(state: bytes) -> bytes:
-    return _digest(state[_FIRST:_FIRST + 8 * WORDS])
+    """Their digest; most often those of the last draw, as there are new ones after many."""
+    global _met
+    words, (known, digest) = state[_FIRST:_FIRST + 8 * WORDS], _met
+    if words != known:
+        digest = _digest(words)
+        _met = words, digest
+    return digest
 
 
 def _drawn(state: bytes) -> int:
