@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt.sites import EQUAL, NUMBERS, Sites, Way
+from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike
 from fusionrt.watching import dispatch_modes
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ _SEEN = "_frt_is_compiling() or _frt_forward_ad._current_level >= 0 or _frt_mode
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
     """The function that users call, written for its signature.
 
-    `operator.local.site` is the thread's last (whether of all arguments, check, what to run). Parameters with
+    `operator.local.site` is the thread's last (whether of all arguments, check, what to run); `others` has
+    the last of each kind of first tensor, as a model calls an op for several shapes in turn. Parameters with
     a default or annotated as numbers are taken for numbers, the others for tensors, and a check sees the
     tensors alone: one of all arguments, of a call that is otherwise, costs a frame.
     """
@@ -76,12 +77,16 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
              for name, value, kind in zip(options, values, kinds, strict=True)]
     known += ["_frt_grad is _frt_grad_enabled()", f"_frt_way.check({', '.join(tensors)})"]
     passed = _passed(params)
+    last = ", ".join([*values, *kinds, "_frt_grad", "_frt_way"])
     text = f"""def entry{_parameters(params)}:
     if {_SEEN}:
         return _frt_general({passed})
     try:
-        {', '.join([*values, *kinds, '_frt_grad', '_frt_way'])} = _frt_local.last
+        {last} = _frt_local.last
         _frt_known = {' and '.join(known)}
+        if not _frt_known and not {tensors[0]}.is_nested:
+            {last} = _frt_local.last = _frt_local.others[_frt_alike({tensors[0]})]
+            _frt_known = {' and '.join(known)}
     except _frt_errors:
         _frt_known = False
     if _frt_known:
@@ -95,15 +100,24 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
         kinds = [_kind(o) for o in options]
-        alike = all(kind is not None or isinstance(o, tuple) or callable(o)
+        is_known_again = all(kind is not None or isinstance(o, tuple) or callable(o)
                     for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
-        if alike and not counted and asked == list(map(id, tensors)):
+        if is_known_again and not counted and asked == list(map(id, tensors)):
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
+            keep_other(local, tensors[0], local.last)
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
+
+
+def keep_other(local: threading.local, first: torch.Tensor, known: Any) -> None:
+    """What a thread knows of a kind of call, for calls that come after some of other kinds."""
+    others = vars(local).setdefault("others", {})
+    if len(others) >= Sites.KEPT:
+        others.clear()
+    others[alike(first)] = known
 
 
 def _kind(option: Any) -> type | None:
@@ -130,12 +144,17 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     dense = [f"not {text}.is_nested" for text in tensors]
     known = [*(f"_frt_type({n}) in _frt_numbers" for n in numbers), *filter(None, [condition]), *dense,
              f"_frt_check({', '.join(tensors)})"]
+    fits = f"{of_all} if _frt_all else {' and '.join(known)}"
+    other = f"""
+        if not _frt_known and not {tensors[0]}.is_nested:
+            _frt_all, _frt_check, _frt_run = _frt_local.site = _frt_local.others[_frt_alike({tensors[0]})]
+            _frt_known = {fits}""" if tensors else ""
     text = f"""def entry{_parameters(params)}:
     if {_SEEN}:
         return _frt_general({passed})
     try:
         _frt_all, _frt_check, _frt_run = _frt_local.site
-        _frt_known = {of_all} if _frt_all else {' and '.join(known)}
+        _frt_known = {fits}{other}
     except _frt_errors:
         _frt_known = False
     return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
@@ -149,7 +168,8 @@ def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: M
     known: dict[str, Any] = {
         "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
         "_frt_modes": dispatch_modes,
-        "_frt_errors": (AttributeError, TypeError), "inf": math.inf, "torch": torch,
+        "_frt_errors": (AttributeError, TypeError, KeyError), "_frt_alike": alike, "inf": math.inf,
+        "torch": torch,
         **{f"_frt_default_{p.name}": p.default for p in params}, **scope}
     exec(compiled(text), known)
     made = known["entry"]

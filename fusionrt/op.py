@@ -19,6 +19,7 @@ from fusionrt import guards, layout, random, rehearsal, settling
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
+from fusionrt.dispatch import keep_other
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
@@ -110,8 +111,9 @@ class Operator(Definition):
         self.local.sites[key] = check, settled or run
         if settled is not None:
             usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
-            self.local.site = (False, check, settled) if usual else (
-                True, guards.guard_all(check, args), settled)
+            site = (False, check, settled) if usual else (True, guards.guard_all(check, args), settled)
+            self.local.site = site
+            keep_other(self.local, tensors[0], site)
         return run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:

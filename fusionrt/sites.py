@@ -18,10 +18,15 @@ NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 
+def alike(tensor: Any) -> tuple[Any, ...]:
+    """By which the kinds of calls of a model that differ in their first tensor are told apart."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
-    made. A kind is a `key` of whatever is no tensor, and of shapes, whether gradients are recorded, which
-    the guard does not look at, and the guard of the tensors.
+    made. A kind is a `key` of whatever is no tensor, whether gradients are recorded, which the guard does not
+    look at, what the first tensor is like, and the guard of the tensors.
 
         run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
         return run(*tensors)
@@ -30,16 +35,16 @@ class Sites(threading.local):
     KEPT = 1024
 
     def __init__(self) -> None:
-        self.known: dict[Any, Way] = {}
+        self.known: dict[Any, dict[Any, Way]] = {}
         self.numbers: dict[Any, Any] = {}
         self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
-            way = self.known[key, torch.is_grad_enabled()]
+            way = self.known[key, torch.is_grad_enabled()][alike(tensors[0])]
             if forward_ad._current_level >= 0 or dispatch_modes() or not way.check(*tensors):
                 return None
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # also of what is no tensor, or nested
             return None
         way.run = settle(way.run) or way.run
         self.last = way, list(map(id, tensors))
@@ -50,7 +55,10 @@ class Sites(threading.local):
             if len(self.known) >= self.KEPT:
                 self.known.clear()
             check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
-            way = self.known[key, torch.is_grad_enabled()] = Way(check, run)
+            ways = self.known.setdefault((key, torch.is_grad_enabled()), {})
+            if len(ways) >= self.KEPT:
+                ways.clear()
+            way = ways[alike(tensors[0])] = Way(check, run)
             self.last = way, list(map(id, tensors))
         return run
 

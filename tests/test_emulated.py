@@ -17,7 +17,7 @@ from pointwise_ops import check_op, example
 from torch.nn import functional as F
 
 import fusionrt as frt
-from fusionrt import mask, reference
+from fusionrt import mask, reference, settling
 from fusionrt.data import sliding_window, token_preprocess
 from fusionrt.optim import SGD, AdamW
 from fusionrt.runtime import abreast, accumulators, parts, pointwise, source
@@ -198,6 +198,35 @@ def test_nothing_stays_patched(machine):
     assert torch.equal(found, expected)
     assert torch.equal(frt.relu(x), expected) and len(machine.launched) == 1
     assert "is_cuda" not in vars(torch.Tensor)
+
+
+# --- calls in machine code
+
+@pytest.mark.parametrize("op, shapes", [
+    (frt.add_relu, [(5, 33), (5, 33)]), (lambda x: frt.leaky_relu(x, 0.125), [(7, 40)]),
+    (frt.bias_gelu, [(130, 24), (24,)]), (frt.softmax, [(6, 100)]),
+    (lambda x, w, b: frt.layer_norm(x, (48,), w, b), [(70, 48), (48,), (48,)]),
+    (lambda x: frt.sum(x, -1), [(9, 70)]), (frt.mean_abs, [(64, 70)]),
+    (lambda x, y: frt.mse_loss(x, y), [(33, 20), (33, 20)])])
+def test_calls_that_are_made_again(op, shapes, gpu, machine, monkeypatch):
+    """The plans of a GPU, with their parameters, as machine code has them: the bits of calls by Python."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    args = [operand(gpu, shape, F32, 0) for shape in shapes]
+
+    def calls():
+        found, needing = [], [a.detach().requires_grad_() for a in args]
+        for _ in range(5):
+            out = op(*needing)
+            found.append((out.detach(), op(*args), *torch.autograd.grad(out, needing, torch.ones_like(out))))
+            launches.append(machine.by_machine_code)
+        return found
+
+    launches = [machine.by_machine_code]
+    first, *others = gpu.run(calls)
+    for other in others:
+        for a, b in zip(other, first, strict=True):
+            assert torch.equal(a, b)
+    assert launches[1] == launches[0] and launches[-1] - launches[-2] == len(gpu.launched) // 5 > 0
 
 
 # --- random numbers

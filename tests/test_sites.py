@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checking import frames
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -89,6 +90,22 @@ def test_what_is_equal_may_still_be_refused(x):
                      lambda: frt.softmax(x, True), lambda: frt.sum(x, 1.0), lambda: frt.sum(x, True)):
             with pytest.raises(TypeError, match="must be"):
                 call()
+
+
+@pytest.mark.parametrize("op", [
+    frt.relu, lambda x: frt.add_relu(x, x), lambda x: frt.bias_gelu(x, x[0]), lambda x: frt.leaky_relu(x, .5),
+    lambda x: frt.layer_norm(x, x.shape[-1:]), frt.softmax, lambda x: frt.sum(x, -1)])
+def test_shapes_in_turn(op, x, monkeypatch):
+    """As a model has them: each is known again at once, whichever was the last."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    inputs = [torch.randn(rows, columns, device=x.device) for rows in (3, 5) for columns in (16, 24)]
+    inputs += [inputs[0].double(), inputs[0].clone().requires_grad_()]
+    expected = [op(each) for each in inputs]
+    for _ in range(4):
+        for each, wanted in zip(inputs, expected, strict=True):
+            assert_close(op(each), wanted, rtol=0, atol=0)
+    for each in inputs:
+        assert {"_resume", "__call__", "find"}.isdisjoint(frames(lambda each=each: op(each)))
 
 
 @pytest.mark.parametrize("shape", [tuple, torch.Size], ids=["tuple", "torch.Size"])

@@ -5,7 +5,8 @@ The runtime plans, packs parameters and launches as ever; what would ask a GPU o
     with emulation(machine, monkeypatch) as gpu:
         gpu.run(function)    # `function()`, in a thread in which tensors of the CPU count as a GPU's
 
-Plans are made for that thread alone, as what the package knows of calls it keeps by thread. Faults that end
+Plans are made for that thread alone, as what the package knows of calls it keeps by thread; machine code, in
+which they settle, launches by `Machine` as well. Faults that end
 a launch: a pack that is not aligned, an access beside a tensor, lanes that wait for others in vain, an
 instruction that cuda.h does not have.
 
@@ -32,7 +33,7 @@ import torch
 import fusionrt
 from fusionrt import rehearsal, settling
 from fusionrt.op import Operator
-from fusionrt.runtime import arrivals, launch, scratch
+from fusionrt.runtime import arrivals, launch, native, scratch
 from fusionrt.runtime import device as cuda
 
 from .machine import ARCHITECTURE, NUMBER, KernelFault, Machine, missing
@@ -101,6 +102,7 @@ def _patch_driver(machine: Machine, patch: pytest.MonkeyPatch) -> None:
         **{asked: lambda *_, answer=answer: answer for asked, answer in answers.items()},
         cuda.function: lambda *args, **more: machine.function(*args, **more),
         cuda.memory: machine.memory_of_process, cuda.zeros: machine.memory_of_process})
+    patch.setattr(native, "_driver", machine.addresses)
     patch.setattr(arrivals, "_free", {})
     patch.setattr(scratch, "_pieces", {})
     patch.setattr(launch, "empty_strided", machine.memory.empty_strided)
@@ -141,4 +143,4 @@ def _patch_operators(patch: pytest.MonkeyPatch) -> None:
 
     _patch_everywhere(patch, {real_type: device_type})
     patch.setattr(Operator, "compile", compile)
-    patch.setattr(settling, "SETTLED_AFTER", math.inf)  # machine code would call the driver's own functions
+    patch.setattr(settling, "SETTLED_AFTER", math.inf)  # unless a test wants machine code

@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+
+from fusionrt.runtime.device import _LaunchConfig
 
 from .memory import Memory
 from .translation import HEADER, translated
@@ -35,6 +37,15 @@ def missing() -> str | None:
     if " fma " not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         return "the processor has no fused multiplication and addition"
     return None if shutil.which("g++") else "kernels are compiled by g++, which is not installed"
+
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LaunchConfig), *[ctypes.c_void_p] * 3)
+_IS_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+
+
+def _no_capture(stream: int, status: Any) -> int:
+    status[0] = 0
+    return 0
 
 
 class KernelFault(AssertionError):
@@ -66,6 +77,8 @@ class Machine:
         self._handles: dict[tuple[str, str], int] = {}
         self._kept: list[torch.Tensor] = []
         self.launched: list[str] = []  # names of kernels
+        self.by_machine_code = 0       # how many of them
+        self._for_machine_code = _LAUNCH(self._launch_by_config), _IS_CAPTURING(_no_capture)
 
     # -- as fusionrt.runtime.device ----------------------------------------------------------------
 
@@ -96,6 +109,20 @@ class Machine:
         fault = self._launch(library.emu_entry, params, x, y, block_x, shared)
         if fault is not None:
             raise KernelFault(f"{op}: {kernel}: {fault.decode()}")
+
+    def addresses(self) -> tuple[int | None, ...]:
+        """Of what machine code calls in the place of cuLaunchKernelEx and cuStreamIsCapturing."""
+        return tuple(ctypes.cast(f, ctypes.c_void_p).value for f in self._for_machine_code)
+
+    def _launch_by_config(self, config: Any, function: int, pointers: int, extra: None) -> int:
+        of = config[0]
+        try:
+            self.launchKernel(function, of.x, of.y, of.z, of.block_x, of.block_y, of.block_z, of.shared,
+                              of.stream or 0, pointers, 0)
+        except KernelFault:  # Python's call, which follows, raises it
+            return 1
+        self.by_machine_code += 1
+        return 0
 
     def launchCooperativeKernel(self, *_: int) -> NoReturn:
         raise NotImplementedError("blocks that wait for each other are not emulated")
