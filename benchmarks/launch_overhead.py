@@ -7,6 +7,7 @@ turns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -31,6 +32,7 @@ def main() -> None:
     a, b = (torch.randn(32, 128, device="cuda") for _ in range(2))
     bias = torch.randn(128, device="cuda")
     groups = {"forward": (_forward(run, a, b, bias), timing.BURST),
+              "shapes in turn": (_in_turn(), timing.BURST),
               "recording": (dict(_recording(a, b, bias)), timing.BURST),
               "forward+backward": (dict(_both(a, b, bias)), timing.BURST // 3),
               "parts": (_parts(a), timing.BURST)}
@@ -77,6 +79,21 @@ def _forward(run: Results, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor)
     add("relu(add) torch.compile", compiled)
     add("add_relu in Triton", triton)
     return calls
+
+
+def _in_turn() -> Calls:
+    """As a model calls an op: each time for another of four shapes than before."""
+    tensors = [torch.randn(rows, columns, device="cuda") for rows in (16, 32) for columns in (64, 128)]
+    functions = {"relu(add) eager": lambda x: torch.relu(torch.add(x, x)),
+                 "fusionrt.add_relu": lambda x: frt.add_relu(x, x),
+                 "layer_norm eager": lambda x: F.layer_norm(x, x.shape[-1:]),
+                 "fusionrt.layer_norm": lambda x: frt.layer_norm(x, x.shape[-1:])}
+
+    def turning(function: Callable[[torch.Tensor], torch.Tensor]) -> timing.Call:
+        each = itertools.cycle(tensors)
+        return lambda: function(next(each))
+
+    return {name: turning(function) for name, function in functions.items()}
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor
