@@ -24,6 +24,7 @@ from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.replay import Recording
+from fusionrt.sites import alike
 from fusionrt.steps import Steps
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 
@@ -113,7 +114,7 @@ class Operator(Definition):
             usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
             site = (False, check, settled) if usual else (True, guards.guard_all(check, args), settled)
             self.local.site = site
-            keep_other(self.local, tensors[0], site)
+            keep_other(self.local.__dict__.setdefault("others", {}), tensors[0], site)
         return run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:
@@ -184,19 +185,25 @@ class Operator(Definition):
         return plan(*args, rng) if self.streams else plan(*args)
 
     def _found(self, args: Args) -> Callable[..., Any]:
-        """The plan; of one that was found before, also by which to begin at the next launch: to see that it
-        fits takes a fifth of a key."""
-        plan, tensors = self.plan(args), [a for a in args if isinstance(a, torch.Tensor)]
-        fits = self.local.__dict__.setdefault("fits", {})
-        if plan in fits:
-            check, run = fits[plan]
-            run = settling.settle(run)
-            if run is not None:
-                self.local.launched = fits[plan] = check, run
-        else:
+        """The plan; of one that was found before, also by which to begin at the next launch, and at later
+        ones with such a first tensor: to see that it fits takes a fifth of a key."""
+        tensors, local = [a for a in args if isinstance(a, torch.Tensor)], self.local.__dict__
+        known = local.setdefault("others_launched", {}).get(alike(tensors[0]))
+        if known is not None and not rehearsal.is_on() and known[0](*args):
+            self.local.launched = known
+            found: Callable[..., Any] = known[1]
+            return found
+        plan, fits = self.plan(args), local.setdefault("fits", {})
+        if plan not in fits:
             if len(fits) >= _PLANS_KEPT:
                 fits.clear()
             fits[plan] = guards.guard_all(guards.guard(*tensors), args), plan
+            return plan
+        check, run = fits[plan]
+        settled = settling.settle(run)
+        if settled is not None:
+            self.local.launched = fits[plan] = check, settled
+            keep_other(local["others_launched"], tensors[0], (check, settled))
         return plan
 
     def plan(self, args: Args) -> Callable[..., Any]:
