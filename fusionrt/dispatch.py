@@ -105,18 +105,18 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
         counted = hasattr(way.run, "settled")  # by sites, until it is
         if is_known_again and not counted and asked == list(map(id, tensors)):
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
-            keep_other(vars(local).setdefault("others", {}), tensors[0], local.last)
+            keep_other(vars(local).setdefault("others", {}), alike(tensors[0]), local.last)
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
-def keep_other(others: dict[Any, Any], first: torch.Tensor, known: Any) -> None:
+def keep_other(others: dict[Any, Any], kind: tuple[Any, ...], known: Any) -> None:
     """What a thread knows of a kind of call, for calls that come after some of other kinds."""
     if len(others) >= Sites.KEPT:
         others.clear()
-    others[alike(first)] = known
+    others[kind] = known
 
 
 def _kind(option: Any) -> type | None:

@@ -114,7 +114,7 @@ class Operator(Definition):
             usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
             site = (False, check, settled) if usual else (True, guards.guard_all(check, args), settled)
             self.local.site = site
-            keep_other(self.local.__dict__.setdefault("others", {}), tensors[0], site)
+            keep_other(self.local.__dict__.setdefault("others", {}), alike(tensors[0]), site)
         return run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:
@@ -203,7 +203,7 @@ class Operator(Definition):
         settled = settling.settle(run)
         if settled is not None:
             self.local.launched = fits[plan] = check, settled
-            keep_other(local["others_launched"], tensors[0], (check, settled))
+            keep_other(local["others_launched"], alike(tensors[0]), (check, settled))
         return plan
 
     def plan(self, args: Args) -> Callable[..., Any]:

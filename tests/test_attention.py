@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import DIM, heads, same
-from checking import BF16, F16, F32, F64, captured
+from checking import BF16, F16, F32, F64, captured, frames
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -437,6 +437,18 @@ def test_numbers_in_tensors_are_read_at_each_call(option, device):
 def test_errors(args, options, error, text):
     with pytest.raises(error, match=text):
         frt.attention(*args, **options)
+
+
+def test_kinds_in_turn_are_known_again(device):
+    """A decoder attends to itself and to an encoder."""
+    q, k, v, far_k, far_v = (torch.randn(2, 3, n, 16, device=device) for n in (8, 8, 8, 20, 20))
+    calls = [(q, k, v), (q, far_k, far_v), (far_k, far_k, far_v)]
+    expected = [frt.attention(*args) for args in calls]
+    for _ in range(2):
+        for args, first in zip(calls, expected, strict=True):
+            assert torch.equal(frt.attention(*args), first)
+    for args in calls:
+        assert "attend" not in frames(lambda args=args: frt.attention(*args))
 
 
 # --- on a GPU

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fusionrt.dispatch import keep_other
 from fusionrt.dtypes import HALVES
 from fusionrt.guards import guard
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
@@ -24,6 +25,7 @@ from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.attention import CAPABILITY, DIMS
+from fusionrt.sites import alike
 from fusionrt.watching import is_watched, transforms_active
 
 Tensor = torch.Tensor
@@ -182,16 +184,22 @@ Run = Callable[..., Tensor]    # of q, k, v, a mask and slopes
 
 
 def repeated(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> Run | None:
-    """What to run if the call is of the kind of this thread's last one, without a mask and slopes; `asked`
-    says for what else. Checks, options and choice take five times as long as this."""
+    """What to run if the call is of the kind of this thread's last one, or of the last one with such a q and
+    k, without a mask and slopes; `asked` says for what else. Checks, options and choice take five times as
+    long as this."""
     if torch.compiler.is_dynamo_compiling():
         return None
     try:
-        check, last, state, run = _local.site
-        known = (not (q.is_nested or k.is_nested or v.is_nested) and check(q, k, v) and asked == last
-                 and state == _state())
-        return run if known and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else None
-    except (AttributeError, TypeError):  # none was made, or no tensors came
+        if q.is_nested or k.is_nested or v.is_nested:
+            return None
+        site, now = _local.site, (asked, _state())
+        if not (site[0](q, k, v) and site[1] == now):
+            site = _local.site = _local.others[alike(q), k.shape]  # to itself, to an encoder
+            if not (site[0](q, k, v) and site[1] == now):
+                return None
+        run: Run = site[2]
+        return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else run
+    except (AttributeError, TypeError, KeyError):  # none was made, or no tensors came
         return None
 
 
@@ -228,7 +236,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
     run = _ways[way](options, kind)
     is_same = q is given[0] and k is given[1] and v is given[2] and not is_watched()
     if asked is not None and mask is None and slopes is None and is_same:
-        _local.site = guard(q, k, v), asked, _state(), run
+        _local.site = guard(q, k, v), (asked, _state()), run
+        keep_other(vars(_local).setdefault("others", {}), (alike(q), k.shape), _local.site)
     return run(q, k, v, mask, slopes)
 
 
