@@ -101,7 +101,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
         kinds = [_kind(o) for o in options]
         is_known_again = all(kind is not None or isinstance(o, tuple) or callable(o)
-                    for o, kind in zip(options, kinds, strict=True))
+                             for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
         if is_known_again and not counted and asked == list(map(id, tensors)):
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
