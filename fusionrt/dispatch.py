@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike
+from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, keep_other
 from fusionrt.watching import dispatch_modes
 
 if TYPE_CHECKING:
@@ -110,13 +110,6 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
-
-
-def keep_other(others: dict[Any, Any], kind: tuple[Any, ...], known: Any) -> None:
-    """What a thread knows of a kind of call, for calls that come after some of other kinds."""
-    if len(others) >= Sites.KEPT:
-        others.clear()
-    others[kind] = known
 
 
 def _kind(option: Any) -> type | None:

@@ -19,12 +19,11 @@ from fusionrt import guards, layout, random, rehearsal, settling
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
-from fusionrt.dispatch import keep_other
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.replay import Recording
-from fusionrt.sites import alike
+from fusionrt.sites import alike, keep_other
 from fusionrt.steps import Steps
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 

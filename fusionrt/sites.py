@@ -14,6 +14,7 @@ from fusionrt.settling import settle
 from fusionrt.watching import dispatch_modes
 
 Run = Callable[..., Any]
+KEPT = 1024  # kinds of calls
 NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
@@ -21,6 +22,13 @@ EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals anoth
 def alike(tensor: Any) -> tuple[Any, ...]:
     """By which the kinds of calls of a model that differ in their first tensor are told apart."""
     return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def keep_other(others: dict[Any, Any], kind: tuple[Any, ...], known: Any) -> None:
+    """What a thread knows of a kind of call, for calls that come after some of other kinds."""
+    if len(others) >= KEPT:
+        others.clear()
+    others[kind] = known
 
 
 class Sites(threading.local):
@@ -31,8 +39,6 @@ class Sites(threading.local):
         run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
         return run(*tensors)
     """
-
-    KEPT = 1024
 
     def __init__(self) -> None:
         self.known: dict[Any, dict[Any, Way]] = {}
@@ -52,13 +58,10 @@ class Sites(threading.local):
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
-            if len(self.known) >= self.KEPT:
+            if len(self.known) >= KEPT:
                 self.known.clear()
-            check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
-            ways = self.known.setdefault((key, torch.is_grad_enabled()), {})
-            if len(ways) >= self.KEPT:
-                ways.clear()
-            way = ways[alike(tensors[0])] = Way(check, run)
+            way = Way(guard_all(guard(*[t for t in tensors if t is not None]), tensors), run)
+            keep_other(self.known.setdefault((key, torch.is_grad_enabled()), {}), alike(tensors[0]), way)
             self.last = way, list(map(id, tensors))
         return run
 
@@ -67,7 +70,7 @@ class Sites(threading.local):
         temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
         if not all(type(n) in EQUAL for n in numbers):
             return False
-        if len(self.numbers) >= self.KEPT:
+        if len(self.numbers) >= KEPT:
             self.numbers.clear()
         try:
             before, self.numbers[kind] = self.numbers.get(kind), numbers

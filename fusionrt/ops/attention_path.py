@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fusionrt.dispatch import keep_other
 from fusionrt.dtypes import HALVES
 from fusionrt.guards import guard
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
@@ -25,7 +24,7 @@ from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.attention import CAPABILITY, DIMS
-from fusionrt.sites import alike
+from fusionrt.sites import alike, keep_other
 from fusionrt.watching import is_watched, transforms_active
 
 Tensor = torch.Tensor
