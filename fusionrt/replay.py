@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from fusionrt.guards import guard
 from fusionrt.problem import unpack
-from fusionrt.settling import is_capturing, settled
+from fusionrt.settling import is_capturing, settle, settled, settles
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import dispatch_modes, transforms_active
 
@@ -80,6 +80,7 @@ class Recording:
         self.general = backward
         self.passes: list[Known] = []
         self.is_settled = False
+        settles(self, self.settle)
         self.function: Any = type(op.name, (torch.autograd.Function,), {"recording": self})
         self._write()
         self.apply = straight(self.function)
@@ -165,9 +166,45 @@ class Recording:
                 for known in self.passes:
                     with steps.perhaps():
                         steps.equal(here, known.thread)
-                        _repeat(steps, known, tensors, kept, grads)
+                        self._repeat(steps, known, tensors, kept, grads)
         steps.give(steps.call(self.general, self, saved, kept, steps.tuple(*grads)))
         return steps
+
+    def _repeat(self, steps: Steps, known: Known, saved: Sequence[Value], kept: Any, grads: Sequence[Value]
+                ) -> None:
+        """The pass, if it is of this kind."""
+        for g, is_given in zip(grads, known.given, strict=True):
+            (steps.other if is_given else steps.same)(g, None)
+        given = [g for g, is_given in zip(grads, known.given, strict=True) if is_given]
+        steps.same(steps.call(known.check, *saved, *given), True)
+        if not self.is_settled:  # the graph of one call may be kept for many passes
+            steps.call(settle, self)
+        outs: list[Value] = []
+
+        def value(source: Source) -> Any:
+            kind, k = source
+            match kind:
+                case "saved":
+                    return saved[k]
+                case "kept":
+                    return steps.item(kept, k)
+                case "grad":
+                    return grads[k]
+                case "out":
+                    return outs[k]
+                case "mask":
+                    return steps.tuple(0, 0, saved[k])
+                case _:
+                    return k
+
+        if known.plan is not None:
+            out = steps.call(known.plan, *map(value, known.inputs))
+            outs = [steps.item(out, k) for k in range(known.n_made)] if known.n_made > 1 else [out]
+        results = []
+        for result in known.results:
+            of, shape = result or (("this", None), None)
+            results.append(value(of) if shape is None else steps.call(steps.get(value(of), "expand"), shape))
+        steps.give(steps.tuple(*results))
 
     def others(self, kept: Sequence[Any]) -> list[Any]:
         """What `autograd.restore` needs beside the saved tensors."""
@@ -206,40 +243,6 @@ class Recording:
                            ("kept", next(number)) if known is NUMBER else ("this", a))
         places = dict(zip(self.saved_outputs, read, strict=False))
         return sources + [("saved", places[output]) for output in made.saved]
-
-
-def _repeat(steps: Steps, known: Known, saved: Sequence[Value], kept: Any, grads: Sequence[Value]) -> None:
-    """The pass, if it is of this kind."""
-    for g, is_given in zip(grads, known.given, strict=True):
-        (steps.other if is_given else steps.same)(g, None)
-    given = [g for g, is_given in zip(grads, known.given, strict=True) if is_given]
-    steps.same(steps.call(known.check, *saved, *given), True)
-    outs: list[Value] = []
-
-    def value(source: Source) -> Any:
-        kind, k = source
-        match kind:
-            case "saved":
-                return saved[k]
-            case "kept":
-                return steps.item(kept, k)
-            case "grad":
-                return grads[k]
-            case "out":
-                return outs[k]
-            case "mask":
-                return steps.tuple(0, 0, saved[k])
-            case _:
-                return k
-
-    if known.plan is not None:
-        out = steps.call(known.plan, *map(value, known.inputs))
-        outs = [steps.item(out, k) for k in range(known.n_made)] if known.n_made > 1 else [out]
-    results = []
-    for result in known.results:
-        of, shape = result or (("this", None), None)
-        results.append(value(of) if shape is None else steps.call(steps.get(value(of), "expand"), shape))
-    steps.give(steps.tuple(*results))
 
 
 def straight(function: Any, backward: Run | None = None) -> Run:

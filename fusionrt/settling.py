@@ -6,7 +6,7 @@ A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
+Called = TypeVar("Called")
 SETTLED_AFTER = 100  # calls
 
 
-def settles(run: Run, made: Run) -> Run:
+def settles(run: Called, made: Run) -> Called:
     """`run`, of which `made` makes what costs less a call: for many, as the first one takes LLVM's import."""
     vars(run).update(settled=made, calls=0)
     return run
 
 
-def settled(run: Run) -> Run:
+def settled(run: Any) -> Run:
     made = getattr(run, "settled", None)
     return run if made is None else cast(Run, made())
 
 
-def settle(run: Run) -> Run | None:
+def settle(run: Any) -> Run | None:
     """What to call from now on, for whoever asks at each call; None: to be asked again. Not during a capture,
     whose memory is the graph's."""
     kept = getattr(run, "__dict__", {})

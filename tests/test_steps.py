@@ -214,6 +214,19 @@ def test_recorded_calls_settle(device: str, monkeypatch: pytest.MonkeyPatch, kee
     assert all(isinstance(f, BuiltinFunctionType) for f in (recording.function.forward, backward))
 
 
+def test_passes_of_one_call_settle(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the graph is kept."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 2)
+    x = torch.randn(6, 9, device=device, requires_grad=True)
+    g = torch.randn(6, 9, device=device)
+    out, expected = frt.softplus(x), torch.sigmoid(x.detach()) * g
+    recording = frt.softplus.operator.recording((x, 1.0, 20.0))
+    for _ in range(5):
+        assert_close(torch.autograd.grad(out, x, g, retain_graph=True), (expected,))
+    backward = vars(recording.function._backward_cls)["apply"].__func__
+    assert recording.is_settled and isinstance(backward, BuiltinFunctionType)
+
+
 def test_recorded_calls_leak_nothing(monkeypatch: pytest.MonkeyPatch, only_new_objects: None) -> None:
     monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(8, requires_grad=True)
