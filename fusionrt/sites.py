@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,8 @@ NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 
-def alike(tensor: Any) -> tuple[Any, ...]:
-    """By which the kinds of calls of a model that differ in their first tensor are told apart."""
-    return tensor.shape, tensor.dtype, tensor.requires_grad
+# Of a tensor: by which the kinds of calls of a model that differ in their first one are told apart.
+alike = operator.attrgetter("shape", "dtype", "requires_grad")
 
 
 def keep_other(others: dict[Any, Any], kind: tuple[Any, ...], known: Any) -> None:

@@ -22,6 +22,7 @@ from fusionrt.ops.embedding_gradients import (
     vector_of,
 )
 from fusionrt.rehearsal import device_type
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
@@ -34,6 +35,7 @@ ELEMENTS, ELEMENTS_OF_GRADIENT = 32, 24   # of a thread, as long as there can be
 WHOLE_ROW, PACKS_OF_A_PART = 4096, 2  # bytes
 ROWS_AT_ONCE, MOST_EACH = 4, 32      # rows of a team: of parts, with a norm
 ENOUGH_TEAMS = 1 << 11
+ROUND = 8                            # rows that a team could have while a round begins and ends
 MOST_COMMON, MOST_SHARED = 2, 47 << 10  # rows of types; bytes of a block
 
 
@@ -124,7 +126,7 @@ def sum_kernel(form: Form) -> Kernel:
     constants += [f"constexpr int {name} = {value};" for name, value in (
         ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads), ("EACH", form.each),
         ("KINDS", form.common),
-        *((name, max(1, _busy_threads(form, common) // max(128, form.threads)) if form.norm else 1)
+        *((name, _blocks(form, common) if form.norm else 1)
           for name, common in (("MIN_BLOCKS", False), ("COMMON_BLOCKS", True))),
         *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
     constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
@@ -136,12 +138,16 @@ def sum_kernel(form: Form) -> Kernel:
                   acc="float64" if form.dtype == "float64" else "float32")
 
 
-def _busy_threads(form: Form, common: bool) -> int:
+def _blocks(form: Form, common: bool) -> int:
     """Of a multiprocessor; without a limit the compiler takes so many registers that few have room."""
     few = form.vec * form.packs <= (16 if form.gradient else 24)
-    if common and not form.gradient:
-        return 640 if few else 512
-    return 512 if few else 384
+    threads = (640 if few else 512) if common and not form.gradient else 512 if few else 384
+    return max(1, threads // max(128, form.threads))
+
+
+def _held(form: Form, common: bool) -> int:
+    """Teams of a GPU."""
+    return MULTIPROCESSORS * _blocks(form, common) * max(1, 128 // form.threads)
 
 
 def threads_and_packs(columns: int, vec: int, norm: bool, itemsize: int, gradient: bool = False
@@ -242,15 +248,25 @@ class Share(NamedTuple):
     one_position: bool
 
 
-def _share_of(rows: Rows, threads: int, most: int) -> Share:
-    """Fewer rows than `most` for each where teams would not fill a GPU. A lane knows the ids of a row."""
+def _share_of(rows: Rows, each: int) -> Share:
+    """`each` or a little less, where that many take as many turns."""
     count, period = rows.total, rows.position_period
-    each = max(1, min(most, threads, 32, count // ENOUGH_TEAMS))
-    each = each if 2 * count < MOST_ROWS else 1   # the kernel counts beyond the last row, in 32 bits
     repeats = count // period if rows.tables[1] is not None and count % period == 0 else 0
     if repeats >= each:
-        return Share(each, period * -(-repeats // each), True)
+        turns = -(-repeats // each)
+        return Share(-(-repeats // turns), period * turns, True)
     return Share(each, -(-count // each), False)
+
+
+def _best_share(rows: Rows, most: int, held: int | None) -> Share:
+    """Up to `most` for each. Teams with a norm, of which a GPU holds so many, take turns in whole rounds; of
+    others there need only be enough."""
+    if 2 * rows.total >= MOST_ROWS:  # the kernel counts beyond the last row, in 32 bits
+        return _share_of(rows, 1)
+    if held is None:
+        return _share_of(rows, max(1, min(most, rows.total // ENOUGH_TEAMS)))
+    return min((_share_of(rows, each) for each in range(most, 0, -1)),
+               key=lambda share: -(-share.apart // held) * (share.each + ROUND))
 
 
 def _common(form: Form, rows: Rows, each: int) -> int:
@@ -285,11 +301,13 @@ def _planned(rows: Rows, gradient: bool) -> Plan | None:
         return None
     vec, threads, packs = shape
     weight, columns, tile = rows.weight, rows.weight.shape[1], vec * packs * threads
-    share = _share_of(rows, threads, MOST_EACH if rows.norm else ROWS_AT_ONCE if columns > tile else 1)
+    most = min(threads, MOST_EACH if rows.norm else ROWS_AT_ONCE if columns > tile else 1)
     form = Form(name_of(weight.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in rows.ids),
-                vec, packs, threads, columns % tile == 0, 1 if rows.norm else share.each, rows.kinds,
-                share.one_position, rows.scaled, rows.norm, tuple(a is not None for a in rows.affine),
-                rows.dropout, gradient, rounded=rows.norm and not _fits(weight, True))
+                vec, packs, threads, columns % tile == 0, 1, rows.kinds, _share_of(rows, most).one_position,
+                rows.scaled, rows.norm, tuple(a is not None for a in rows.affine), rows.dropout, gradient,
+                rounded=rows.norm and not _fits(weight, True))
+    share = _best_share(rows, most, _held(form, _common(form, rows, most) > 0) if rows.norm else None)
+    form = form._replace(each=1 if rows.norm else share.each, one_position=share.one_position)
     form = form._replace(common=_common(form, rows, share.each))
     blocks = -(-share.apart // max(1, 128 // threads))
     of_tables = *(0 if t is None else t.stride(0) for t in rows.tables), *(
