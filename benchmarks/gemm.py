@@ -1,4 +1,4 @@
-"""The kernel of a linear layer and what follows it (fusionrt.runtime.gemm), against cuBLAS and a pass.
+"""The kernel of a linear layer and what follows it (fusionrt.ops.gemm), against cuBLAS and a pass.
 
 y = activation(x W^T + b), x [M, K] and W [N, K] of random numbers; `residual`: residual + gelu(x W^T + b);
 `keep`: gelu with x W^T + b as a second result, as training wants it. Device time in CUDA graphs, on input
@@ -22,8 +22,8 @@ from benchmarks import script
 from fusionrt import activation as activations
 from fusionrt.bench import timing
 from fusionrt.bench.results import Results, why
-from fusionrt.runtime import gemm
-from fusionrt.runtime.product import PRODUCT, RESIDUAL
+from fusionrt.ops import gemm
+from fusionrt.ops.product import PRODUCT, RESIDUAL
 
 LAYERS = ((3072, 768), (4096, 1024), (16384, 4096))  # N, K
 ROWS = (1, 32, 128, 512, 2048, 8192, 16384)

@@ -25,8 +25,7 @@ from fusionrt.activation import finishing
 from fusionrt.bench import rivals, timing
 from fusionrt.bench.results import Row, why
 from fusionrt.op_names import OPS
-from fusionrt.ops import linear
-from fusionrt.runtime import gemm, gemv
+from fusionrt.ops import gemm, gemv, linear
 from fusionrt.sites import Sites
 
 ROWS = (1, 32, 512, 8192, 16384)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.activation import resolve
-from fusionrt.runtime.product import PRODUCT, RESIDUAL
+from fusionrt.ops.product import PRODUCT, RESIDUAL
 
 
 def applied(activation, residual=False):

@@ -10,8 +10,8 @@ from attention_cases import heads, same
 from checking import BF16, F16, captured
 
 import fusionrt as frt
+from fusionrt.ops import attention_kernels as kernels
 from fusionrt.ops import attention_path as path
-from fusionrt.runtime import attention as kernels
 from fusionrt.runtime import compiler, tensor_map
 from fusionrt.runtime.tensor_map import Heads
 

@@ -10,10 +10,11 @@ from product_checks import applied, check, operands
 
 import fusionrt as frt
 from fusionrt import expr
-from fusionrt.runtime import compiler, gemm, tensor_map
+from fusionrt.ops import gemm
+from fusionrt.ops.gemm import Kind, Tile
+from fusionrt.ops.product import PRODUCT, Layer
+from fusionrt.runtime import compiler, tensor_map
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime.gemm import Kind, Tile
-from fusionrt.runtime.product import PRODUCT, Layer
 from fusionrt.runtime.tensor_map import Matrix
 
 TILES = (Tile(128, 128), Tile(128, 128, 2), Tile(128, 96), Tile(128, 64), Tile(64, 64),

@@ -7,9 +7,10 @@ import torch
 from product_checks import applied, check, operands
 
 from fusionrt import expr
-from fusionrt.runtime import compiler, gemv
-from fusionrt.runtime.gemv import Kind
-from fusionrt.runtime.product import PRODUCT, Layer
+from fusionrt.ops import gemv
+from fusionrt.ops.gemv import Kind
+from fusionrt.ops.product import PRODUCT, Layer
+from fusionrt.runtime import compiler
 
 HALF = (torch.bfloat16, torch.float16)
 CASES = tuple(itertools.product((False, True), repeat=3))   # bias, residual, keep

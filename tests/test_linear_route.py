@@ -9,10 +9,9 @@ from torch.nn import functional as F
 import fusionrt as frt
 from fusionrt import reference
 from fusionrt.activation import finishing
-from fusionrt.ops import linear
+from fusionrt.ops import gemm, gemv, linear
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime import gemm, gemv
 from fusionrt.sites import Sites
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt.ops import attention_kernels as kernels
 from fusionrt.ops.attention_chunks import Options, totals_of
-from fusionrt.runtime import attention as kernels
-from fusionrt.runtime.attention import Scoring
+from fusionrt.ops.attention_kernels import Scoring
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 
 Tensor = torch.Tensor

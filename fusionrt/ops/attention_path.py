@@ -21,9 +21,9 @@ from fusionrt.dtypes import HALVES
 from fusionrt.guards import guard
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_hopper import hopper_attention
+from fusionrt.ops.attention_kernels import CAPABILITY, DIMS
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
-from fusionrt.runtime.attention import CAPABILITY, DIMS
 from fusionrt.sites import alike, keep_other
 from fusionrt.watching import is_watched, transforms_active
 

@@ -2,7 +2,7 @@
 
 Product and bias are torch's (cuBLAS, oneDNN), in the precision that torch is set to. What follows is one
 kernel of ours, which writes over the product where nobody needs that, or cuBLASLt's own epilogue; or all of
-it is one kernel of ours (`runtime.gemm`, `runtime.gemv`). `route` decides. In a backward pass one kernel has
+it is one kernel of ours (`ops.gemm`, `ops.gemv`). `route` decides. In a backward pass one kernel has
 the gradients of activation, dropout and bias, and two products follow.
 
 Shapes: x (..., K), weight (N, K), bias (N,), results (..., N). Dtypes: float16, bfloat16, float32, float64,
@@ -31,13 +31,13 @@ from fusionrt.dtypes import FLOATS
 from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr, argument
 from fusionrt.op import Operator
+from fusionrt.ops import gemm, gemv
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.pointwise import is_tanh
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
 from fusionrt.replay import straight
-from fusionrt.runtime import gemm, gemv
 from fusionrt.runtime.cache import MissingKernelError
 from fusionrt.settling import planned_once
 from fusionrt.sites import Sites

@@ -14,8 +14,8 @@ import torch
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS
 from fusionrt.expr import Expr
 from fusionrt.laid import address
+from fusionrt.ops.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.runtime.source import Field, pointer
 
 BLOCK = 256

@@ -16,6 +16,7 @@ from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.laid import heads_of_rows
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.matrix_units import multiply
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
 from fusionrt.runtime.tensor_map import Heads
 
@@ -195,27 +196,11 @@ def _constants(kind: Kind, tile: Tile) -> list[str]:
             f"constexpr int D = {kind.dim}, BN = {tile.keys}, STAGES = {tile.stages};",
             f"constexpr bool SOFTCAP = {str(kind.softcap).lower()};",
             f"constexpr Alibi ALIBI = {kind.alibi};",
-            *_product("Tiles", kind.dtype, tile.keys), *_product("Across", kind.dtype, kind.dim)]
+            *_product("Tiles", kind.dtype, tile.keys, begins=True),
+            *_product("Across", kind.dtype, kind.dim, registers=True)]
 
 
-def _product(of: str, dtype: str, n: int) -> list[str]:
+def _product(of: str, dtype: str, n: int, **how: bool) -> list[str]:
     """`Tiles` or `Across` of n columns, as attention_sm90.cuh declares them."""
-    across, count = of == "Across", n // 2
-    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    a, add = ("const unsigned (&a)[4]", "") if across else ("unsigned long long a", ", int add")
-    first = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if across else f"%{count}"
-    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if across else '"l"(a)'
-    b = count + (4 if across else 1)
-    added = "setp.eq.b32 add, 0, 0" if across else f"setp.ne.b32 add, %{b + 1}, 0"
-    modes = "1, 1, 1" if across else "1, 1, 0, 0"
-    return [
-        f"template <> struct {of}<value_t, {n}> {{",
-        f"    static __device__ __forceinline__ void multiply(float (&sums)[{count}], {a}, "
-        f"unsigned long long b{add}) {{",
-        f'        asm volatile("{{\\n.reg .pred add;\\n{added};\\n"',
-        f'                     "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
-        f'                     "{first}, %{b}, add, {modes};\\n}}"',
-        f"                     : {operands}",
-        f'                     : {inputs}, "l"(b)' + ("" if across else ', "r"(add)') + ");", "    }", "};"]
+    first, *body = multiply(dtype, n, **how)
+    return [f"template <> struct {of}<value_t, {n}> {{", f"static {first}", *body, "};"]

@@ -13,12 +13,13 @@ import torch
 
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr
+from fusionrt.ops.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.product import PRODUCT, Layer, is_of_elements, layer
+from fusionrt.runtime.matrix_units import multiply
 from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
 from fusionrt.runtime.tensor_map import Matrix
 
@@ -210,20 +211,6 @@ def _kernel(kind: Kind) -> Kernel:
         f"constexpr int GROUPS = {tile.groups}, CHUNK = {PART_COLUMNS};",
         f"constexpr int STAGES = {kind.stages}, DEPTH = {kind.depth};",
         f"constexpr bool TOGETHER = {str(tile.together).lower()};",
-        *kind.layer.constants(), *_multiply_text(kind.layer.dtype, tile.columns)]
+        *kind.layer.constants(), *multiply(kind.layer.dtype, tile.columns)]
     return Kernel("linear_activation", "gemm_sm90", fields, constants,
                   significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1))
-
-
-def _multiply_text(dtype: str, n: int) -> list[str]:
-    """64 × n products: an instruction that names each of its registers."""
-    short, count = {"bfloat16": "bf16", "float16": "f16"}[dtype], n // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    return [
-        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], unsigned long long a, "
-        "unsigned long long b) {",
-        '    asm volatile("{\\n.reg .pred add;\\nsetp.eq.b32 add, 0, 0;\\n"',
-        f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} {{{sums}}}, "',
-        f'                 "%{count}, %{count + 1}, add, 1, 1, 0, 0;\\n}}"',
-        f"                 : {operands}", '                 : "l"(a), "l"(b));', "}"]
