@@ -14,6 +14,11 @@
 //                             keys, scale, inner, cap, near; plain_scale: of scores
 //   Tiles, Across             as attention_sm90.cuh says, of BN and of D columns
 
+#include "prelude.cuh"
+#include "hopper.cuh"
+#include "sm90.cuh"
+#include "attention_sm90.cuh"
+
 constexpr int GROUPS = 2, BM = 64 * GROUPS;
 constexpr unsigned K_BYTES = BM * D * 2, TILE_BYTES = BN * D * 2, NUMBERS_BYTES = BN * 4;
 constexpr unsigned STAGE_BYTES = 2 * TILE_BYTES + 1024;  // q, grad, logarithms, totals

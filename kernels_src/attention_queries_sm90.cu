@@ -10,6 +10,11 @@
 //                             scale, inner, cap, near; plain_scale: of scores
 //   Tiles, Across             as attention_sm90.cuh says, of BN and of D columns
 
+#include "prelude.cuh"
+#include "hopper.cuh"
+#include "sm90.cuh"
+#include "attention_sm90.cuh"
+
 constexpr int BM = 64 * GROUPS;
 constexpr unsigned Q_BYTES = BM * D * 2, TILE_BYTES = BN * D * 2;
 using KeyRing = Ring<STAGES, 2 * TILE_BYTES>;  // keys, and their values

@@ -24,6 +24,10 @@
 //   Channels, know(p, c)          what the epilogue needs of VEC channels, once a thread
 //   RESIDUAL, finish(channels, v, value, residual)      whether there is one, and the epilogue
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "depthwise_turns.cuh"
+
 // Rows of the source, where all of them are under way together: some of the last turn's may not count.
 constexpr int ROWS_TOGETHER = TRANSPOSED ? TURNS : (TURNS - BEFORE - 1) * STRIDE_H + KH;
 // A thread's share: where it reads and writes, in the first row of either image.

@@ -9,6 +9,11 @@
 //
 // The prologue defines scalar_t, KH, KW, STRIDE_H, STRIDE_W, VEC, COLUMNS, LANES as for depthwise.cu.
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "depthwise_partials.cuh"
+#include "depthwise_sums.cuh"
+
 using Source = Window<scalar_t, VEC, WINDOW>;
 using Gradient = Window<scalar_t, VEC, COLUMNS>;
 

@@ -6,6 +6,11 @@
 // The prologue also defines RESIDUAL, Channels, know, finish as for depthwise.cu, and
 //   BLOCKS      that share a multiprocessor
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "depthwise_images.cuh"
+
 using Sums = acc_t[ROWS][COLUMNS][VEC];
 
 struct Products {

@@ -7,6 +7,11 @@
 //
 // The prologue also defines BLOCKS as for depthwise_images.cu; COLUMNS are the gradient's.
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "depthwise_images.cuh"
+
 static_assert(!TRANSPOSED, "rows of x are the source's");
 
 using Sums = acc_t[TAPS][VEC];

@@ -19,6 +19,11 @@
 //   STAGES      turns whose rows there is memory for
 //   BLOCKS      that share a multiprocessor
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "mma.cuh"
+
 constexpr int ROWS_OUT = TRANSPOSED ? STRIDE_H : ROWS, ROWS_IN = TRANSPOSED ? 1 : ROWS * STRIDE_H;  // of a turn
 // Turns until the first row is finished.
 constexpr int BEFORE = TRANSPOSED ? (KH - 1) / STRIDE_H : ((KH - 1) / STRIDE_H + ROWS - 1) / ROWS;

@@ -13,6 +13,11 @@
 //   STAGES, GRADS    turns whose rows of x there is memory for; rows of the gradient
 //   BLOCKS           that share a multiprocessor
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "mma.cuh"
+
 constexpr int STRIPS = 8, PIXELS = 8, UNIT = 16, CHANNEL = 8;   // of a block; of a strip; bytes; channels of a unit
 constexpr int UNITS = BLOCK / (STRIPS * PIXELS), WARPS = BLOCK / 32, SHARES = WARPS / UNITS;
 constexpr int PIXEL = UNITS * UNIT;                             // bytes

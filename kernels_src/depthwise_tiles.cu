@@ -9,6 +9,13 @@
 //   STAGES     turns whose rows there is memory for
 //   LOADS      units of a row that a thread copies
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "depthwise_turns.cuh"
+#include "depthwise_copies.cuh"
+#include "depthwise_blocks.cuh"
+
 constexpr int ROWS = STEPS * ROWS_IN;  // of a turn
 
 template <int S = 0>

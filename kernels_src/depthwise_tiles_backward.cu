@@ -5,6 +5,14 @@
 //   STEPS, STAGES         rows of the gradient in a turn; turns whose rows there is memory for
 //   LOADS, OTHER_LOADS    units of a row of x and of the gradient that a thread copies
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "depthwise_partials.cuh"
+#include "depthwise_sums.cuh"
+#include "depthwise_copies.cuh"
+#include "depthwise_blocks.cuh"
+
 constexpr int ROWS = STEPS * STRIDE_H;  // of x in a turn
 static_assert(STEPS % PHASES == 0, "a turn begins where the ring of rows held does");
 

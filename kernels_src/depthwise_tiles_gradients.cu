@@ -12,6 +12,14 @@
 // of HELD; and
 //   OTHER_LOADS    units of a row of x that a thread copies
 
+#include "prelude.cuh"
+#include "depthwise.cuh"
+#include "copies.cuh"
+#include "depthwise_turns.cuh"
+#include "depthwise_partials.cuh"
+#include "depthwise_copies.cuh"
+#include "depthwise_blocks.cuh"
+
 static_assert(STEPS % HELD == 0, "a turn begins where the ring of rows of x does");
 
 // A row of the gradient with the rows of x whose results it counts for; `newest` is the place of the last one.

@@ -20,6 +20,9 @@
 //   ROUNDED               moments are of what scalar_t has of the sums: as the gradient, elsewhere, reads them
 //   GRADIENT              of a norm, instead
 
+#include "prelude.cuh"
+#include "indices.cuh"
+
 // Where a multiprocessor has shared memory for them without fewer blocks: 164 KB and more.
 constexpr int COMMON = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? KINDS : 0;
 constexpr int NONE = 0, COUNTED = 1, GIVEN = 2;

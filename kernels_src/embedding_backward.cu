@@ -15,6 +15,9 @@
 //
 // The prologue defines scalar_t, type_t, VEC (elements of a pack), TYPES and STAGE.
 
+#include "prelude.cuh"
+#include "retention.cuh"
+
 constexpr int WARPS = BLOCK / 32, AHEAD = 8;  // rows whose loads are under way at a time
 constexpr unsigned ALL = 0xffffffffu, NOTHING = 0xffffffffu;
 using Sum = acc_t[VEC];

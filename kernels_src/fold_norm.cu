@@ -14,6 +14,8 @@
 // the pointers; row, pixels, inner: elements of a channel's weights, taps, channels of x; channels; threads of a
 // team; eps. Params are a Layer, or of MANY: layers; which team has which layer and channel; how many have one.
 
+#include "prelude.cuh"
+
 using uint64_t = unsigned long long;
 
 struct Team {

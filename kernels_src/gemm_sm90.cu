@@ -21,6 +21,10 @@
 //   multiply(sums, a, b)          adds 64 × BN products of 16
 //   finish(product, residual)
 
+#include "prelude.cuh"
+#include "hopper.cuh"
+#include "sm90.cuh"
+
 constexpr int BM = 64 * HALVES, BK = 64, WARPS = 4 * GROUPS;
 constexpr int BAND = 8;  // tiles below each other that are walked before the next column
 constexpr unsigned X_BYTES = BM * BK * 2, W_BYTES = BN * BK * 2, STAGE_BYTES = X_BYTES + W_BYTES;

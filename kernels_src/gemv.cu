@@ -16,6 +16,10 @@
 //   Params                        x, w, out, kept, residual, bias; x_row, w_row, residual_row: steps to the next; m, n, k
 //   finish(product, residual)
 
+#include "prelude.cuh"
+#include "copies.cuh"
+#include "mma.cuh"
+
 constexpr int WARPS = BLOCK / 32, STEP = 32, COLUMNS = 16, ROWS = 8 * GROUPS;
 constexpr int PITCH = COLUMNS + 4;  // threads of a warp in different banks
 

@@ -1,6 +1,8 @@
 // Sums of the squares of gradients: block b adds up chunks b, b + grid, ... into squares[b].
 // Sixteen elements at most are added in acc_t before a double takes them: 1e8 small squares stay exact enough.
 
+#include "prelude.cuh"
+
 extern "C" __global__ void __launch_bounds__(BLOCK) gradient_norm(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     constexpr int W = 16 / sizeof(grad_t), TILE = BLOCK * W;

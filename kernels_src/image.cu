@@ -11,6 +11,8 @@
 // image as it is by then: FIRST leaves images in `between`, adjusted up to there, and sums of their grey values
 // in `sums`; SECOND does the rest from those. WHOLE is both, without contrast.
 
+#include "prelude.cuh"
+
 constexpr int WHOLE = 0, FIRST = 1, SECOND = 2;
 constexpr int LANES = 32, WARPS = BLOCK / LANES, QUARTER = 4 * LANES, CHUNK = 4 * QUARTER;
 constexpr bool BYTES = sizeof(pixel_t) == 1;

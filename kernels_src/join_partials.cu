@@ -8,6 +8,9 @@
 // joined as well, store(p, n, values), and Params: partials[k][chunk][n][inner], chunks, kept, side, the outputs and
 // numbers.
 
+#include "prelude.cuh"
+#include "reductions.cuh"
+
 template <int G = 0>
 __device__ __forceinline__ void join_all(acc_t (&mine)[VALUES], const acc_t (&other)[VALUES]) {
     join<G>(mine, other);

@@ -7,6 +7,8 @@
 // The prologue defines scalar_t, CAUSAL (query i attends to no key after i), LOGARITHMS (there are any), and
 // Params.
 
+#include "prelude.cuh"
+
 extern "C" __global__ void __launch_bounds__(BLOCK) masked_rows(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     const unsigned r = blockIdx.x * BLOCK + threadIdx.x, lane = threadIdx.x % 32;

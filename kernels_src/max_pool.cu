@@ -9,6 +9,8 @@
 // and Params: x, out, places; vectors, of the result, fewer than 2^31 elements; packs, vectors of a pixel; height,
 // width of x; out_height, out_width.
 
+#include "prelude.cuh"
+
 // The first step of a window that lies inside of the images.
 __device__ __forceinline__ int first_inside(int begin, int dilation) {
     return begin < 0 ? (-begin + dilation - 1) / dilation : 0;

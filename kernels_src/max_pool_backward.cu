@@ -7,6 +7,8 @@
 // The prologue defines what it does there, with Params: grad, places, out; vectors, of out, fewer than 2^31 elements;
 // packs, vectors of a pixel; height, width of out; out_height, out_width, of grad.
 
+#include "prelude.cuh"
+
 // The window of which this is step k, or -1.
 __device__ __forceinline__ int window(int at, int k, int stride, int padding, int dilation, int windows) {
     const int begin = at + padding - k * dilation, n = begin / stride;

@@ -4,6 +4,8 @@
 // learning rate that is a tensor lie on the device, so the host never waits and a CUDA graph may hold the step.
 // RULE, BLOCK and N (gradients) come from the runtime.
 
+#include "prelude.cuh"
+
 __device__ __forceinline__ bool is_finite(double x) { return ::fabs(x) <= 1.7976931348623157e308; }
 
 // Of the gradients that are clipped, unscaled, and whether all gradients are finite; for the whole block.

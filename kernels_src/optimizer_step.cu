@@ -5,6 +5,8 @@
 // Bound by memory: AdamW in float32 moves 28 bytes an element. 16 bytes of each of its four inputs a thread, and
 // six blocks of 256 threads: 96 KB of loads in flight on each multiprocessor.
 
+#include "prelude.cuh"
+
 constexpr bool QUANTISED = sizeof(state_t) == 1;
 constexpr int KEPT = STATES ? STATES : 1;  // an array of none cannot be declared
 // Blocks on a multiprocessor. Left to itself the compiler gives AdamW 62 registers, and a third fewer loads are in

@@ -18,6 +18,8 @@
 //   Draws<W>, draws<W>(p, i)      their random bits; draw_both(p, i, a, b) for i and i + HALF_BLOCK
 //   finish<W>(p, i, tile, draws)  compute and store the outputs
 
+#include "prelude.cuh"
+
 // Vectors of a pair that share random numbers are HALF_BLOCK elements apart: threads side by side fill the first
 // half, their second vectors the other one. Of fewer than four elements, none shares what it draws.
 template <int VEC, int UNROLL, int THREADS> struct Layout {

@@ -18,6 +18,12 @@
 //   p.finding, p.elements
 //   p.images, p.image             how many, and elements of one
 
+#include "prelude.cuh"
+#include "reductions.cuh"
+#include "arrivals.cuh"
+#include "copies.cuh"
+#include "hopper.cuh"
+
 using finding::BLOCK, finding::VALUES, finding::VEC;
 using finding::index_t;
 

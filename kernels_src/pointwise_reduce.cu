@@ -31,6 +31,11 @@
 //   p.partials[k][chunk][group][column], or, if FINAL, store(p, group * columns + column, values); if JOINED both, and
 //   p.arrived, where blocks are counted: see arrivals.cuh
 
+#include "prelude.cuh"
+#include "reductions.cuh"
+#include "copies.cuh"
+#include "arrivals.cuh"
+
 // Of value `at` of p.chunks rows of `step`.
 template <typename P>  // which has only one or the other
 __device__ __forceinline__ void leave(const P& p, const acc_t (&values)[VALUES], index_t chunk, index_t at, index_t step) {

@@ -15,6 +15,10 @@
 //   p.kept, p.side                packs of a thread in shared memory; 2^side columns that a block joins at a time
 //   p.arrived                     where blocks meet: 0, and 0 again at the end
 
+#include "prelude.cuh"
+#include "reductions.cuh"
+#include "arrivals.cuh"
+
 using finding::BLOCK, finding::DEPTH, finding::LANES, finding::UNROLL, finding::VALUES, finding::VEC, finding::WIDTH;
 using finding::index_t;
 

@@ -7,6 +7,8 @@
 //   p.columns, p.vectors          of a row: elements, vectors (a divisor)
 //   p.rows, p.each                rows in all, and of a thread
 
+#include "prelude.cuh"
+
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS) pointwise_walk(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     const index_t n = static_cast<index_t>(blockIdx.x) * BLOCK + threadIdx.x, team = p.vectors.divide(n);

@@ -16,6 +16,10 @@
 //   ROTATES       whether q and k are rotated
 //   HEADS, LANES  heads of a thread; threads side by side, DEPTH times as many in a block
 
+#include "prelude.cuh"
+#include "indices.cuh"
+#include "rotary.cuh"
+
 constexpr int PACKS = INTERLEAVED && VEC > 1 ? 1 : 2;
 constexpr int PAIRS = VEC * PACKS / 2;
 constexpr int DEPTH = BLOCK / LANES;

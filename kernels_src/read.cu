@@ -2,6 +2,8 @@
 //
 // Before this file: BLOCK. The grid strides over `vectors` words of 16 bytes.
 
+#include "prelude.cuh"
+
 constexpr int AT_ONCE = 4;
 
 extern "C" __global__ void __launch_bounds__(BLOCK) read(const __grid_constant__ Params p) {

@@ -15,6 +15,10 @@
 //   POSITIONS     the positions are given; otherwise they count from p.offset
 //   Index, Division   of the number of threads
 
+#include "prelude.cuh"
+#include "indices.cuh"
+#include "rotary.cuh"
+
 constexpr int PACKS = INTERLEAVED && VEC > 1 ? 1 : 2;   // of a unit
 constexpr int PAIRS = VEC * PACKS / 2;
 constexpr int AHEAD = 4 / PACKS;                        // heads whose loads are under way at a time

@@ -47,6 +47,13 @@
 //   collect<PASS, W>(values, found, column)                  `found`, packs of VEC that are STEP apart
 //   store_row(p, row, values)     outputs with one value a row
 
+#include "prelude.cuh"
+#include "reductions.cuh"
+#include "hopper.cuh"
+#include "arrivals.cuh"
+#include "rows_exchange.cuh"
+#include "rows_totals.cuh"
+
 // ---------------------------------------------------------------------------------------------
 // Over a row
 

@@ -10,6 +10,8 @@
 // The prologue defines index_t, BITS and
 //   SCATTER, FIRST, LAST   which pass this is
 
+#include "prelude.cuh"
+
 constexpr int BINS = 1 << BITS, WARPS = BLOCK / 32;
 
 __device__ __forceinline__ unsigned key_at(const Params& p, unsigned i) {

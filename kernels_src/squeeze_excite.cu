@@ -15,6 +15,9 @@
 // of w2, neither more than BLOCK. Shared memory, numbers: SCRATCH, 2 PACK packs, 2 hidden rounded up to 4,
 // CLUSTER hidden.
 
+#include "prelude.cuh"
+#include "hopper.cuh"
+
 constexpr int WARPS = BLOCK / 32;
 // Packs of a thread that are under way at a time, as many as registers allow: of pixels, which of FEW images stay there
 // until they are scaled, and of either matrix.

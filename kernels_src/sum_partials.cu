@@ -5,6 +5,8 @@
 //
 // The prologue defines BLOCK, out_t, and Params: partials, out, chunks, kept, side. blockIdx.y is k.
 
+#include "prelude.cuh"
+
 extern "C" __global__ void __launch_bounds__(BLOCK) sum_partials(const __grid_constant__ Params p) {
     const int columns = 1 << p.side, lane = threadIdx.x & (columns - 1), depth = threadIdx.x >> p.side;
     const index_t n = (static_cast<index_t>(blockIdx.x) << p.side) + lane;

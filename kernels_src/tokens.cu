@@ -9,6 +9,9 @@
 // Before this file: source_t (of ids; uint8_t: bytes, to which p.shift is added), index_t, RAGGED, LEFT, BOS, EOS,
 // SHIFTED (inputs are the labels one place later), MASKED (labels are of chosen tokens), CHECKED.
 
+#include "prelude.cuh"
+#include "indices.cuh"
+
 __device__ __forceinline__ bool is_special(const Params& p, int64_t id) {
     for (int k = 0; k < p.n_special; ++k)
         if (p.special[k] == id) return true;

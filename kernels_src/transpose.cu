@@ -7,6 +7,8 @@
 // The prologue defines word_t, as wide as EACH elements; Params: x, y; rows, columns; down, across: blocks of a
 // matrix.
 
+#include "prelude.cuh"
+
 constexpr int ROWS = 64, COLUMNS = 32 * EACH, WARPS = BLOCK / 32, TURNS = ROWS / WARPS;
 constexpr int HALVES = ROWS / EACH / 32;  // of a column, which a warp writes in turn
 

@@ -17,6 +17,9 @@
 // Before this file: window_ranges.cuh, scalar_t, STAGE, FAMILY, MEAN, LARGEST, INDEXED, ROOT, LANES, ITEMS, TILES (of
 // a block, one after the other), RESIDENT (blocks), WINDOW (0: any from ITEMS on).
 
+#include "prelude.cuh"
+#include "copies.cuh"
+
 constexpr int WINDOWS = 0, CHUNKS = 1, FOLDS = 2, MIDDLES = 3;       // STAGE
 constexpr int SCAN = BLOCK / LANES, TILE = SCAN * ITEMS;
 static_assert(TILES <= 4, "as many groups of copies are waited for one by one");

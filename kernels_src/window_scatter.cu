@@ -6,6 +6,8 @@
 // grad and index are (outer, results, inner), out is (outer, n, inner) and zero. Place -1: no element.
 // Before this file: scalar_t, ITEMS.
 
+#include "prelude.cuh"
+
 extern "C" __global__ void __launch_bounds__(BLOCK) window_scatter(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * BLOCK + threadIdx.x;

@@ -1,4 +1,4 @@
-"""Kernel source: constants + headers + generated functions + unchanged parts and template, one text.
+"""Kernel source: constants + headers + generated functions + unchanged template, one text.
 
 The text is what gets hashed, so nothing it depends on can change unseen: there is no include path.
 """
@@ -17,33 +17,7 @@ from fusionrt import dtypes
 
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
 ITEMSIZE = {**dtypes.ITEMSIZE, "mask": 1}
-# Template -> headers beside the prelude.
-HEADERS = {"rows": ("reductions.cuh", "hopper.cuh", "arrivals.cuh"),
-           "pointwise_reduce": ("reductions.cuh", "copies.cuh", "arrivals.cuh"),
-           "join_partials": ("reductions.cuh",), "pointwise_resident": ("reductions.cuh", "arrivals.cuh"),
-           "pointwise_planes": ("reductions.cuh", "arrivals.cuh", "copies.cuh", "hopper.cuh"),
-           "rotary": ("indices.cuh", "rotary.cuh"),
-           "qkv_heads": ("indices.cuh", "rotary.cuh"), "embedding": ("indices.cuh",),
-           "embedding_backward": ("retention.cuh",),
-           "tokens": ("indices.cuh",), "squeeze_excite": ("hopper.cuh",),
-           "gemm_sm90": ("hopper.cuh", "sm90.cuh"), "gemv": ("copies.cuh", "mma.cuh"),
-           **dict.fromkeys(("attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
-                           ("hopper.cuh", "sm90.cuh", "attention_sm90.cuh")),
-           **dict.fromkeys(("depthwise", "depthwise_backward"), ("depthwise.cuh",)),
-           **dict.fromkeys(("depthwise_tiles", "depthwise_tiles_backward", "depthwise_tiles_gradients",
-                            "depthwise_images", "depthwise_images_backward"),
-                           ("depthwise.cuh", "copies.cuh")),
-           **dict.fromkeys(("depthwise_mma", "depthwise_mma_backward"),
-                           ("depthwise.cuh", "copies.cuh", "mma.cuh")), "window": ("copies.cuh",)}
-# Template -> what it shares with others of what builds on the specialisation's constants.
-PARTS = {"rows": ("rows_exchange.cuh", "rows_totals.cuh"), "depthwise": ("depthwise_turns.cuh",),
-         "depthwise_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh"),
-         "depthwise_tiles": ("depthwise_turns.cuh", "depthwise_copies.cuh", "depthwise_blocks.cuh"),
-         "depthwise_tiles_backward": ("depthwise_partials.cuh", "depthwise_sums.cuh", "depthwise_copies.cuh",
-                                      "depthwise_blocks.cuh"),
-         "depthwise_tiles_gradients": ("depthwise_turns.cuh", "depthwise_partials.cuh",
-                                       "depthwise_copies.cuh", "depthwise_blocks.cuh"),
-         **dict.fromkeys(("depthwise_images", "depthwise_images_backward"), ("depthwise_images.cuh",))}
+_INCLUDE, _NAMESPACE = re.compile(r'^#include "(.+)"\n', re.MULTILINE), "namespace fusionrt {"
 
 
 def directory() -> Path:
@@ -58,11 +32,12 @@ def template(name: str) -> str:
 
 
 def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
-    """The template with the headers that it builds on."""
-    headers = [template(name) for name in ("prelude.cuh", *HEADERS.get(stem, ()))]
-    parts = [template(name) for name in (*PARTS.get(stem, ()), f"{stem}.cu")]
-    return "\n".join([*constants, *headers, "namespace fusionrt {", *functions, *parts,
-                      "}  // namespace fusionrt", ""])
+    """The template with what it includes: headers of the namespace before the functions, the others, which
+    build on these, in their place."""
+    text = template(f"{stem}.cu")
+    headers = [header for header in map(template, _INCLUDE.findall(text)) if _NAMESPACE in header]
+    text = _INCLUDE.sub(lambda found: "" if template(found[1]) in headers else template(found[1]), text)
+    return "\n".join([*constants, *headers, _NAMESPACE, *functions, text, "}  // namespace fusionrt", ""])
 
 
 def arithmetic(acc: str, significant_bits: int) -> list[str]:
