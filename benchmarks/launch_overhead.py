@@ -83,15 +83,17 @@ def _forward(run: Results, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor)
 
 def _in_turn() -> Calls:
     """As a model calls an op: each time for another of four shapes than before."""
-    tensors = [torch.randn(rows, columns, device="cuda") for rows in (16, 32) for columns in (64, 128)]
-    functions = {"relu(add) eager": lambda x: torch.relu(torch.add(x, x)),
-                 "fusionrt.add_relu": lambda x: frt.add_relu(x, x),
-                 "layer_norm eager": lambda x: F.layer_norm(x, x.shape[-1:]),
-                 "fusionrt.layer_norm": lambda x: frt.layer_norm(x, x.shape[-1:])}
+    shapes = itertools.product((16, 32), (64, 128))
+    pairs = [torch.randn(2, *shape, device="cuda").unbind() for shape in shapes]
+    functions = {"torch.add": torch.add,
+                 "relu(add) eager": lambda x, y: torch.relu(torch.add(x, y)),
+                 "fusionrt.add_relu": frt.add_relu,
+                 "layer_norm eager": lambda x, _: F.layer_norm(x, x.shape[-1:]),
+                 "fusionrt.layer_norm": lambda x, _: frt.layer_norm(x, x.shape[-1:])}
 
-    def turning(function: Callable[[torch.Tensor], torch.Tensor]) -> timing.Call:
-        each = itertools.cycle(tensors)
-        return lambda: function(next(each))
+    def turning(function: Callable[..., torch.Tensor]) -> timing.Call:
+        each = itertools.cycle(pairs)
+        return lambda: function(*next(each))
 
     return {name: turning(function) for name, function in functions.items()}
 
