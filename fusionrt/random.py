@@ -145,10 +145,11 @@ def _counted(generator: torch.Generator) -> tuple[int, int]:
     masks in whatever process. The offset counts the numbers drawn since the seed, by whomever; where that is
     not known any more, the seed is a hash."""
     state, seed = _state(generator), generator.initial_seed()
-    drawn_before = _blocks(seed).find(_words(state))
+    words, drawn = _words(state), _drawn(state)
+    drawn_before = _blocks(seed).find(words)
     if drawn_before is None:
-        return int.from_bytes(_digest(state)[:8], "little"), 0
-    return seed & (2**64 - 1), drawn_before + _drawn(state)
+        return int.from_bytes(words[:8], "little"), drawn
+    return seed & (2**64 - 1), drawn_before + drawn
 
 
 class _Blocks:

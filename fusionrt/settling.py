@@ -48,8 +48,12 @@ def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
     def drawn(*args: Any) -> Any:
         return plan(*args, draw())
 
+    def drawn_apart() -> Run:
+        run = settled(plan)
+        return lambda *args: run(*args, draw())
+
     made = getattr(plan, "settled_drawing", None)
-    return drawn if made is None else settles(drawn, lambda: made(drawn, counters))
+    return settles(drawn, drawn_apart if made is None else lambda: made(drawn, counters))
 
 
 def settles_drawing(run: Run, made: Callable[[Run, int], Run]) -> Run:

@@ -27,7 +27,8 @@
                                          ;    initial_seed of the generator that it guards
     i64,                                 ; 26 by how much to move it on
     i64, i64,                            ; 27 whether the parameters are those of one stream; that stream
-    ptr, i64                             ; 29 a number that is asked for (or null), the current device's; what it must be
+    ptr, i64,                            ; 29 a number that is asked for (or null), the current device's; what it must be
+    i64, ptr                             ; 31 which argument is random numbers, (seed, counter, None), or -1; None
 }
 
 declare ptr @PyTuple_GetItem(ptr, i64)
@@ -209,7 +210,30 @@ random:
     %acquire.at = getelementptr %Plan, ptr %plan, i32 0, i32 21
     %acquire = load ptr, ptr %acquire.at
     %draws = icmp ne ptr %acquire, null
-    br i1 %draws, label %draw, label %outputs
+    br i1 %draws, label %draw, label %random.ask
+random.ask:
+    %random.at = getelementptr %Plan, ptr %plan, i32 0, i32 31
+    %random.which = load i64, ptr %random.at
+    %random.is = icmp sge i64 %random.which, 0
+    br i1 %random.is, label %random.given, label %outputs
+random.given:
+    %rng.at = getelementptr ptr, ptr %arguments, i64 %random.which
+    %rng = load ptr, ptr %rng.at
+    %rng.state = call ptr @PyTuple_GetItem(ptr %rng, i64 2)
+    %none.at = getelementptr %Plan, ptr %plan, i32 0, i32 32
+    %none = load ptr, ptr %none.at
+    %rng.known = icmp eq ptr %rng.state, %none
+    br i1 %rng.known, label %random.take, label %general
+random.take:
+    %rng.seed = call ptr @PyTuple_GetItem(ptr %rng, i64 0)
+    %rng.seed.value = call i64 @PyLong_AsUnsignedLongLongMask(ptr %rng.seed)
+    %rng.seed.to = getelementptr i64, ptr %values, i64 8
+    store i64 %rng.seed.value, ptr %rng.seed.to
+    %rng.counter = call ptr @PyTuple_GetItem(ptr %rng, i64 1)
+    %rng.counter.value = call i64 @PyLong_AsUnsignedLongLongMask(ptr %rng.counter)
+    %rng.counter.to = getelementptr i64, ptr %values, i64 9
+    store i64 %rng.counter.value, ptr %rng.counter.to
+    br label %outputs
 draw:
     %seed_of.at = getelementptr %Plan, ptr %plan, i32 0, i32 25
     %seed_of = load ptr, ptr %seed_of.at

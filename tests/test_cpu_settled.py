@@ -74,6 +74,28 @@ def test_ops_over_rows(op: Callable[[torch.Tensor], Any]) -> None:
         assert "call" not in frames(lambda x=x: op(x))
 
 
+@pytest.mark.parametrize("op", [
+    lambda x: frt.dropout_add(x, x, 0.3), lambda x: frt.gelu_dropout(x, 0.5),
+    lambda x: frt.relu_dropout(x, 0.1), lambda x: frt.attention_dropout(x, 0.4)])
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["one thread", "two threads"])
+def test_random_numbers(op: Callable[[torch.Tensor], Any], shape: tuple[int, int]) -> None:
+    """Each call draws anew, the gradient what its call drew, and a seed gives the bits of Python's."""
+    x = torch.randn(shape)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = op(leaf := x.clone().requires_grad_())
+        return op(x), out.detach(), *torch.autograd.grad(out, leaf, x)
+
+    torch.manual_seed(3)
+    first, *others = (call() for _ in range(5))
+    torch.manual_seed(3)
+    again = call()
+    assert "call" not in frames(lambda: op(x))
+    assert len({tuple(plain[plain.isfinite()].tolist()) for plain, *_ in (first, *others)}) == 5
+    for found, expected in zip(again, first, strict=True):
+        assert_same_bits(found, expected)
+
+
 def test_another_number_of_threads() -> None:
     x, y = torch.randn(LARGE), torch.randn(LARGE)
     expected = torch.relu(x + y)

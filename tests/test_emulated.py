@@ -231,6 +231,31 @@ def test_calls_that_are_made_again(op, shapes, gpu, machine, monkeypatch):
 
 # --- random numbers
 
+def test_drawing_calls_that_are_made_again(gpu, machine, monkeypatch):
+    """Recorded ones and their gradients are given random numbers: machine code draws the bits of Python's."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 3)
+    x, residual = (operand(gpu, (33, 40), F32, 0) for _ in range(2))
+    x.requires_grad_()
+
+    def call():
+        launches = machine.by_machine_code
+        out = frt.dropout_add(x, residual, 0.3)
+        grad, = torch.autograd.grad(out, x, torch.ones_like(x))
+        assert torch.equal(grad != 0, out != residual)
+        return (out.detach(), grad), machine.by_machine_code - launches
+
+    def calls():
+        torch.manual_seed(7)
+        first = call()
+        others = [call() for _ in range(6)]
+        torch.manual_seed(7)
+        return first, call(), others[-1]
+
+    first, again, other = gpu.run(calls)
+    assert (first[1], again[1]) == (0, 2) and not torch.equal(again[0][1], other[0][1])
+    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+
+
 @pytest.mark.parametrize("shape, offset", [((7, 1024), 0), ((9, 1023), 1)], ids=str)
 def test_random_bits_are_those_of_a_cpu(shape, offset, gpu):
     x, residual = (operand(gpu, shape, F32, offset) for _ in range(2))

@@ -82,13 +82,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
             returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = (),
-            still: tuple[Callable[[], int], int] | None = None) -> Callable[..., Any]:
+            still: tuple[Callable[[], int], int] | None = None, also: tuple[str, ...] = ()
+            ) -> Callable[..., Any]:
     outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
                native.Allocated("total", (), (), torch.float64)]
     launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
     functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
-    return native.settled(native.Plan(lambda *args: ("general", *args), ["a0", "a1", "a2", "a3"], outputs,
-                                      returned, [launched, *more], 3, 7, functions, taking, still))
+    arguments = ["a0", "a1", "a2", "a3", *also]
+    return native.settled(native.Plan(lambda *args: ("general", *args), arguments, outputs, returned,
+                                      [launched, *more], 3, 7, functions, taking, still))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,6 +363,18 @@ def test_draws(driver: Driver) -> None:
     generator.refuses = ""
     run(x, y, 1.0, 1.0)
     assert driver.launches.pop()[-1][:2] == (2**64 - 1, 14)
+
+
+def test_given_random_numbers(driver: Driver) -> None:
+    x, y = tensors()
+    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "state", "a2", "a3", "7"), also=("rng",))
+    for seed, offset in ((3, 5), (2**64 - 1, 2**63), (-1, 2**64)):
+        run(x, y, 1.0, 1.0, (seed, offset, None))
+        launched = driver.launches.pop()[-1]
+        assert launched[:2] == (seed % 2**64, offset % 2**64) and launched[3] == 0
+    for rng in ((0, 0, y), None, (1, 2)):  # those of a captured graph, and what is none
+        assert run(x, y, 1.0, 1.0, rng) == ("general", x, y, 1.0, 1.0, rng) and not driver.launches
+    assert run(x, y, 1.0, 1.0) == ("general", x, y, 1.0, 1.0)
 
 
 def test_nothing_leaks(driver: Driver, only_new_objects: None) -> None:

@@ -171,8 +171,9 @@ def test_numbers_are_counted_since_the_seed(drawn):
 def test_beyond_what_is_counted_no_two_states_are_alike():
     torch.manual_seed(11)
     torch.rand(random.BLOCKS * random.WORDS)
-    found = [random._draw_cpu(3) for _ in range(50)]
-    assert len({seed for seed, _, _ in found}) == 50
+    found = [random._draw_cpu(3) for _ in range(500)]
+    assert len({seed for seed, _, _ in found}) > 2
+    assert len({(seed, offset + k) for seed, offset, _ in found for k in range(3)}) == 1500
 
 
 def test_each_draw_of_a_function_has_its_own_bits(device):

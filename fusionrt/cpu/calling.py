@@ -101,6 +101,7 @@ class Text:
             "memory": arguments.memory, "put": arguments.put, "run": run.call}
         self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
         self.of_kernel: list[Memory] = []
+        self.drawn_at: int | None = None  # where seed and offset stand
         self.is_launch_alone = not any(pages.is_large(r.shape, r.strides, r.dtype) for r in results)
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
@@ -112,7 +113,7 @@ class Text:
 
     def draw(self, place: int) -> None:
         """Random numbers, the last argument of the callable, among the integers."""
-        self.scope["random"], self.is_launch_alone = _random, False
+        self.scope["random"], self.drawn_at = _random, place
         self.lines.append(f"put({place}, '2Q', *random(rng))")
 
     def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
@@ -182,14 +183,14 @@ class Text:
         made: Callable[..., Any] = self.scope["call"]
         if not self.is_launch_alone:
             return made
-        return settling.settles(made, lambda: self._settled(made, n_args))
+        return settling.settles(made, lambda: self._settled(made, names))
 
-    def _settled(self, general: Callable[..., Any], n_args: int) -> Callable[..., Any]:
+    def _settled(self, general: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
         from fusionrt.cpu.settled import settled  # which most processes do not call
 
         results = dict(zip(self.returned, self.results, strict=True))
-        return settled(general, [f"a{k}" for k in range(n_args)], results, self.of_kernel, self.division,
-                       self.pointers, self.numbers)
+        return settled(general, names, results, self.of_kernel, self.division, self.pointers, self.drawn_at,
+                       self.numbers)
 
 
 def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:

@@ -32,15 +32,18 @@ class _Job(ctypes.Structure):
 
 
 def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
-            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], numbers: Sequence[str]
-            ) -> Callable[..., Any]:
-    """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text."""
+            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], drawn_at: int | None,
+            numbers: Sequence[str]) -> Callable[..., Any]:
+    """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text;
+    `drawn_at`: the place among its integers of random numbers' seed and offset, if it draws some."""
     now = torch.get_num_threads()
     if division.is_parallel and division.threads != now:
         division.by(now)
     if division.tasks > 1 and not team.usable():
         return general
-    integers = division.arguments.integers_now()
+    integers = [str(integer) for integer in division.arguments.integers_now()]
+    if drawn_at is not None:
+        integers[drawn_at:drawn_at + 2] = native.SEED, native.OFFSET
     formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)
     params = source.Params([source.Field("", format) for format in formats])
     allocated = [native.Allocated(name, r.shape, r.strides, r.dtype) for name, r in results.items()]
@@ -48,7 +51,7 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
                   for m in of_kernel]
     job = _job(division)
     launched = native.Launched(ctypes.addressof(job), 0, 0, 0, 0, params,
-                               [*pointers, *map(str, integers), *numbers], len(allocated), owned=job)
+                               [*pointers, *integers, *numbers], len(allocated), owned=job)
     return native.settled(native.Plan(
         general, arguments, allocated, list(results), [launched], 0, threading.get_ident(),
         {"empty": pages.empty_strided}, still=(torch.get_num_threads, now) if division.is_parallel else None,

@@ -148,22 +148,24 @@ class Text:
 
     def settles(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
         """`run`, which is compiled from this, so that it can be machine code if it gives what it allocates;
-        where it is given random numbers, together with whoever draws them."""
-        device, given = self.call.device, [a for a in arguments if a != "rng"]
+        where it is given random numbers, also together with whoever draws them."""
+        device = self.call.device
         if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
             return run
-        plan = native.Plan(run, given, self.allocated, returned, self.launched, device, threading.get_ident(),
-                           self.scope, still=(cuda.current, device) if "current" in self.scope else None)
+        plan = native.Plan(run, arguments, self.allocated, returned, self.launched, device,
+                           threading.get_ident(), self.scope,
+                           still=(cuda.current, device) if "current" in self.scope else None)
 
         def on_device(plan: native.Plan) -> Run:
             with torch.cuda.device(device):
                 return native.settled(plan)
 
-        if len(given) == len(arguments):
-            on = functools.lru_cache(4)(lambda stream: on_device(plan))  # for all who ask
-            return settling.settles(run, lambda: on(self.scope["stream"](device)))
-        return settling.settles_drawing(run, lambda drawn, counters: on_device(
-            plan._replace(general=drawn, random=random.taking(device, counters))))
+        on = functools.lru_cache(4)(lambda stream: on_device(plan))  # for all who ask
+        settling.settles(run, lambda: on(self.scope["stream"](device)))
+        if native.RANDOM in arguments:
+            settling.settles_drawing(run, lambda drawn, counters: on_device(plan._replace(
+                general=drawn, arguments=arguments[:-1], random=random.taking(device, counters))))
+        return run
 
 
 def build(call: Call, alignment: int, misaligned: Run) -> Run:
@@ -183,7 +185,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
     inputs = list(problem.inputs)
     masks = [o.name for o in inputs if o.dtype == MASK]
-    names = [f"a{i}" for i in range(call.n_arguments)] + ["rng"] * problem.draws
+    names = [f"a{i}" for i in range(call.n_arguments)] + [native.RANDOM] * problem.draws
     for name in masks:
         text.more(f"{name} = rng[2]")
     if problem.then is not None:

@@ -23,7 +23,8 @@ from fusionrt.runtime import arrivals, binding, llvm, scratch, source
 
 OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
-SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters; only captures have a state on the device
+RANDOM = "rng"  # the last argument, where there is one: seed, offset, and None, as only captures have a state
+SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters
 ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
 _ADDRESS = re.compile(r"(?:p_(\w+)|(\w+)\.data_ptr\(\))(?: \+ (\d+))?")
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ _Plan = _struct(
     n_places=_u64, n_launches=_u64, inputs=_address, numbers=_address, outputs=_address, places=_address,
     launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
     get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
-    own_stream=_u64, asked=_object, answer=_u64)
+    own_stream=_u64, asked=_object, answer=_u64, random=_i64, none=_object)
 
 
 class Allocated(NamedTuple):
@@ -86,7 +87,7 @@ class Plan(NamedTuple):
     device: int
     thread: int  # that it belongs to
     functions: Mapping[str, Any]  # empty; stream, scratch
-    random: Taking | None = None  # for what is known as rng
+    random: Taking | None = None  # for RANDOM, if that is no argument
     still: tuple[Callable[[], int], int] | None = None  # what must be so in each call
     driver: tuple[int | None, int | None] | None = None  # launches, tells of captures; None: CUDA's
 
@@ -122,6 +123,7 @@ class _Parameters:
         plan = self.plan
         arguments = {name: k for k, name in enumerate(plan.arguments)}
         outputs = {o.name: k for k, o in enumerate(plan.outputs[:launched.n_allocated])}
+        draws = plan.random is not None or RANDOM in arguments
         found = _ADDRESS.fullmatch(text)
         name, added = (found[1] or found[2], int(found[3] or 0)) if found else ("", 0)
         if name in outputs and outputs[name] in self.scratch:
@@ -132,12 +134,12 @@ class _Parameters:
             self.inputs.append(_Input(arguments[name], place))
         elif text in arguments and code in "fd":
             self.numbers.append(_Number(arguments[text], place, code == "d"))
-        elif plan.random is not None and text in (SEED, OFFSET):
+        elif draws and text in (SEED, OFFSET):
             self.places.append(_Place(OUTPUTS + (text == OFFSET), place, 0))
         elif text == ARRIVED.format(device=plan.device):
             self.has_stream = True
             return arrivals.of_stream(plan.device, _stream(plan))
-        elif plan.random is None or text != STATE:
+        elif not (draws and text == STATE):
             return ast.literal_eval(text)
         return 0
 
@@ -179,6 +181,7 @@ def _builtin(plan: Plan, parameters: _Parameters) -> Callable[..., Any]:
     if plan.still is not None:
         made.asked, made.answer = plan.still
     made.has_stream, made.own_stream = parameters.has_stream, _stream(plan)
+    made.random, made.none = plan.arguments.index(RANDOM) if RANDOM in plan.arguments else -1, None
     return llvm.builtin("call", ctypes.addressof(made), made, *tables, known, plan.launched)
 
 
