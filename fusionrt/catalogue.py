@@ -87,10 +87,9 @@ def public(*, example: Example, usual: Usual | None = None, asks: tuple[Sites, s
     says of shapes, dtypes and errors."""
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
-        names = list(inspect.signature(function).parameters)
         _say(more or _of_all(sys.modules[function.__module__]), function)
         made = cast(Any, shortcut(function, usual) if usual else front(function, *asks) if asks else function)
-        made.cuda, made.cpu = (on_device(made, function.__name__, names, d) for d in ("CUDA", "CPU"))
+        made.cuda, made.cpu = (on_device(made, function.__name__, d) for d in ("CUDA", "CPU"))
         return cast("Op[P, R]", _register(made, example))
 
     return declare

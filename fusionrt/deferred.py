@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusionrt import forks
-from fusionrt.watching import dispatch_modes, is_watched, tracing_state, transforms_active
+from fusionrt.watching import dispatch_modes, is_watched, is_wrapped, tracing_state, transforms_active
 
 ON_THEIR_WAY = 1024     # counts, at most
 _UNKNOWN = -1
@@ -58,7 +58,7 @@ def _at_hand(count: torch.Tensor) -> int:
     """The number, the first one of a batch of torch.func's that is not 0; 0 where there are none yet, or on a
     GPU."""
     transforms = transforms_active()
-    while torch._C._functorch.is_functorch_wrapped_tensor(count):
+    while is_wrapped(count):
         count = torch._C._functorch.get_unwrapped(count)
     if type(count) is not torch.Tensor or count.device.type != "cpu" or (transforms and dispatch_modes()):
         return 0

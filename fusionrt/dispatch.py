@@ -31,6 +31,11 @@ Run = Callable[..., Any]
 _SEEN = "_frt_is_compiling() or _frt_forward_ad._current_level >= 0 or _frt_modes()"
 
 
+def is_number(parameter: inspect.Parameter) -> bool:
+    """By its annotation."""
+    return parameter.annotation in (float, int, "float", "int")
+
+
 def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run:
     """The function that users call, written for its signature.
 
@@ -40,8 +45,7 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     tensors alone: one of all arguments, of a call that is otherwise, costs a frame.
     """
     params = list(signature.parameters.values())
-    operator.entry_tensors = [p.default is p.empty and p.annotation not in (float, int, "float", "int")
-                              for p in params]
+    operator.entry_tensors = [p.default is p.empty and not is_number(p) for p in params]
     names = ", ".join(p.name for p in params)
     return _written(operator, operator.name, params, names.split(", "), general, names,
                     of_all=f"_frt_check({names})")

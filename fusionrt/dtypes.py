@@ -21,6 +21,11 @@ ITEMSIZE = {name: dtype.itemsize for dtype, name in STORAGE.items()}
 SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 
 
+def acc_of(dtype: object) -> str:
+    """What it is computed in."""
+    return "float64" if name_of(dtype) == "float64" else "float32"
+
+
 def element_of(name: str) -> str:
     """Of an array of it in a CPU's kernel: 16-bit floats are bit patterns."""
     return {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}.get(name, name)

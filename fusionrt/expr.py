@@ -354,6 +354,8 @@ _LEAVES = frozenset({"arg", "random", "mask", "const", "row_size"})
 REDUCTIONS = ("row_sum", "row_max", "row_first", "row_top", "moment_mean", "moment_squares")
 _UNIFORM = frozenset({*REDUCTIONS, "total", "taken", "const", "row_size"})
 _VARYING = frozenset({"random", "mask", "is_column", "up_to_column"})
+BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
+OF_ROWS = frozenset({*REDUCTIONS, *BY_COLUMN, "row_size"})
 # Neither language has names for these.
 _NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
                "nan": "div(acc_t(0.0), acc_t(0.0))"}

@@ -184,8 +184,7 @@ def entry(operator: Operator, function: Callable[..., Any], signature: inspect.S
     made.__qualname__ = getattr(function, "__qualname__", operator.name)
     made.__doc__, made.__signature__, made.__wrapped__ = function.__doc__, signature, function
     made.operator, made.function = operator, function
-    made.cuda, made.cpu = on_device(made, operator.name, names, "CUDA"), on_device(
-        made, operator.name, names, "CPU")
+    made.cuda, made.cpu = (on_device(made, operator.name, device) for device in ("CUDA", "CPU"))
     return cast(Fused, made)
 
 
@@ -204,8 +203,7 @@ def _nested() -> contextlib.AbstractContextManager[None]:
     return numbering_draws() if _streams.get(None) is None else contextlib.nullcontext()
 
 
-def on_device(function: Callable[..., Any], op: str, names: list[str], device: str
-              ) -> Callable[..., Any]:
+def on_device(function: Callable[..., Any], op: str, device: str) -> Callable[..., Any]:
     """`op.cuda` and `op.cpu`: the same function, refusing tensors that are elsewhere."""
     signature = inspect.signature(function)
 

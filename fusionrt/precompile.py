@@ -24,6 +24,7 @@ import torch
 from fusionrt import inventory
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.collector import paused
+from fusionrt.dispatch import is_number
 from fusionrt.dtypes import name_of
 from fusionrt.errors import as_int
 from fusionrt.op import Operator
@@ -293,7 +294,7 @@ def _example(function: Any, dtype: torch.dtype, rows: int, columns: int, require
     for p in inspect.signature(function).parameters.values():
         if p.default is not p.empty:
             continue
-        value = 1.0 if p.annotation in (float, int, "float", "int") else make(ROWS, COLUMNS)
+        value = 1.0 if is_number(p) else make(ROWS, COLUMNS)
         if p.kind is p.KEYWORD_ONLY:
             keywords[p.name] = value
         else:

@@ -51,7 +51,7 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     signature = inspect.Signature([inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD,
                                                      annotation=of_expression[p].annotation) for p in params])
     one_a_row = tuple(i for i, p in enumerate(signature.parameters.values())
-                      if row_dims and (p.name in uniform or p.annotation in (float, int, "float", "int")))
+                      if row_dims and (p.name in uniform or dispatch.is_number(p)))
 
     def expression(*args: Expr) -> Any:
         return function(**dict(zip(params, args, strict=True)))

@@ -17,7 +17,7 @@ import torch
 
 from fusionrt import layout, stages
 from fusionrt.definition import SCALAR
-from fusionrt.expr import REDUCTIONS, Expr, row_sum, toposort
+from fusionrt.expr import BY_COLUMN, OF_ROWS, Expr, row_sum, toposort
 from fusionrt.layout import Ints
 from fusionrt.op import Args, Operator
 from fusionrt.problem import Output, Problem, pack, pose, unpack
@@ -27,8 +27,6 @@ from fusionrt.rowwise import is_total
 # Where all outputs are one value a row, a kernel over rows takes at most ROW_SHARED threads for one; with
 # fewer threads in all than that, and rows longer than that, the whole machine takes all rows together.
 ROW_SHARED, MANY_THREADS, FEW_COLUMNS = 4096, 1 << 17, 1 << 15
-_BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
-_OF_ROWS = frozenset({*REDUCTIONS, *_BY_COLUMN, "row_size"})
 
 
 class Along(enum.IntEnum):
@@ -157,7 +155,7 @@ class RowOperator(Operator):
             return True
         if not any(map(_needs_rows, self.outputs)):
             return not small
-        if any(n.op in _BY_COLUMN for n in toposort(self.outputs)):
+        if any(n.op in BY_COLUMN for n in toposort(self.outputs)):
             return False
         if any(map(self.is_spread, range(len(outputs)))):
             return True
@@ -260,4 +258,4 @@ def _device(args: Args) -> str:
 
 
 def _needs_rows(root: Expr) -> bool:
-    return not _OF_ROWS.isdisjoint(n.op for n in toposort([root]))
+    return not OF_ROWS.isdisjoint(n.op for n in toposort([root]))

@@ -14,6 +14,7 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
 
 
 def is_watched() -> bool:
@@ -45,6 +46,6 @@ def no_forward_mode(op: str) -> NoReturn:
 
 def no_transforms(op: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse what a transform of torch.func stands in for: it has no memory of its own."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         raise NotImplementedError(f"{op}: torch.func's transforms (vmap, grad) of {name} are not "
                                   "implemented; give the whole batch")

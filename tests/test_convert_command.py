@@ -230,7 +230,8 @@ def test_examples_run(packages, name: str, monkeypatch, capsys) -> None:
     assert "as fast" in capsys.readouterr().out
 
 
-def test_the_command_line_can_be_imported() -> None:
-    """As pydoc and multiprocessing do."""
+def test_the_command_line_can_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    """As pydoc and multiprocessing do: no command runs."""
     import importlib
-    importlib.reload(importlib.import_module("fusionrt.__main__"))
+    module = importlib.reload(importlib.import_module("fusionrt.__main__"))
+    assert module.main.name == "main" and capsys.readouterr() == ("", "")

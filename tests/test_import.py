@@ -13,6 +13,7 @@ import torch
 import fusionrt
 from fusionrt import kernels, op_names, ops
 from fusionrt.catalogue import OPS
+from fusionrt.cpu import compiler
 
 PACKAGE = Path(fusionrt.__file__).parent
 HEAVY = ("torch", "cupy", "cupy_backends", "numba", "llvmlite")
@@ -193,7 +194,20 @@ print((frt.add_relu(x, x) + 0 * frt.relu_dropout(x, 0.5)).tolist())
 """) == "[2.0, 2.0, 2.0]"
 
 
-@pytest.mark.parametrize("package", ["convert", "optim"])
+def test_a_cpus_machine_code_is_known_by_all_that_it_follows_from() -> None:
+    """Importing what kernels use would load Numba, so the cache's key has a list of files."""
+    folder, found, left = PACKAGE / "cpu", {"compiler"}, ["memory"]
+    while left:
+        found.add(name := left.pop())
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fusionrt.cpu"):
+                of_package = node.module == "fusionrt.cpu"
+                names = [a.name for a in node.names] if of_package else [str(node.module).split(".")[-1]]
+                left += [name for name in names if name not in found]
+    assert found == set(compiler.SOURCES)
+
+
+@pytest.mark.parametrize("package", ["bench", "convert", "cpu", "data", "nn", "optim", "runtime"])
 def test_a_package_names_its_files(package: str) -> None:
     """Where its docstring says which idea each has."""
     folder = PACKAGE / package

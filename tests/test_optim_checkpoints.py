@@ -211,3 +211,7 @@ def test_hooks_may_mend_the_options_of_a_checkpoint():
     optimizer.register_load_state_dict_pre_hook(
         lambda _, state: state["param_groups"][0].update(differentiable=False))
     optimizer.load_state_dict(given)
+    assert optimizer.param_groups[0]["differentiable"] is False
+    p.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), -1e-3))

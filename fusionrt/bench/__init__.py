@@ -8,9 +8,11 @@
         reference=lambda a, b: torch.relu(a + b))
     print(found)                                               # a table; to_json, to_csv, plot, ...
 
-One file an idea: `kernel` and `sampling` (times), `accuracy`, `traffic` (bytes, the unfused chain, the
-copy's rate), `memory`, `profile` (kernels, registers, occupancy), `comparison` (all of it, side by side),
-`entries` (the same under the names of older libraries), `timing` (what our own figures are measured with).
+One file an idea: `kernel` and `sampling` (times), `accuracy`, `traffic` (bytes, the unfused chain),
+`ceilings` (the copy's rate), `memory`, `profile` (kernels, registers, occupancy), `comparison` (all of it,
+side by side), `plot`, `entries` (the same under the names of older libraries). Of our own ops: `command`
+(`fusionrt bench`), `suite` with `case`, `rivals` and `timing`, `results` (files of them), `baseline`,
+`findings`, `report` with `charts` (the page).
 """
 
 from __future__ import annotations

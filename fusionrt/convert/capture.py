@@ -26,10 +26,9 @@ from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import device_of_graph, replayed
 from fusionrt.convert.training import trained
-from fusionrt.watching import PLAIN
+from fusionrt.watching import PLAIN, is_wrapped
 
 Run = Callable[..., Any]
-is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Found(NamedTuple):
@@ -121,7 +120,7 @@ def _copy(gm: GraphModule) -> GraphModule:
 def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether all inputs are ordinary tensors and numbers, and no transform of torch.func is within. Other
     tensors keep torch's own calls: what they make of ours nobody knows."""
-    if any(map(is_transformed, (t for n in gm.graph.nodes for t in tensors(value(n))))):
+    if any(map(is_wrapped, (t for n in gm.graph.nodes for t in tensors(value(n))))):
         return False
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return len(inputs) == len(example_inputs) and all(

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
+from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
@@ -105,7 +106,7 @@ def _launch(which: Pass, walked: Tensor, window: Window, tensors: Sequence[Tenso
     pack = VECTOR // walked.itemsize
     vectors = walked.numel() // pack
     _kernel(which, STORAGE[walked.dtype], window, tensors[-1] is not None)(
-        walked.device, -(-vectors // BLOCK), *(0 if t is None else t.data_ptr() for t in tensors), vectors,
+        walked.device, -(-vectors // BLOCK), *map(address, tensors), vectors,
         walked.shape[1] // pack, *(size for t in images for size in t.shape[2:]))
 
 

@@ -68,12 +68,14 @@ def _vector_library() -> str:
     return ""
 
 
+# What machine code follows from beside a kernel's text: this file and all that memory.py imports of these.
+SOURCES = ("compiler", "storage", "reductions", "math16", "math32", "math64", "memory")
+
+
 @functools.cache
 def toolchain() -> str:
     here = Path(__file__).parent
-    sources = ("compiler.py", "storage.py", "reductions.py", "math16.py", "math32.py", "math64.py",
-               "memory.py")
-    ours = hashlib.blake2b(b"".join((here / s).read_bytes() for s in sources), digest_size=8)
+    ours = hashlib.blake2b(b"".join((here / f"{s}.py").read_bytes() for s in SOURCES), digest_size=8)
     options = [f"{name}={os.environ[name]}" for name in _OPTIONS if name in os.environ]
     return " ".join([f"numba {importlib.metadata.version('numba')}",
                      f"llvmlite {importlib.metadata.version('llvmlite')}", ours.hexdigest(), *options])

@@ -1,4 +1,9 @@
-"""Data on its way into a network: images, tokens and time series, prepared in one pass each."""
+"""Data on its way into a network: images, tokens and time series, prepared in one pass each.
+
+One file an idea: `image` with `augment` (random parameters), `samples` (what an image goes through),
+`image_gpu` and `image_cpu`; `tokens` with `tokens_kernels`; `window` with `window_rows` (what is asked for),
+`window_gpu`, `window_cpu`, `window_cpu_few`, `window_cpu_pieces` and `window_extreme` (a gradient).
+"""
 
 from __future__ import annotations
 

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 
 from fusionrt.cpu.kernel import Kernel
-from fusionrt.data.samples import ADJUSTMENTS
+from fusionrt.data.samples import ADJUSTMENTS, PLACES
 from fusionrt.laid import address
 
 if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
 
 # The columns of the table of numbers, as the text below counts them.
-NUMBERS = ("data", "height", "width", "top", "left", "box_height", "box_width", "resized_height",
-           "resized_width", "offset_y", "offset_x", "flip", "order")
+NUMBERS = ("data", *PLACES)
 TASKS = 8  # a thread: images need different time
 
 # What one position of a result reads: the first source position, weights that sum to 1, and how many.

@@ -12,13 +12,13 @@ import torch
 
 ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")  # in the order of their numbers
 LARGEST = 65535  # pixels: places and sizes are 16 bits wide, so that 64 rows fit into a launch's parameters
-_PLACES = ("height", "width", "top", "left", "box_height", "box_width", "resized_height", "resized_width",
+PLACES = ("height", "width", "top", "left", "box_height", "box_width", "resized_height", "resized_width",
            "offset_y", "offset_x", "flip", "order")
 # The box lies in the image, which has height and width; resized it has the resized size, and the result
 # begins at the offset in that. `order`: two bits for each adjustment, the first one lowest, and above these
 # four bits for those that there are: one kernel serves any of them.
-ROW = np.dtype([("data", "u8"), *((name, "u2") for name in _PLACES), *((name, "f4") for name in ADJUSTMENTS)])
-DECLARATION = ("struct Sample { unsigned long long data; unsigned short " + ", ".join(_PLACES) + "; float "
+ROW = np.dtype([("data", "u8"), *((name, "u2") for name in PLACES), *((name, "f4") for name in ADJUSTMENTS)])
+DECLARATION = ("struct Sample { unsigned long long data; unsigned short " + ", ".join(PLACES) + "; float "
                + ", ".join(ADJUSTMENTS) + "; };")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import kernel as cpu
-from fusionrt.data.window_rows import Tensor, like, outermost_first
-from fusionrt.dtypes import element_of, name_of
+from fusionrt.data.window_rows import LOADS, Tensor, like, outermost_first
+from fusionrt.dtypes import SIGNIFICANT_BITS, element_of, name_of
 from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
@@ -19,7 +19,6 @@ from fusionrt.runtime.source import Field, pointer
 from fusionrt.structured import Gradient, StructuredOp
 
 BLOCK, ITEMS = 256, 16
-LOADS = {torch.float16: "half_to_float({})", torch.bfloat16: "bfloat16_to_float({})"}
 
 
 @functools.cache
@@ -30,7 +29,7 @@ def _gpu_kernel(dtype: torch.dtype) -> gpu.Kernel:
     return gpu.Kernel("sliding_window gradient", "window_scatter", fields,
                       [f"using scalar_t = {name}_t;", f"constexpr int ITEMS = {ITEMS};"],
                       acc="float32" if dtype.itemsize == 2 else "float64", block=BLOCK,
-                      significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53))
+                      significant_bits=SIGNIFICANT_BITS[name])
 
 
 _TEXT = """

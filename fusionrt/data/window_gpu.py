@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.data.window_rows import Request, Rows
-from fusionrt.dtypes import name_of
+from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer, template
@@ -125,7 +125,7 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int,
               *(Field(f"Divisor {name}", "III") for name in _DIVISORS), Field("int wide", "i")]
     return Kernel(f"sliding_window {op}", "window", fields, constants,
                   acc=name_of(acc), block=shape.block,
-                  significant_bits={"bfloat16": 8, "float16": 11, "float32": 24}.get(name, 53))
+                  significant_bits=SIGNIFICANT_BITS[name])
 
 
 class Plan(NamedTuple):

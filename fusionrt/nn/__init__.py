@@ -9,7 +9,8 @@ is replaced stay behind. Everything that modules do works: train and eval, `to`,
 `torch.compile(fullgraph=True)`, autocast.
 
 One file an idea: `linear`, `norm`, `conv`, `mlp`, `attention`, `transformer`, `embedding`, `loss`;
-`activation` (what may stand for one), `sharing` (parameters of another module).
+`activation` (what may stand for one), `sharing` (parameters of another module), `reading` (tensors of
+children that are not called), `hooks` (where torch keeps them).
 """
 
 from __future__ import annotations

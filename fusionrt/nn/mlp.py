@@ -10,8 +10,8 @@ from torch import nn
 from fusionrt.nn.activation import Activated, known
 from fusionrt.nn.reading import feed_forward, gated_feed_forward
 from fusionrt.nn.sharing import expect
+from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.pointwise import is_tanh
 
 G = TypeVar("G", bound="_Gated")
 

@@ -167,3 +167,10 @@ def relu_squared(x: Expr) -> Expr:
     """
     positive = expr.relu(x)
     return positive * positive
+
+
+def is_tanh(op: str, approximate: str) -> bool:
+    """Which form of GELU: torch's two names for them, and an error for any other."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{op}: approximate must be 'none' or 'tanh', got {approximate!r}")
+    return approximate == "tanh"

@@ -19,6 +19,7 @@ from fusionrt.dtypes import HALVES, name_of
 from fusionrt.expr import row_sum
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.attention_rows import Form, Values, gradients, weights
+from fusionrt.ops.product import TO_WIDER
 from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import row_operator
@@ -223,9 +224,6 @@ def _rngs(rng: Tensor | None, n: int) -> Sequence[Rng | None]:
 
 # -- products --------------------------------------------------------------------------------------
 
-_TO_WIDER = hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
-
-
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """Which autocast leaves alone, as all that has an `out`."""
     return torch.bmm(a, b, out=a.new_empty((*a.shape[:2], b.shape[2])))
@@ -236,14 +234,14 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.new_empty((*a.shape[:2], b.shape[2]), dtype=dtype)
     if a.dtype == dtype:
         return _bmm(a, b)
-    return torch.ops.aten.bmm.dtype(a, b, dtype) if _TO_WIDER else _bmm(a.to(dtype), b.to(dtype))
+    return torch.ops.aten.bmm.dtype(a, b, dtype) if TO_WIDER else _bmm(a.to(dtype), b.to(dtype))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b."""
     if total.dtype == a.dtype:
         torch.baddbmm(total, a, b, out=total)
-    elif _TO_WIDER and total.is_cuda:
+    elif TO_WIDER and total.is_cuda:
         torch.ops.aten.baddbmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         total += _product(a, b, total.dtype)

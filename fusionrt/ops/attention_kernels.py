@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
-from fusionrt.laid import heads_of_rows
+from fusionrt.laid import address, heads_of_rows
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.matrix_units import multiply
@@ -93,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scoring: Sco
     kernel = _forward(kind, tile)
     tiles = -(-rows // (64 * tile.groups))
     maps = _maps((q, 64 * tile.groups), (k, tile.keys), (v, tile.keys), (out, 16))
-    kernel(q.device, batch * heads * tiles, *maps, 0 if slopes is None else slopes.data_ptr(),
+    kernel(q.device, batch * heads * tiles, *maps, address(slopes),
            logarithms.data_ptr(), heads, heads // k.shape[1], tiles, logarithms.shape[2],
            0 if slopes is None or slopes.shape[0] == 1 else heads, *_numbers(q, k, scoring),
            shared=(tile.groups * 64 + 2 * tile.stages * tile.keys) * dim * 2 + 8 * (1 + 4 * tile.stages))
@@ -117,7 +117,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | Non
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     numbers = (logarithms.shape[2], 0 if slopes is None or slopes.shape[0] == 1 else heads,
                *_numbers(q, k, scoring), scoring.scale)
-    pointers = 0 if slopes is None else slopes.data_ptr(), logarithms.data_ptr(), totals.data_ptr()
+    pointers = address(slopes), logarithms.data_ptr(), totals.data_ptr()
     dim, tile = q.shape[3], OF_KEYS[q.shape[3]]
     tiles = -(-k.shape[2] // 128)
     _of_keys(kind, tile)(

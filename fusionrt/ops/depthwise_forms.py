@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.dtypes import SIGNIFICANT_BITS, acc_of
 from fusionrt.expr import Expr, argument, emit, toposort
 from fusionrt.laid import address
+from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, pointer
 
@@ -102,13 +104,23 @@ def constants(form: Form) -> list[str]:
                 ("TRANSPOSED", form.transposed), ("FLIPPED", form.flipped)))]
 
 
+def strides(images: Sequence[str], *steps: str) -> list[Field]:
+    return [Field(f"long long {image}_{step}", "q") for image in images
+            for step in ("batch", "row", "column", *steps)]
+
+
+def rounds(blocks: int, together: int) -> list[int]:
+    """Of a GPU whose multiprocessors hold so many blocks: how many each has, in one round after the other."""
+    full, rest = divmod(blocks, MULTIPROCESSORS * together)
+    return [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
+
+
 def operands(finish: Finish, also: Sequence[str] = ()) -> list[Field]:
     """The first fields of a kernel that convolves; `also` of each image's strides."""
-    steps = ("batch", "row", "column", *also)
     return [pointer("scalar_t", "x"), pointer("scalar_t", "weight"),
             pointer("scalar_t", "out", const=False), pointer("scalar_t", "residual"),
             *(pointer(f"{dtype}_t", f"channel{k}") for k, dtype in enumerate(finish.channels)),
-            *(Field(f"long long {image}_{n}", "q") for image in ("x", "out") for n in steps)]
+            *strides(("x", "out"), *also)]
 
 
 def epilogue(finish: Finish) -> list[str]:
@@ -136,8 +148,7 @@ def epilogue(finish: Finish) -> list[str]:
 
 
 def arithmetic(dtype: str) -> dict[str, Any]:
-    return {"acc": "float64" if dtype == "float64" else "float32",
-            "significant_bits": {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}[dtype]}
+    return {"acc": acc_of(dtype), "significant_bits": SIGNIFICANT_BITS[dtype]}
 
 
 # -- launches ----------------------------------------------------------------------------------------

@@ -18,16 +18,17 @@ from fusionrt.ops.depthwise_forms import (
     constants,
     epilogue,
     operands,
+    rounds,
     row_steps,
     window,
 )
-from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic
 
 STRIPS, RESULTS = 8, 8              # of a product: strips, and results of each that there is room for
 ROWS = 2                            # of results that a turn finishes, where the stride is 1
 VEC, UNIT = 4, 16                   # channels of a warp; bytes that are copied at a time
+STAGES = 4                          # turns in the ring
 MOST_PIXELS = 128                   # of a row of a block's: its threads fetch two units each
 MOST_SHARED = 99 << 10              # bytes of a block, that any GPU has
 MOST_ROWS, MOST_COLUMNS = 8, 9      # of a kernel's taps, by registers and by the depth of a product
@@ -138,10 +139,8 @@ def _cycles(made: Cut, rows: Line, form: Form, together: int) -> float:
     moved = (rows_in * made.pixels + rows_out * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
     instructions = 90 + 25 * rows_in + 20 * rows_out + rows_in * pairs(form) * VEC
     turn = max(moved, instructions * UNITS)  # a unit is two warps
-    full, rest = divmod(made.blocks, MULTIPROCESSORS * together)
-    shares = [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
     each = made.chunk + before(form) - skipped(made, rows, form) + START
-    return each * sum(max(LATENCY, n * turn) for n in shares)
+    return each * sum(max(LATENCY, n * turn) for n in rounds(made.blocks, together))
 
 
 def pairs(form: Form) -> int:
@@ -157,17 +156,12 @@ def blocks(form: Form, finish: Finish = PLAIN) -> int:
     return max(2, (4 if numbers <= 64 else 3 if numbers <= 112 else 2) - finish.residual)
 
 
-def stages(form: Form) -> int:
-    """Turns in the ring."""
-    return 4
-
-
 @functools.cache
 def convolving(form: Form, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise_mma", [*operands(finish, ("step",)), *_FIELDS], [
         *constants(form), *epilogue(finish),
         f"constexpr int ROWS = {1 if form.transposed else rows_of_turn(form)[1]}, DEPTH = {depth(form)};",
-        f"constexpr int STAGES = {stages(form)}, BLOCKS = {blocks(form, finish)};"],
+        f"constexpr int STAGES = {STAGES}, BLOCKS = {blocks(form, finish)};"],
         block=STRIPS * RESULTS * UNITS, **arithmetic(form.dtype))
 
 
@@ -207,4 +201,4 @@ def row_bytes(made: Cut, form: Form) -> int:
 def shared_bytes(made: Cut, form: Form) -> int:
     rows_in, rows_out = rows_of_turn(form)
     return (2 * rows_out * STRIPS * RESULTS * UNITS * UNIT
-            + stages(form) * rows_in * row_bytes(made, form))
+            + STAGES * rows_in * row_bytes(made, form))

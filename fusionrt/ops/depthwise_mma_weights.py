@@ -11,7 +11,9 @@ from fusionrt.ops.depthwise_forms import (
     Line,
     arithmetic,
     constants,
+    rounds,
     row_steps,
+    strides,
     window,
 )
 from fusionrt.ops.depthwise_mma import (
@@ -24,7 +26,6 @@ from fusionrt.ops.depthwise_mma import (
     divisors,
     has_units,
 )
-from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
@@ -70,10 +71,8 @@ def _cycles(made: Cut, form: Form) -> float:
     new = rows(form) // form.stride[0]
     moved = (rows(form) * made.pixels + new * STRIPS * made.columns) * UNITS * UNIT / BYTES_A_CYCLE
     turn = max(moved, (INSTRUCTIONS + 20 * rows(form)) * UNITS)
-    full, rest = divmod(made.blocks, MULTIPROCESSORS * BLOCKS)
-    shares = [BLOCKS] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
     turns = -(-((made.chunk - 1) * form.stride[0] + form.kernel[0]) // rows(form)) + START
-    return turns * sum(max(LATENCY, n * turn) for n in shares)
+    return turns * sum(max(LATENCY, n * turn) for n in rounds(made.blocks, BLOCKS))
 
 
 _SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
@@ -86,8 +85,7 @@ _DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band")
 def weighing(form: Form) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False),
-              *(Field(f"long long {image}_{n}", "q") for image in ("x", "grad")
-                for n in ("batch", "row", "column", "step")), *(Field(f"int {size}", "i") for size in _SIZES),
+              *strides(("x", "grad"), "step"), *(Field(f"int {size}", "i") for size in _SIZES),
               Field("unsigned lines", "I"), *(Field(f"Divisor {by}", "III") for by in _DIVISORS)]
     return Kernel("depthwise_conv2d_backward", "depthwise_mma_backward", fields, [
         *constants(form), f"constexpr int ROWS = {rows(form)}, SHIFTS = {16 // rows(form)};",

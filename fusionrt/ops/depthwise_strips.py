@@ -19,6 +19,8 @@ from fusionrt.ops.depthwise_forms import (
     constants,
     epilogue,
     operands,
+    rounds,
+    strides,
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
@@ -118,9 +120,7 @@ def cycles(form: Form, width: int, blocks: int, sums: bool) -> float:
     instructions of those that share it."""
     one = max(instructions(form, width, 1, 1 if form.transposed else form.stride[0]), by_way_of_memory(form))
     most = resident(registers(form, width, sums))
-    full, rest = divmod(blocks, MULTIPROCESSORS * most)
-    together = [most] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
-    return float(sum(max(TURN_CYCLES, n * one) + BESIDE * n * one for n in together))
+    return float(sum(max(TURN_CYCLES, n * one) + BESIDE * n * one for n in rounds(blocks, most)))
 
 
 def resident(registers: int) -> int:
@@ -239,9 +239,8 @@ def _vector(form: Form, images: Images, most: int) -> int:
 
 @functools.cache
 def weighing(form: Form) -> Kernel:
-    strides = (f"long long {image}_{n}" for image in ("x", "grad") for n in ("batch", "row", "column"))
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
-              pointer("acc_t", "partials", const=False), *(Field(n, "q") for n in strides),
+              pointer("acc_t", "partials", const=False), *strides(("x", "grad")),
               *(Field(f.declaration.replace("result_step", "grad_step"), f.format) for f in _FIELDS)]
     return Kernel("depthwise_conv2d_backward", "depthwise_backward", fields, _constants(form), block=BLOCK,
                   **arithmetic(form.dtype))

@@ -24,10 +24,11 @@ from fusionrt.ops.depthwise_forms import (
     constants,
     epilogue,
     operands,
+    rounds,
     row_steps,
+    strides,
     window,
 )
-from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
 
@@ -174,10 +175,8 @@ def _cycles(made: Cut, form: Form, wanted: Wanted) -> float:
     registers = -(-estimated_registers(made, form, wanted) // 8) * 8
     together = max(1, min(SHARED // (shared_bytes(made, form, wanted) + (4 << 10)),
                           REGISTERS // (made.threads * registers), 2048 // made.threads))
-    full, rest = divmod(made.blocks, MULTIPROCESSORS * together)
-    shares = [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
     turns = -(-(made.chunk + before(form)) // steps(form, wanted)) + START
-    return turns * sum(math.hypot(LATENCY, n * issued, n * moves) for n in shares)
+    return turns * sum(math.hypot(LATENCY, n * issued, n * moves) for n in rounds(made.blocks, together))
 
 
 def few(taps: int) -> bool:
@@ -289,11 +288,6 @@ def _of_other(made: Cut) -> tuple[int, ...]:
     return made.bands * band, *magic(band)
 
 
-def _strides(*images: str) -> list[Field]:
-    return [Field(f"long long {image}_{n}", "q") for image in images
-            for n in ("batch", "row", "column", "step")]
-
-
 def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
     """The gradient of the weights. And how many rows of partial sums it writes."""
     form = form._replace(vec=VEC)
@@ -306,7 +300,7 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[
 @functools.cache
 def weighing(form: Form, shape: Shape) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
-              pointer("acc_t", "partials", const=False), *_strides("x", "grad"), *_FIELDS, *_OTHER]
+              pointer("acc_t", "partials", const=False), *strides(("x", "grad"), "step"), *_FIELDS, *_OTHER]
     return Kernel("depthwise_conv2d_backward", "depthwise_tiles_backward", fields,
                   _constants(form, shape, Wanted.WEIGHTS), block=shape.threads, **arithmetic(form.dtype))
 
@@ -331,7 +325,7 @@ def gradients(form: Form, images: Images, rows: Line, columns: Line, x: Steps) -
 def differentiating(form: Form, shape: Shape) -> Kernel:
     fields = [*(pointer("scalar_t", name) for name in ("grad", "weight", "x", "residual")),
               pointer("scalar_t", "out", const=False), pointer("acc_t", "partials", const=False),
-              *_strides("x", "grad", "out"), *_FIELDS, *_OTHER]
+              *strides(("x", "grad", "out"), "step"), *_FIELDS, *_OTHER]
     return Kernel("depthwise_conv2d_backward", "depthwise_tiles_gradients", fields,
                   [*_constants(form, shape, Wanted.BOTH), *epilogue(PLAIN)], block=shape.threads,
                   **arithmetic(form.dtype))

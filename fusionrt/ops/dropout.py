@@ -19,8 +19,7 @@ from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, where
 from fusionrt.fusion import Fused, dropped, fuse
-from fusionrt.ops.activations import gelu, gelu_tanh, relu
-from fusionrt.ops.pointwise import is_tanh
+from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 
 
 @fuse(name="gelu_dropout")

@@ -19,8 +19,8 @@ from fusionrt.autograd import Dispatched, backward
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.errors import as_float, as_int
-from fusionrt.expr import Expr, where
-from fusionrt.fusion import kept
+from fusionrt.expr import Expr
+from fusionrt.fusion import dropped
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding_gradients import MOST_TYPES, sum_rows_on_gpu
@@ -195,7 +195,7 @@ def _tail(norm: bool, weight: bool, bias: bool, dropout: bool) -> Any:
         y, *stats = standardize(x, eps) if norm else (x,)
         y = y if weight is None else y * weight
         y = y if bias is None else y + bias
-        return where(kept(p), y * scale, 0) if dropout else y, *stats
+        return dropped(y, p, scale) if dropout else y, *stats
 
     present = {"x": True, "weight": weight, "bias": bias, "eps": norm, "p": dropout, "scale": dropout}
     return row_operator(expression, [name for name, there in present.items() if there],

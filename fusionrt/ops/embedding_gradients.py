@@ -9,16 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from fusionrt.dtypes import name_of
-from fusionrt.laid import Laid, laid
+from fusionrt.dtypes import acc_of, name_of
+from fusionrt.laid import Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
 Tensor = torch.Tensor
-
-
-def acc_of(dtype: torch.dtype) -> str:
-    return "float64" if dtype == torch.float64 else "float32"
 
 
 def vector_of(columns: int, tables: Sequence[Laid]) -> int:
@@ -90,7 +86,7 @@ BLOCK = 128
 
 @functools.cache
 def gradient_kernel(dtype: str, type_ids: str, vec: int, types: int, stage: int) -> Kernel:
-    acc = "float64" if dtype == "float64" else "float32"
+    acc = acc_of(dtype)
     fields = [pointer("scalar_t", "grad"), pointer("unsigned", "keys"), pointer("unsigned", "order"),
               pointer("unsigned char", "present"), pointer("type_t", "types"),
               *(pointer("unsigned", name, const=False) for name in ("list", "listed")),
@@ -171,7 +167,7 @@ def gradients_on_gpu(grad: Tensor, index: Tensor | None, rows: int, scale: float
         sorts = partials + plan.nbytes - plan.sort.nbytes
         plan.sort(grad.device, index.data_ptr(), sorts)
         found = tuple(sorts + offset for offset in plan.sort.found)
-    addresses = (grad.data_ptr(), *found[:3], 0 if type_ids is None else type_ids.data_ptr(), *found[3:],
+    addresses = (grad.data_ptr(), *found[:3], address(type_ids), *found[3:],
                  partials, partials + plan.of_types, *(out.data_ptr() for out in outs))
     for kernel, grid, numbers in plan.launches:
         kernel(grad.device, grid, *addresses, *numbers)

@@ -11,16 +11,10 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import element_of
+from fusionrt.dtypes import acc_of, element_of, name_of
 from fusionrt.indices import Indices
-from fusionrt.laid import Laid, laid
-from fusionrt.ops.embedding_gradients import (
-    acc_of,
-    add_partials,
-    gradients_on_gpu,
-    name_of,
-    vector_of,
-)
+from fusionrt.laid import Laid, address, laid
+from fusionrt.ops.embedding_gradients import add_partials, gradients_on_gpu, vector_of
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
@@ -135,7 +129,7 @@ def sum_kernel(form: Form) -> Kernel:
         *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True), ("DROPOUT", form.dropout),
         ("GRADIENT", form.gradient))]
     return Kernel("embedding_position", "embedding", fields, constants, block=max(128, form.threads),
-                  acc="float64" if form.dtype == "float64" else "float32")
+                  acc=acc_of(form.dtype))
 
 
 def _blocks(form: Form, common: bool) -> int:
@@ -322,7 +316,7 @@ def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, 
             partials: Tensor | None = None) -> None:
     affine = (None, None) if norm is None else norm[:2]
     seed, offset, state = (0, 0, None) if dropout is None else dropout.random
-    plan.kernel(out.device, plan.grid, *(0 if t is None else t.data_ptr() for t in (
+    plan.kernel(out.device, plan.grid, *map(address, (
         *call.ids, *call.tables, *affine, grad, out, *stats, partials, fault, state)),
         *plan.of_tables, seed, offset, call.scale, 0.0 if norm is None else norm.eps,
         *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.of_rows)
@@ -408,12 +402,12 @@ def _cpu_sum(dtype: str, positions: bool, types: bool) -> CpuKernel:
     more = [f" + load_{dtype}({name}_table[{name} + j])"
             for name, there in (("position", positions), ("type", types)) if there]
     text = _SUM_TEXT.format(store=element_of(dtype), dtype=dtype, more="".join(more))
-    return CpuKernel("embedding_position", text, "float64" if dtype == "float64" else "float32")
+    return CpuKernel("embedding_position", text, acc_of(dtype))
 
 
 @functools.cache
 def _cpu_gradient(dtype: str) -> CpuKernel:
-    acc = "float64" if dtype == "float64" else "float32"
+    acc = acc_of(dtype)
     return CpuKernel("embedding_position_backward",
                      _GRADIENT_TEXT.format(store=element_of(dtype), dtype=dtype, acc=acc), acc)
 

@@ -28,9 +28,9 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr
 from fusionrt.op import Operator
 from fusionrt.ops import linear
+from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
-from fusionrt.ops.pointwise import is_tanh
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.replay import straight

@@ -18,6 +18,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusionrt.dtypes import STORAGE
+from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, Params, pointer
 
@@ -48,12 +49,11 @@ class Form(NamedTuple):
     last: bool
 
 
-def layer(form: Form) -> list[Field]:
-    return [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
-            *(Field(f"{kind}* {name}", "Q") for kind, name in (
-                ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
-            *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels", "team")),
-            Field("float eps", "f")]
+LAYER = [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
+         *(Field(f"{kind}* {name}", "Q") for kind, name in (
+             ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
+         *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels", "team")),
+         Field("float eps", "f")]
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def kernel(form: Form, many: bool = False) -> Kernel:
     for name, dtype in zip(OF_NORM, form.of, strict=True):
         constants += [f"constexpr bool has_{name} = {str(dtype is not None).lower()};",
                       f"using {name}_t = {dtype or 'float32'}_t;"]
-    fields = layer(form)
+    fields = LAYER
     if many:
         constants.append(Params(fields, "Layer").declaration)
         fields = [pointer("Layer", "layers"), pointer("int2", "channels"), Field("int count", "i")]
@@ -94,7 +94,7 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
     tensors = *dense, made.weight, made.bias, made.applied
     row, team = weight[0].numel(), _team(weight[0].nbytes)
-    values = (*(0 if t is None else t.data_ptr() for t in tensors), row, weight[0, 0].numel(),
+    values = (*map(address, tensors), row, weight[0, 0].numel(),
               weight.shape[1], len(weight), team, eps)
     ahead = _ahead.get()
     if ahead is None or not ahead.has(form, values):
@@ -140,7 +140,7 @@ class Ahead:
         self.layers = {form: alone for form, layers in self.layers.items() if (alone := {
             values: made for values, made in layers.items() if times[id(made)] == 1})}
         for form, layers in self.layers.items():
-            packer = Params(layer(form)).packer
+            packer = Params(LAYER).packer
             channels = [(k, channel) for k, made in enumerate(layers.values())
                         for channel in range(len(made.bias))]
             text = bytearray(b"".join(packer.pack(*values) for values in layers))

@@ -13,6 +13,7 @@ import torch
 
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr
+from fusionrt.laid import address
 from fusionrt.ops.product import PRODUCT, Layer, is_of_elements, layer
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
@@ -163,7 +164,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                 tensor_map.encode(_matrix(weight), plan.weight_rows, STAGE_COLUMNS), of_out,
                 of_out if kept is None else tensor_map.encode(_matrix(kept), *part),
                 of_out if residual is None else tensor_map.encode(_matrix(residual), *part),
-                0 if bias is None else bias.data_ptr(), *plan.numbers, shared=plan.shared)
+                address(bias), *plan.numbers, shared=plan.shared)
     return out, kept
 
 

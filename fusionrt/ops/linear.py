@@ -32,8 +32,8 @@ from fusionrt.errors import CaptureError
 from fusionrt.expr import Expr, argument
 from fusionrt.op import Operator
 from fusionrt.ops import gemm, gemv
+from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.pointwise import is_tanh
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for

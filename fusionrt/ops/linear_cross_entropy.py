@@ -27,6 +27,7 @@ from fusionrt.ops.cross_entropy import (
 )
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
 from fusionrt.ops.linear import rows_of
+from fusionrt.ops.product import TO_WIDER
 from fusionrt.watching import is_batched, transforms_active
 
 CHUNK_BYTES = 1 << 29     # of logits, at most
@@ -58,7 +59,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total may be of a wider dtype."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.is_cuda:
+    elif TO_WIDER and total.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         total += a @ b

@@ -23,11 +23,10 @@ import torch
 
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.errors import as_int, is_int
-from fusionrt.expr import Expr, where
-from fusionrt.fusion import kept
-from fusionrt.ops.activations import gelu, gelu_tanh, relu
+from fusionrt.expr import Expr
+from fusionrt.fusion import dropped
+from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.pointwise import is_tanh
 from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
 from fusionrt.sites import Sites
@@ -47,7 +46,7 @@ def _operator(op: str, present: tuple[bool, ...], row_dims: int, norm: str, epil
 
     def expression(x: Expr, eps: float, weight: Any = None, bias: Any = None, residual: Any = None,
                    p: float = 0, scale: float = 1) -> tuple[Any, ...]:
-        total = where(kept(p), x * scale, 0) if dropout else x
+        total = dropped(x, p, scale) if dropout else x
         total = total if residual is None else total + residual
         y, *stats = standardize(total, eps) if norm == "layer" else rms_scale(total, eps)
         y = y if weight is None else y * (weight + 1 if norm == "rms of 1 +" else weight)

@@ -18,7 +18,7 @@ from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, exp
 from fusionrt.fusion import fuse
 from fusionrt.layout import broadcast_shapes, is_among
-from fusionrt.ops.activations import gelu, gelu_tanh, leaky_relu, mish, relu, silu
+from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, leaky_relu, mish, relu, silu
 
 
 def _with_bias(make: Make) -> tuple[Any, ...]:
@@ -109,13 +109,6 @@ def _geglu(x: Expr, gate: Expr) -> Expr:
 @fuse(name="geglu_tanh")
 def _geglu_tanh(x: Expr, gate: Expr) -> Expr:
     return gelu_tanh(x) * gate
-
-
-def is_tanh(op: str, approximate: str) -> bool:
-    """Which form of GELU: torch's two names for them, and an error for any other."""
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"{op}: approximate must be 'none' or 'tanh', got {approximate!r}")
-    return approximate == "tanh"
 
 
 @public(example=_with_bias, more=ELEMENTWISE,

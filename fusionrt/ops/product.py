@@ -1,4 +1,5 @@
-"""What our kernels of linear layers compute: out = f(x W^T + bias, residual), and their text of it."""
+"""Products: what our kernels of linear layers compute, out = f(x W^T + bias, residual), and their text of it;
+what torch's can."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.dtypes import STORAGE
-from fusionrt.expr import REDUCTIONS, Expr, argument, emit, toposort
+from fusionrt.expr import OF_ROWS, Expr, argument, emit, toposort
 
 # The leaves of an epilogue: x W^T + bias, and the residual.
 PRODUCT, RESIDUAL = argument("a0"), argument("a1")
-_OF_ROWS = {*REDUCTIONS, "row_size", "taken", "is_column", "up_to_column", "random"}
+# Whether torch's own products have results of a wider dtype than their operands: 2.8.
+TO_WIDER = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 class Layer(NamedTuple):
@@ -42,5 +44,5 @@ def layer(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Expr, residual: 
 def is_of_elements(epilogue: Expr) -> bool:
     """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype."""
     return not epilogue.is_truth and not epilogue.op.startswith("cast_") and not any(
-        node.op in _OF_ROWS or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
+        node.op in OF_ROWS or node.op == "random" or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
         for node in toposort([epilogue]))

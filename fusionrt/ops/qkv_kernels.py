@@ -11,9 +11,9 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import element_of, name_of
+from fusionrt.dtypes import acc_of, element_of, name_of
 from fusionrt.indices import Indices
-from fusionrt.laid import Laid, laid
+from fusionrt.laid import Laid, address, laid
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.ops.rotary_kernels import Plan, cpu_tables, is_packed, position_steps, table_steps
 from fusionrt.rehearsal import stands_for
@@ -91,7 +91,7 @@ def kernel_of(form: Form) -> Kernel:
             ("INTERLEAVED", form.interleaved), ("TABLES", form.table is not None),
             ("TABLE_PACKS", form.table_packs), ("POSITIONS", form.positions is not None),
             ("FORWARD", form.forward), ("BIAS", form.bias), ("ROTATES", form.rotates)))]
-    return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=_acc(form.dtype))
+    return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=acc_of(form.dtype))
 
 
 def run_on_gpu(call: Call, bias: Tensor | None) -> None:
@@ -108,7 +108,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
         partials = torch.empty((chunks, call.packed.shape[2]), dtype=acc, device=q.device)
     if call.positions is not None and call.cos is not None:
         fault = indices.fault_of(q.device)
-    places = [0 if t is None else t.data_ptr() for t in (*tensors[:5], partials, *tensors[5:], fault)]
+    places = [address(t) for t in (*tensors[:5], partials, *tensors[5:], fault)]
     plan.kernel(q.device, plan.blocks, *places, *plan.steps, rotary.offset, *plan.numbers)
     if partials is not None and bias is not None:
         add_up("qkv_heads_backward", partials, bias)
@@ -162,10 +162,6 @@ def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid |
     return math.gcd(16 // itemsize, head_dim, *sizes)
 
 
-def _acc(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
-
-
 # -- on a CPU --------------------------------------------------------------------------------------
 
 _CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
@@ -201,7 +197,7 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, bias: bool) -> CpuKer
              for name, place in (("first", first), ("second", second), ("i", "i"))}
     text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, store=element_of(dtype),
                             table_store=element_of(table), **added)
-    return CpuKernel("qkv_heads", text, _acc(dtype))
+    return CpuKernel("qkv_heads", text, acc_of(dtype))
 
 
 def run_on_cpu(call: Call, bias: Tensor | None) -> None:

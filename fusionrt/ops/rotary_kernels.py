@@ -11,9 +11,9 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import element_of, name_of
+from fusionrt.dtypes import acc_of, element_of, name_of
 from fusionrt.indices import Indices
-from fusionrt.laid import WIDEST, Laid, laid
+from fusionrt.laid import WIDEST, Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, magic, pointer
 
@@ -81,7 +81,7 @@ def kernel_of(form: Form) -> Kernel:
             ("bool", "TABLES", form.table is not None), ("bool", "TABLE_PACKS", form.table_packs),
             ("bool", "POSITIONS", form.positions is not None)))]
     return Kernel("rotary_embedding", "rotary", [*fields, *numbers, *small, Field("float direction", "f")],
-                  constants, acc="float64" if form.dtype == "float64" else "float32")
+                  constants, acc=acc_of(form.dtype))
 
 
 class Plan(NamedTuple):
@@ -166,7 +166,7 @@ def is_packed(table: Laid, pairs: int) -> bool:
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
     """Two."""
-    found = [0 if t is None else t.data_ptr() for t in tensors]
+    found = [address(t) for t in tensors]
     return found + [0] * (2 - len(found))
 
 
@@ -222,7 +222,7 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, in_place: bool) -> Cp
                             store=element_of(dtype), table_store=element_of(table))
     if in_place:  # one name, so that LLVM sees one memory
         text = text.replace("out[to +", "x[at +")
-    return CpuKernel("rotary_embedding", text, "float64" if dtype == "float64" else "float32")
+    return CpuKernel("rotary_embedding", text, acc_of(dtype))
 
 
 def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,

@@ -23,8 +23,8 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.errors import as_int
-from fusionrt.expr import Expr, node, where
-from fusionrt.fusion import fuse, kept
+from fusionrt.expr import Expr, node
+from fusionrt.fusion import dropped, fuse
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
@@ -35,7 +35,7 @@ from fusionrt.watching import is_recorded, seen_by_torch
 
 @per_call
 def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epilogue: Epilogue,
-              dropped: bool, with_terms: bool) -> Run:
+              dropout: bool, with_terms: bool) -> Run:
     """The kernel of an op. `scaled`: by a "factor" or a "number"; `masked`: by a mask that is "added" or
     says what is "passed"; `with_terms`: two values a row that spare the backward pass two reductions."""
 
@@ -52,18 +52,18 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
             y, *terms = rowwise.log_softmax(z, passed)
         else:
             y, *terms = rowwise.softmax(z if passed is None else rowwise.above_masked(z), passed)
-        y = where(kept(p), y * scale, 0) if dropped else y
+        y = dropped(y, p, scale) if dropout else y
         return finished(y, epilogue), *(terms if with_terms else [])
 
     there = {"factor": scaled == "factor", "mask": masked is not None, "last": causal,
-             "number": scaled == "number", "p": dropped, "scale": dropped}
+             "number": scaled == "number", "p": dropout, "scale": dropout}
     params = ("x", *(name for name, is_there in there.items() if is_there))
     return row_operator(expression, params, name=op, uniform=("last",))
 
 
 @fuse(name="attention_dropout")
 def _dropout(x: Expr, p: float, scale: float) -> Expr:
-    return where(kept(p), x * scale, 0)
+    return dropped(x, p, scale)
 
 
 # -- arguments -------------------------------------------------------------------------------------

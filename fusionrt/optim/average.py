@@ -9,13 +9,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusionrt.cpu.team import torch_alone
-from fusionrt.dtypes import name_of
+from fusionrt.dtypes import FLOATS, name_of
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Kind
 from fusionrt.optim.state import is_dense
 from fusionrt.optim.table import CAPACITY, shared_table
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch._disable_dynamo
@@ -78,7 +76,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:
 
 
 def _fits(average: torch.Tensor, value: torch.Tensor) -> bool:
-    return (average.dtype in _FLOATS and value.dtype in _FLOATS and average.device.type in ("cpu", "cuda")
+    return (average.dtype in FLOATS and value.dtype in FLOATS and average.device.type in ("cpu", "cuda")
             and (average.dtype == torch.float64 or value.dtype != torch.float64)
             and average.stride() == value.stride() and not (average.is_neg() or value.is_neg())
             and (average.is_contiguous() or is_dense(average))

@@ -10,15 +10,15 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from fusionrt.dtypes import ITEMSIZE, element_of
-from fusionrt.optim.table import CHUNK
+from fusionrt.optim.quantised import BLOCK
+from fusionrt.optim.table import CHUNK, SCALARS, Row
 
 if TYPE_CHECKING:
     from fusionrt.optim.kernels import Kind
 
-# Columns of fusionrt/optim/table.py, and of what `prepare` computes.
-_COLUMNS, _STATE, _SCALE, _MASTER = 11, 4, 7, 10
-_SCALARS = 5
-QUANTUM = 256  # elements of a block of 8-bit states
+_COLUMNS = len(Row._fields)
+_STATE, _SCALE, _MASTER = map(Row._fields.index, ("state0", "scale0", "master"))
+_SCALARS = SCALARS["cpu"] // 8  # that `prepare` computes
 
 
 def _indented(text: str, levels: int) -> str:
@@ -271,8 +271,8 @@ def _quantised(kind: Kind) -> str:
     encode = [f"bits = {bits}",
               *(f"s{n}_data[i] = encoded(s{n}, top{n}, {n}, bits)" for n in states)]
     return "\n".join([
-        _indented(f"for base in range(0, count, {QUANTUM}):", 2),
-        _block([f"end, block = min(base + {QUANTUM}, count), (first + base) // {QUANTUM}", *before,
+        _indented(f"for base in range(0, count, {BLOCK}):", 2),
+        _block([f"end, block = min(base + {BLOCK}, count), (first + base) // {BLOCK}", *before,
                 "for i in range(base, end):"], 3),
         _block([*update, *(f"top{n} = larger_or_nan(top{n}, abs_(s{n}))" for n in states)], 4),
         _indented("for i in range(base, end):", 3),

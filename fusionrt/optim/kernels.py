@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fusionrt.dtypes import SIGNIFICANT_BITS, acc_of
+from fusionrt.laid import address
 from fusionrt.optim import cpu_text
 from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, hold
 from fusionrt.runtime import source
@@ -40,7 +42,7 @@ class Kind(NamedTuple):
 
     @property
     def acc(self) -> str:
-        return "float64" if self.param == "float64" else "float32"
+        return acc_of(self.param)
 
     @property
     def streams(self) -> list[str]:
@@ -93,9 +95,8 @@ def _constants(kind: Kind, **flags: bool) -> list[str]:
 
 def _gpu(kind: Kind, stem: str, fields: Sequence[Field], constants: Sequence[str]) -> Kernel:
     from fusionrt.runtime.kernel import Kernel
-    wide = kind.acc == "float64"
     return Kernel(f"{kind.rule.lower()}: {stem}", stem, fields, constants, acc=kind.acc,
-                  significant_bits=53 if wide else 24, block=BLOCK)
+                  significant_bits=SIGNIFICANT_BITS[kind.acc], block=BLOCK)
 
 
 @functools.cache
@@ -185,7 +186,7 @@ def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coeffi
     sums, clipped = common.squares or (None, 0)
     lr, tensors = common.lr, (common.grad_scale, common.found_inf, sums, common.norm)
     lr_tensor, lr = (lr.data_ptr(), 0.0) if isinstance(lr, torch.Tensor) else (0, lr)
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    addresses = [address(t) for t in tensors]
     numbers = (lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm)
     n_squares = 0 if sums is None else len(sums)
     if table.is_of_cpu:
@@ -207,7 +208,7 @@ def step(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficie
     """Update the tensors of the table; a gradient at address 0 is absent. AVERAGE alone has no `scalars`."""
     if not table.n_chunks:
         return
-    prepared = 0 if scalars is None else scalars.data_ptr()
+    prepared = address(scalars)
     if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
         pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), prepared]

@@ -16,7 +16,7 @@ from fusionrt.expr import Expr, emit
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.source import U64, Field, Params, pointer
+from fusionrt.runtime.source import U64, Field, Params, pointer, scalar_fields
 
 COUNT = {"sum": 1, "max": 1, "first": 2, "softmax": 2, "moments": 4}
 START = {"sum": ("0",), "max": ("-acc_t(inf)",), "first": ("-acc_t(inf)", "0"),
@@ -131,13 +131,12 @@ def blocks(kept: int, chunks: int, alone: bool = False) -> int:
 
 def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...], list[str]]:
     """Parameters, their values and functions of the kernel that joins partial values."""
-    acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields = [
         (pointer("acc_t", "partials"), ("partials",)),
         *((pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in problem.outputs),
         (Field("unsigned long long chunks", U64), ("chunks",)),
         (Field("unsigned long long kept", U64), ("kept",)),
-        *((Field(f"{acc} {name}", number), (name,)) for name in problem.scalars),
+        *scalar_fields(problem),
         (Field("int side", "i"), ("side",)),
     ]
     params = Params([field for field, _ in fields])

@@ -1,7 +1,8 @@
 """Source text to cubin, with NVRTC through CuPy's binding. Needs no GPU and no CUDA toolkit.
 
 `cupy.RawModule` would force `-ftz=true`, hide the log, and compile an empty program even on a warm
-hit; the binding below it does none of that. Nothing here is imported while every kernel is cached.
+hit; the binding below it does none of that. libnvrtc is not loaded while every
+kernel is cached.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from fusionrt.runtime import binding, cache
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MAX_JOBS = 8  # at a time: a compile takes a few hundred megabytes
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")  # 177: unused names
-# Templates of instructions that one generation alone has, which no later one runs.
-_ONLY = dict.fromkeys(("gemm_sm90", "attention_sm90", "attention_keys_sm90", "attention_queries_sm90"),
-                      "sm_90a")
 _OF_ARCHITECTURES = re.compile(
     r"^#if __CUDA_ARCH__ >= (\d+)(?: && __CUDA_ARCH__ < (\d+))?\n(.*?)(?:^#else\b[^\n]*\n(.*?))?"
     r"^#endif\b[^\n]*\n", re.M | re.S)
@@ -44,7 +42,7 @@ def toolchain() -> str:
 
 def target(entry: str, arch: str) -> str:
     """What to compile a template for, so that it runs on `arch`."""
-    return _ONLY.get(entry, arch)
+    return "sm_90a" if entry.endswith("_sm90") else arch
 
 
 def key(text: str, entry: str, arch: str) -> str:

@@ -31,6 +31,7 @@ from fusionrt.runtime.source import (
     arithmetic,
     assemble,
     pointer,
+    scalar_fields,
     template,
 )
 
@@ -272,7 +273,6 @@ def _reach(problem: Problem) -> int:
 
 def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool
             ) -> list[Filled]:
-    acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
     fields: list[Filled] = [
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     at_once = rows is not None and is_final(problem, rows, width)
@@ -284,10 +284,7 @@ def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, widt
     if joined:
         fields.append((pointer("unsigned", "arrived", const=False), ("arrived",)))
     fields += random_fields(problem)
-    scalars: list[Filled] = [
-        (Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
-    if acc == "double" and not geometry.wide:
-        return fields + scalars + geometry.fields
+    scalars: list[Filled] = [*scalar_fields(problem)]
     return fields + geometry.fields + scalars if geometry.wide else fields + scalars + geometry.fields
 
 
@@ -532,8 +529,7 @@ def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -
 
 def generate_sum(problem: Problem, out_dtype: str) -> Specialisation:
     """The kernel that adds the partial sums of reduced outputs of one dtype."""
-    acc = "float64" if problem.acc == "float64" else "float32"
-    params = Params(accumulators.sum_fields(f"{acc}_t", f"{out_dtype}_t"))
+    params = Params(accumulators.sum_fields(f"{problem.acc}_t", f"{out_dtype}_t"))
     text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {accumulators.BLOCK};"])

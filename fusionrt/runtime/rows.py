@@ -41,6 +41,7 @@ from fusionrt.runtime.source import (
     arithmetic,
     assemble,
     pointer,
+    scalar_fields,
 )
 
 Values = tuple[str | int, ...]
@@ -122,7 +123,6 @@ class Text:
 
     def _fields(self) -> list[tuple[Field, Values]]:
         problem = self.problem
-        acc, number = ("double", "d") if problem.acc == "float64" else ("float", "f")
         fields: list[tuple[Field, Values]] = [
             (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
         fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,))
@@ -133,7 +133,7 @@ class Text:
                    (Field("unsigned segments", "I"), ("segments",))] if self.segments else []
         fields += [(pointer("unsigned", "arrived", const=False), ("arrived",))] if self.totals else []
         fields += pointwise.random_fields(problem)
-        fields += [(Field(f"{acc} {name}", number), (name,)) for name in problem.scalars]
+        fields += scalar_fields(problem)
         fields += [*self.of_columns.fields, *self.of_rows.fields,
                    (Field("unsigned rows", "I"), (n_rows(problem),)), (Field("int early", "i"), ("early",))]
         fields += [(Field("unsigned ahead", "I"), ("ahead",))] if self.ahead else []

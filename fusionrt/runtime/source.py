@@ -11,9 +11,12 @@ import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionrt import dtypes
+
+if TYPE_CHECKING:
+    from fusionrt.problem import Problem
 
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
 ITEMSIZE = {**dtypes.ITEMSIZE, "mask": 1}
@@ -53,12 +56,18 @@ class Field(NamedTuple):
     format: str
 
 
-POINTER, U32, U64, TENSOR_MAP = "Q", "I", "Q", "128s"
+POINTER, U64, TENSOR_MAP = "Q", "Q", "128s"
 TENSOR_MAP_ALIGNMENT = 64
 
 
 def pointer(dtype: str, name: str, const: bool = True) -> Field:
     return Field(f"{'const ' if const else ''}{dtype}* __restrict__ {name}", POINTER)
+
+
+def scalar_fields(problem: Problem) -> list[tuple[Field, tuple[str, ...]]]:
+    """Its numbers, in the dtype of the arithmetic, and their values."""
+    acc, form = ("double", "d") if problem.acc == "float64" else ("float", "f")
+    return [(Field(f"{acc} {name}", form), (name,)) for name in problem.scalars]
 
 
 class Params:
