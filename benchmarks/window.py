@@ -37,11 +37,11 @@ def main() -> None:
     options = script.parser(__doc__).parse_args()
     device = "cuda" if kind() == "gpu" else "cpu"
     run = script.results(f"window-{kind()}", __doc__, options)
-    rows = 2048 if device == "cuda" else 64
+    rows = (2048 if device == "cuda" else 64) // (16 if options.quick else 1)
     dtypes = ("float32", "bfloat16") if device == "cuda" else ("float32", "float64")
     pandas = _pandas(run) if device == "cpu" else None
     for case in ("inner", "outer", "row"):
-        for dtype in dtypes:
+        for dtype in dtypes[:1] if options.quick else dtypes:
             x = _numbers(case, rows, dtype, device)
             for op in OPS[1::3] if options.quick else OPS:
                 for window in WINDOWS[2::2] if options.quick else WINDOWS:

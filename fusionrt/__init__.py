@@ -28,7 +28,7 @@ _HOME = {
     "abs": "fusionrt.expr:abs_", "pow": "fusionrt.expr:power", "round": "fusionrt.expr:round_",
     "fuse": "fusionrt.fusion:fuse", "kept": "fusionrt.fusion:kept", "TraceError": "fusionrt.expr",
     "CompileError": "fusionrt.errors", "CaptureError": "fusionrt.errors",
-    "CacheWarning": "fusionrt.runtime.cache", "MissingKernelError": "fusionrt.runtime.cache",
+    "CacheWarning": "fusionrt.errors", "MissingKernelError": "fusionrt.errors",
     "warmup": "fusionrt.precompile:warmup", "doctor": "fusionrt.diagnosis:doctor",
     "auto_convert_model": "fusionrt.convert.model", "validate_optimization": "fusionrt.convert.validate",
     # A GPU is looked for only when someone asks.
@@ -53,8 +53,10 @@ if TYPE_CHECKING:
     from fusionrt.convert.model import auto_convert_model as auto_convert_model
     from fusionrt.convert.validate import validate_optimization as validate_optimization
     from fusionrt.diagnosis import doctor as doctor
+    from fusionrt.errors import CacheWarning as CacheWarning
     from fusionrt.errors import CaptureError as CaptureError
     from fusionrt.errors import CompileError as CompileError
+    from fusionrt.errors import MissingKernelError as MissingKernelError
     from fusionrt.expr import TraceError as TraceError
     from fusionrt.expr import cast as cast
     from fusionrt.expr import clamp as clamp
@@ -80,8 +82,6 @@ if TYPE_CHECKING:
     from fusionrt.fusion import kept as kept
     from fusionrt.ops import *  # noqa: F403  (type checkers follow it)
     from fusionrt.precompile import warmup as warmup
-    from fusionrt.runtime.cache import CacheWarning as CacheWarning
-    from fusionrt.runtime.cache import MissingKernelError as MissingKernelError
 
     # An import by another name is private to type checkers.
     abs: Callable[[Any], Any]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusionrt import layout, random, rehearsal
+from fusionrt.array import check_dense
 from fusionrt.problem import unpack
 from fusionrt.replay import Pass, Recording
 from fusionrt.watching import is_batched, is_watched
@@ -28,7 +29,6 @@ class Dispatched:
     allow: Callable[[], bool]   # before `call` where Dynamo traces
 
 
-
 def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]
                       ) -> Any:
     """The gradients of a recorded call's arguments, in a backward pass of a kind that the recording does not
@@ -45,6 +45,9 @@ def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence
         device = next((g.device for g in grads if g is not None), None)
         call, rng = Dispatched.apply, rng and random.packed(rng, device)
         plain = False
+    for g in grads:
+        if g is not None:
+            check_dense(op.name, "grad_output", g)
     made = backward_pass(op, restore(own, recording.others(kept)), grads, needed, recording.order)
     found = [None] * len(op.params)
     if made is not None:

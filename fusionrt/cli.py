@@ -70,6 +70,7 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, 
     """
     if module is not None:
         _search_working_directory()
+    import numpy  # noqa: F401  before torch, which imports it from C++ and there drops a Ctrl-C
     with for_users(ValueError), progress_bar("looking for kernels", hidden=as_json) as progress:
         from fusionrt.precompile import COLUMNS
         from fusionrt.precompile import warmup as run

@@ -204,7 +204,7 @@ def _number(op: str, value: Any) -> numbers.Real:
     if not isinstance(number, numbers.Real):
         raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
                          "number: a tensor must be an argument of the fused function, not "
-                         "captured by closure")
+                         "captured by closure (outside of one, torch's own functions take tensors)")
     return number
 
 

@@ -56,11 +56,14 @@ BENCHMARK = '''"""How long NAME takes beside torch's separate ops, and how exact
 
 import torch
 from NAME import NAME
-from test_NAME import formula
 
 from fusionrt.bench import compare_implementations
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def formula(x, y):
+    return torch.sigmoid(x) * y + 0.5 * x
 
 
 def inputs(n):
@@ -90,7 +93,8 @@ def _taken() -> set[str]:
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), metavar="FOLDER",
               help="[default: this one]")
 def new_op(name: str, into: Path) -> None:
-    """Begin a fused function of your own: NAME.py, test_NAME.py and bench_NAME.py, which run as they are."""
+    """Begin a fused function of your own: NAME.py, test_NAME.py (for pytest) and bench_NAME.py, which run as
+    they are."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise click.BadParameter(f"must be a name in Python, got {name!r}", param_hint="'NAME'")
     if name in _taken() or name in sys.modules or importlib.util.find_spec(name) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusionrt import guards, layout, random, rehearsal, settling
+from fusionrt.arguments import as_float
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, recorded_backward
 from fusionrt.definition import SCALAR, Definition
@@ -243,6 +244,8 @@ class Operator(Definition):
             elif not isinstance(a, (int, float)):
                 raise TypeError(f"{self.name}: {name} must be a tensor, an array or a number, "
                                 f"got {type(a).__name__}")
+            else:
+                as_float(self.name, name, a)  # those beyond float64 are refused
         if not tensors:
             raise TypeError(f"{self.name}: at least one argument must be a tensor or an array, got "
                             + ", ".join(f"{n}={type(a).__name__}"

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fusionrt import inventory
+from fusionrt.arguments import as_int
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.collector import paused
 from fusionrt.dispatch import is_number
 from fusionrt.dtypes import name_of
-from fusionrt.errors import as_int
 from fusionrt.op import Operator
 from fusionrt.op_names import ALIASES
 from fusionrt.problem import MASK, Problem, unpack
@@ -394,8 +395,9 @@ def _fused_in(name: str) -> list[Any]:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what we do
             members = vars(importlib.import_module(name)).values()
     except (Exception, SystemExit) as error:  # a script without a guard ends where it likes
+        hint = f" (of a file, write {Path(name).stem})" if name.endswith(".py") else ""
         raise ValueError(f"warmup: module {name!r} cannot be imported: "
-                         f"{type(error).__name__}: {error}") from error
+                         f"{type(error).__name__}: {error}{hint}") from error
     found = {id(m): m for m in members if isinstance(getattr(m, "operator", None), Operator)}
     own = [m for m in found.values() if OPS.get(m.__name__) is not m]
     if not own:

@@ -95,7 +95,24 @@ def once(function: Run, y: Expr) -> Any:
 def _traced(function: Run) -> tuple[Expr, Any]:
     value = argument("value")
     with numbering_draws():
-        return value, function(value)
+        try:
+            return value, function(value)
+        except TypeError:
+            _check_takes_one(function)
+            raise
+
+
+def _check_takes_one(function: Run) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin, which tells nothing
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError("an epilogue must be a function of one traced value, got "
+                        f"{name}{signature}") from None
 
 
 def finished(y: Expr, epilogue: Epilogue) -> Any:

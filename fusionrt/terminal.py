@@ -78,7 +78,7 @@ class Output(click.ParamType):
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from fusionrt.runtime.files import why_not_writable
+        from fusionrt.files import why_not_writable
         fault = why_not_writable(value)
         if fault is not None:
             self.fail(f"{value} cannot be written: {fault}", param, ctx)

@@ -19,7 +19,7 @@ from fusionrt.bench import baseline, case, results, rivals, suite, timing
 from fusionrt.bench.case import BACKWARD, BOTH, FORWARD, Case
 from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.cli import main
-from fusionrt.runtime.files import why_not_writable
+from fusionrt.files import why_not_writable
 
 SMALL = ("--sizes", "4K", "--dtypes", "float32", "--device", "cpu")
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from fusionrt.convert.inputs import Inputs
 from fusionrt.convert.last_copies import without_last_copies
 from fusionrt.convert.replay import Replays, is_repeatable
 from fusionrt.convert.validate import Judge
-from fusionrt.runtime.cache import MissingKernelError
+from fusionrt.errors import MissingKernelError
 
 # -- torch's encoder layers ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from fusionrt.convert import derived
-from fusionrt.convert.packed import ACTIVATIONS
+from fusionrt.convert.packed_conv import ACTIVATIONS
 from fusionrt.convert.packed_linear import LEAST_ROWS, PackedLinear, can_pack
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="torch was built without oneDNN")

@@ -20,6 +20,13 @@ class Opaque:
     pass
 
 
+def sparse_gradient():
+    """After a dense one, whose plan it must not get."""
+    x = torch.randn(3, 5, requires_grad=True)
+    torch.autograd.grad(frt.softplus(x), x, torch.ones(3, 5))
+    torch.autograd.grad(frt.softplus(x), x, torch.ones(3, 5).to_sparse())
+
+
 CASES = [
     # shapes
     (
@@ -160,7 +167,79 @@ CASES = [
         TypeError,
         "relu: x must be a dense tensor, got torch.sparse_coo",
     ),
+    (
+        lambda: frt.cross_entropy(torch.zeros(2, 3).to_sparse_csr(), torch.zeros(2, dtype=torch.int64)),
+        TypeError,
+        "cross_entropy: input must be a dense tensor, got torch.sparse_csr",
+    ),
+    (
+        lambda: frt.linear_cross_entropy(A.to_sparse(), torch.eye(8), torch.zeros(4, dtype=torch.int64)),
+        TypeError,
+        "linear_cross_entropy: hidden must be a dense tensor, got torch.sparse_coo",
+    ),
+    (
+        lambda: frt.batch_norm(torch.zeros(2, 3).to_sparse_csr(), training=True),
+        TypeError,
+        "batch_norm: x must be a dense tensor, got torch.sparse_csr",
+    ),
+    (
+        sparse_gradient,
+        TypeError,
+        "softplus: grad_output must be a dense tensor, got torch.sparse_coo",
+    ),
+    # numbers
+    (
+        lambda: frt.bias_gelu(torch.zeros(3), 10**400),
+        ValueError,
+        "bias_gelu: bias must be a number that float64 has, got one beyond it",
+    ),
+    (
+        lambda: frt.huber_loss(torch.zeros(3), torch.zeros(3), delta=10**400),
+        ValueError,
+        "huber_loss: delta must be a number that float64 has, got one beyond it",
+    ),
+    (
+        lambda: frt.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), ignore_index=10**30),
+        ValueError,
+        f"cross_entropy: ignore_index must be one of int64's integers, got {10**30}",
+    ),
+    (
+        lambda: frt.optim.clip_grad_norm_([torch.zeros(3)], "a"),
+        TypeError,
+        "clip_grad_norm_: max_norm must be a number, got 'a'",
+    ),
+    (
+        lambda: frt.optim.ema_update_([torch.zeros(3)], [torch.zeros(3)], "a"),
+        TypeError,
+        "ema_update_: decay must be a number, got 'a'",
+    ),
     # arguments
+    (
+        lambda: frt.exp(torch.zeros(3)),
+        frt.TraceError,
+        "exp: operand Tensor is neither a traced value nor a number: a tensor must be an argument of the "
+        "fused function, not captured by closure (outside of one, torch's own functions take tensors)",
+    ),
+    (
+        lambda: frt.kl_div(torch.zeros(3), torch.zeros(3), reduction="foo"),
+        ValueError,
+        "kl_div: reduction must be 'mean', 'sum', 'batchmean' or 'none', got 'foo'",
+    ),
+    (
+        lambda: frt.rms_norm_gelu(A, None),
+        TypeError,
+        "rms_norm_gelu: weight must be a tensor or an array, got NoneType",
+    ),
+    (
+        lambda: frt.add_norm(torch.zeros(2, 3), None),
+        ValueError,
+        "add_norm: residual must be a tensor of shape (2, 3), got NoneType",
+    ),
+    (
+        lambda: frt.layer_norm(torch.zeros(2, 3), 3, epilogue=lambda a, b: a),
+        TypeError,
+        "an epilogue must be a function of one traced value, got <lambda>(a, b)",
+    ),
     (lambda: frt.relu("A"), TypeError, "relu: x must be a tensor, an array or a number, got str"),
     (
         lambda: frt.relu(None),

@@ -76,12 +76,14 @@ NO_ATTRIBUTE = (
         (
             lambda x: x + CAPTURED,
             "add: operand Tensor is neither a traced value nor a number: a tensor must be an "
-            "argument of the fused function, not captured by closure",
+            "argument of the fused function, not captured by closure (outside of one, torch's own "
+            "functions take tensors)",
         ),
         (
             lambda x: CAPTURED + x,
             "add: operand Tensor is neither a traced value nor a number: a tensor must be an "
-            "argument of the fused function, not captured by closure",
+            "argument of the fused function, not captured by closure (outside of one, torch's own "
+            "functions take tensors)",
         ),
         (
             lambda x: torch.maximum(CAPTURED, x),
@@ -91,7 +93,7 @@ NO_ATTRIBUTE = (
             lambda x: x + "1",
             "add: operand str is neither a traced value nor a number: a tensor must be "
             "an argument of the "
-            "fused function, not captured by closure",
+            "fused function, not captured by closure (outside of one, torch's own functions take tensors)",
         ),
         (lambda x: round(x, 2), "round(x, n) is not supported: write round(x * 10**n) / 10**n"),
         (lambda x: CAPTURED,
@@ -166,7 +168,7 @@ def test_a_trace_error_is_a_type_error_with_a_public_name():
         (lambda x: np.clip(x, 0, 1), "numpy.clip cannot be traced: write functions of fusionrt"),
         (lambda x: np.ones(3) * x,
          "multiply: operand ndarray is neither a traced value nor a number: a tensor must be an argument of "
-         "the fused function, not captured by closure"),
+         "the fused function, not captured by closure (outside of one, torch's own functions take tensors)"),
         (lambda x: np.int64(2) & x, "& joins conditions, got the number 2: bits cannot be fused"),
         (lambda x: x & 2, "& joins conditions, got the number 2: bits cannot be fused"),
         (lambda x: (x + 1) | (x > 0), "| joins conditions, got a number: write x != 0; bits cannot be fused"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from fusionrt.arguments import as_count
 from fusionrt.bench import accuracy, memory, profile, traffic
 from fusionrt.bench.kernel import (
     Inputs,
@@ -28,8 +29,7 @@ from fusionrt.bench.kernel import (
 from fusionrt.bench.results import NOISE
 from fusionrt.bench.sampling import VariantError, naming, one_line
 from fusionrt.bench.timing import LARGE
-from fusionrt.errors import as_count
-from fusionrt.runtime.files import whole, write
+from fusionrt.files import whole, write
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fusionrt.arguments import as_count
 from fusionrt.bench import memory, profile, traffic
 from fusionrt.bench.kernel import Measurement, benchmark_kernel, check_functions, name_of
-from fusionrt.errors import as_count
 
 Function = Callable[..., Any]
 Statistics = dict[str, float]

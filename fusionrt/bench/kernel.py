@@ -13,9 +13,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from fusionrt.arguments import as_count
 from fusionrt.bench import sampling, timing, traffic
 from fusionrt.bench.timing import Call
-from fusionrt.errors import as_count
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 MOST_SETS = 64        # in rotation; where more would be needed, the L2 is flushed

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrt.bench import findings
 from fusionrt.bench.results import Row, cell
-from fusionrt.runtime.files import whole
+from fusionrt.files import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

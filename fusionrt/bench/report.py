@@ -20,7 +20,7 @@ from typing import Any
 
 from fusionrt.bench import charts, findings
 from fusionrt.bench.results import NOISE, Row, cell, within_noise
-from fusionrt.runtime.files import whole
+from fusionrt.files import whole
 
 TEMPLATE = Path(__file__).with_name("report.html")
 NARROWLY, CLEARLY = "▽", "▼"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionrt.runtime.files import write
+from fusionrt.files import write
 
 Row = dict[str, Any]
 NOISE = "≈"  # before a ratio: nothing can be said of it

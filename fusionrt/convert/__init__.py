@@ -11,8 +11,8 @@ One file an idea: `model` (the entry), `forward` and `sharing` (what a converted
 `inputs`, `validate`, `rollback`, `undisturbed`, `contents`, `random_states`; the captured graph: `capture`,
 `tracing`, `graph`, `effects`, `purity`, `aliases`, `match`, `revalue`, `last_copies`; one kernel of many
 calls: `cluster`, `members`, `pointwise`, `fused`, `tail`; `passes`, and what rewritten graphs call: `calls`,
-`derived`, `kept_masks`, `packed`, `packed_linear`, `max_pool`, `squeeze_excite`; `kernels` (compiled ahead),
-`replay`, `training`, `cuda_graphs`; `stats`, `speed`, `report`, `save`, `registry` (models by name),
+`derived`, `kept_masks`, `packed_conv`, `packed_linear`, `max_pool`, `squeeze_excite`; `kernels` (compiled
+ahead), `replay`, `training`, `cuda_graphs`; `stats`, `speed`, `report`, `save`, `registry` (models by name),
 `command` (`fusionrt convert`).
 """
 

@@ -58,7 +58,7 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
         for name in names:
             rows.append(_one(name, where, dtype, batch, random_init, not no_validate, save_path, step))
     from fusionrt.bench.results import dumps
-    from fusionrt.runtime.files import write
+    from fusionrt.files import write
     if save_path is not None:
         with for_users(OSError):
             write(save_path / SUMMARY, dumps(rows, indent=1) + "\n")
@@ -87,7 +87,7 @@ def _names(given: Sequence[str]) -> list[str]:
 def _check_folder(folder: Path, names: Sequence[str]) -> None:
     """Before anything is converted."""
     from fusionrt.convert import registry
-    from fusionrt.runtime.files import why_not_writable
+    from fusionrt.files import why_not_writable
     if registry.missing("safetensors"):
         raise click.ClickException("--save-path needs safetensors: pip install 'fusionrt[models]'")
     with for_users(OSError):

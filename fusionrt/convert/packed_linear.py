@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.convert.derived import Last
-from fusionrt.convert.packed import ACTIVATIONS
+from fusionrt.convert.packed_conv import ACTIVATIONS
 
 Tensor = torch.Tensor
 LEAST_ROWS = 8  # of fewer the bytes of the weight decide, which are the same in either order

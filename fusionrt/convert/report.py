@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionrt.convert.stats import COUNTS, Record, conversion_stats
-from fusionrt.runtime.files import write
+from fusionrt.files import write
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from fusionrt.bench.results import dumps
 from fusionrt.convert.model import ModelConverter, conversion_report, record_of
-from fusionrt.runtime.files import whole, write
+from fusionrt.files import whole, write
 
 FORMAT = 1
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fusionrt.arguments import as_float
 from fusionrt.array import is_foreign
 from fusionrt.data.samples import ADJUSTMENTS, check_sides
-from fusionrt.errors import as_float
 
 Range = float | tuple[float, float] | None
 ATTEMPTS = 10  # at a box that lies in the image, as in torchvision

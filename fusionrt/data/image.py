@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusionrt import rehearsal
+from fusionrt.arguments import is_int
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import image_cpu, image_gpu
 from fusionrt.data.samples import (
@@ -25,7 +26,6 @@ from fusionrt.data.samples import (
     table,
 )
 from fusionrt.dtypes import name_of
-from fusionrt.errors import is_int
 from fusionrt.watching import no_transforms
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
@@ -92,7 +92,8 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     if not isinstance(antialias, bool):
         raise TypeError(f"image_preprocess: antialias must be True or False, got {antialias!r}")
     if dtype not in DTYPES[1:]:
-        raise ValueError(f"image_preprocess: dtype must be float16, bfloat16 or float32, got {dtype}")
+        raise ValueError(f"image_preprocess: dtype must be torch.float16, torch.bfloat16 or "
+                         f"torch.float32, got {dtype!r}")
     geometry = Geometry(_size("size", size), boxes, _resize(resize), flip)
     given = dict(zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True))
     adjusted = [name for name, value in given.items() if value is not None]

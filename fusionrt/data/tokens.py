@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import random
+from fusionrt.arguments import as_float, as_int, is_int
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
-from fusionrt.errors import as_float, as_int, is_int
 from fusionrt.watching import no_transforms
 
 OP = "token_preprocess"

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from fusionrt.arguments import as_float, as_int, is_int
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
 from fusionrt.data.window_rows import Request, Tensor, like, walkable
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import as_float, as_int, is_int
 from fusionrt.rehearsal import device_type
 from fusionrt.structured import Gradient, StructuredOp
 from fusionrt.watching import transforms_active

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from fusionrt import autocast
+from fusionrt.arguments import as_count, as_float, as_int, is_int
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import as_count, as_float, as_int, is_int
 from fusionrt.layout import is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated

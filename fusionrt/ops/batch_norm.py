@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from fusionrt.array import check_writeable, converted, is_foreign
+from fusionrt.arguments import as_int, check_number
+from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.catalogue import Make, public
-from fusionrt.errors import as_int, check_number
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.layout import lie_apart
 from fusionrt.ops.activations import relu
@@ -105,6 +105,9 @@ def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, res
         given = dict(zip(named, found, strict=True))
     else:
         given, restore = named, None
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_dense(op, name, tensor)
     _check_shapes(op, given["x"], least_dims, given["residual"], {name: given[name] for name in of_channels})
     result = function(*given.values())
     return result if restore is None else restore(result)

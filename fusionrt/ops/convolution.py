@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusionrt.activation import resolve
+from fusionrt.arguments import as_int
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import Make, public
-from fusionrt.errors import as_int
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import group_norm
 from fusionrt.ops.convolution_path import (

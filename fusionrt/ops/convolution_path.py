@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from fusionrt import autocast
 from fusionrt.activation import Epilogue, activated, finishing, resolve
+from fusionrt.arguments import check_number, is_int
 from fusionrt.array import converted, is_foreign
 from fusionrt.dtypes import FLOATS, STORAGE
-from fusionrt.errors import check_number, is_int
 from fusionrt.expr import Expr, rsqrt
 from fusionrt.op import Operator
 from fusionrt.ops import convolution_cudnn, depthwise, folding

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fusionrt import autocast, deferred
-from fusionrt.array import check_writeable, converted, is_foreign
+from fusionrt.arguments import as_int, check_number
+from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run
 from fusionrt.dtypes import name_of
-from fusionrt.errors import as_int, check_number
 from fusionrt.guards import guard
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
@@ -80,6 +80,8 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     for name, value in (("input", input), ("target", target), (weight_name, weight)):
         if not isinstance(value, torch.Tensor) and (value is not None or name != weight_name):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")
+        if value is not None:
+            check_dense(op, name, value)
     n_classes = input.shape[input.dim() > 1] if input.dim() else 0
     if n_classes == 0:
         raise ValueError(f"{op}: input must have at least one class, got shape {tuple(input.shape)}")
@@ -112,7 +114,8 @@ def check_options(op: str, ignore_index: Any, reduction: Any, label_smoothing: A
     """Raises TypeError and ValueError for those that a loss cannot have."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    as_int(op, "ignore_index", ignore_index)
+    if not -2**63 <= as_int(op, "ignore_index", ignore_index) < 2**63:
+        raise ValueError(f"{op}: ignore_index must be one of int64's integers, got {ignore_index}")
     for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         check_number(op, name, value)
     if not 0 <= label_smoothing <= 1:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from fusionrt import indices, random
+from fusionrt.arguments import as_float, as_int
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched, backward
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import as_float, as_int
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.layout import is_among

@@ -28,7 +28,7 @@ from fusionrt.autograd import Dispatched
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import CaptureError
+from fusionrt.errors import CaptureError, MissingKernelError
 from fusionrt.expr import Expr, argument
 from fusionrt.op import Operator
 from fusionrt.ops import gemm, gemv
@@ -38,7 +38,6 @@ from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
 from fusionrt.replay import straight
-from fusionrt.runtime.cache import MissingKernelError
 from fusionrt.settling import planned_once
 from fusionrt.sites import Sites
 from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt import autocast
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import (
     Call,
@@ -238,6 +238,7 @@ def _check_operands(op: str, hidden: Any, weight: Any, bias: Any, target: Any) -
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")
+        check_dense(op, name, value)
         if name != "target" and value.dtype != hidden.dtype:
             raise TypeError(f"{op}: {name} must have hidden's dtype, {hidden.dtype}, got {value.dtype}")
     if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import autocast, layout
+from fusionrt.arguments import as_float
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.definition import SCALAR
 from fusionrt.dtypes import HALVES
-from fusionrt.errors import as_float
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
 
@@ -62,7 +62,7 @@ def _loss(formula: Callable[..., Expr]) -> Loss:
     return Loss(kernels(False), kernels(True))
 
 
-def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
+def _reduced(op: str, loss: Loss, reduction: str, *args: Any, also: str = "") -> Any:
     shape = _shape(op, *args[:2])
     each, total = _kernels(loss, *args)
     if reduction == "mean":
@@ -72,7 +72,7 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any) -> Any:
         return total(*args, 1.0)
     if reduction == "none":
         return each(*args)
-    raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    raise ValueError(f"{op}: reduction must be 'mean', 'sum'{also} or 'none', got {reduction!r}")
 
 
 def _kernels(loss: Loss, *args: Any) -> Kernels:
@@ -248,7 +248,7 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     """
     loss = _kl_div_of_logs if log_target else _kl_div
     if reduction != "batchmean":
-        return _reduced("kl_div", loss, reduction, input, target)
+        return _reduced("kl_div", loss, reduction, input, target, also=", 'batchmean'")
     size = next(iter(getattr(input, "shape", ())), 1)
     shape, total = _shape("kl_div", input, target), _kernels(loss, input, target).total
     return total(input, target, 1 / size) if math.prod(shape) else total(input, target, 1.0) / size

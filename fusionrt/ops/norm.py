@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from fusionrt.arguments import as_int, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.errors import as_int, is_int
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
@@ -117,7 +117,8 @@ def _misfit(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, res
                           f"shape {tuple(whole)}")
     for name, value, wanted in (("weight", weight, shape), ("bias", bias, shape),
                                 ("residual", residual, whole)):
-        if value is not None and getattr(value, "shape", None) != wanted:
+        needed = value is not None or (name == "residual" and op in ("add_norm", "add_rms_norm"))
+        if needed and getattr(value, "shape", None) != wanted:
             came = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
             return ValueError(f"{op}: {name} must be a tensor of shape {tuple(wanted)}, got {came}")
     return ValueError(f"{op}: return_sum needs a residual")
@@ -218,6 +219,8 @@ def rms_norm_gelu(x: Any, weight: Any, eps: float | None = None, *, weight_offse
         rms_norm_gelu(x, weight, 1e-6)
     """
     activation = gelu_tanh if is_tanh("rms_norm_gelu", approximate) else gelu
+    if not hasattr(weight, "shape"):
+        raise TypeError(f"rms_norm_gelu: weight must be a tensor or an array, got {type(weight).__name__}")
     return _norm("rms_norm_gelu", x, weight, None, None, _eps(x, eps), _rms("rms_norm_gelu", weight_offset),
                  epilogue=activation)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fusionrt.arguments import as_int
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import as_int
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import check_angles, checked_dim, checked_positions, checked_tables

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.arguments import as_float, is_int
 from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.errors import as_float, is_int
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type

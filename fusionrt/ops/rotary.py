@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fusionrt import indices
+from fusionrt.arguments import as_float, as_int
 from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.dtypes import FLOATS
-from fusionrt.errors import as_float, as_int
 from fusionrt.layout import is_among, lie_apart
 from fusionrt.ops.rotary_kernels import Options, rotate_on_cpu, rotate_on_gpu
 from fusionrt.rehearsal import device_type

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from fusionrt import rowwise
+from fusionrt.arguments import as_int
 from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
-from fusionrt.errors import as_int
 from fusionrt.expr import Expr, node
 from fusionrt.fusion import dropped, fuse
 from fusionrt.layout import is_among

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusionrt.arguments import as_float
 from fusionrt.cpu.team import torch_alone
 from fusionrt.dtypes import FLOATS, name_of
 from fusionrt.optim import kernels
@@ -28,6 +29,7 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
 
         fusionrt.optim.ema_update_(shadow.parameters(), model.parameters(), 0.999)
     """
+    decay = as_float("ema_update_", "decay", decay)
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"ema_update_: decay must be in [0, 1], got {decay}")
     chosen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -66,6 +68,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:
 
         averaged = AveragedModel(model, multi_avg_fn=fusionrt.optim.get_ema_multi_avg_fn(0.999))
     """
+    decay = as_float("ema_update_", "decay", decay)
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"get_ema_multi_avg_fn: decay must be in [0, 1], got {decay}")
 

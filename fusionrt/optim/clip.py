@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusionrt.arguments import as_float
 from fusionrt.dtypes import name_of
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
@@ -30,6 +31,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
         norm = fusionrt.optim.clip_grad_norm_(model.parameters(), 1.0)
     """
+    max_norm = as_float("clip_grad_norm_", "max_norm", max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in given if p.grad is not None]
     if float(norm_type) != 2.0 or not all(map(_is_plain, grads)) or len({g.device for g in grads}) != 1:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fusionrt import guards
+from fusionrt.arguments import as_float
 from fusionrt.cpu.team import torch_alone
 from fusionrt.dtypes import FLOATS, name_of
-from fusionrt.errors import as_float
 from fusionrt.optim import kernels
 from fusionrt.optim import state as states
 from fusionrt.optim.bucket import Bucket, Member, WiderGradient

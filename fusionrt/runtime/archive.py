@@ -18,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
+from fusionrt.files import whole
 from fusionrt.runtime import cache
-from fusionrt.runtime.files import whole
 
 _FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed one: the same entries give the same archive
 _MEMBER_NAME = re.compile(r"([0-9a-f]+)\.frt")

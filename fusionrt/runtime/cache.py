@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusionrt.errors import CacheWarning, MissingKernelError
 from fusionrt.runtime import lock
 
 SCHEMA = 1
@@ -46,14 +47,6 @@ _STORES_A_PRUNE = 32
 _memory: dict[str, tuple[Entry, float]] = {}
 _warned: dict[str, object] = {}
 _stores = itertools.count()
-
-
-class CacheWarning(UserWarning):
-    """A fault of the kernel cache; the kernel itself was built and works."""
-
-
-class MissingKernelError(RuntimeError):
-    """A kernel is not in the cache and FUSIONRT_DISABLE_JIT forbids to build it."""
 
 
 class DamagedEntryError(ValueError):

@@ -14,7 +14,7 @@ from fusionrt.convert.calls import batch_first_attention, self_attention
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import DERIVED, Edits, hint, is_tensor, present
 from fusionrt.convert.match import linear_layer, named
-from fusionrt.convert.packed import ACTIVATIONS, AFTER_RESIDUAL, is_possible, packed_conv
+from fusionrt.convert.packed_conv import ACTIVATIONS, AFTER_RESIDUAL, is_possible, packed_conv
 from fusionrt.convert.packed_linear import LEAST_ROWS, PackedLinear, can_pack
 from fusionrt.ops.convolution import conv_activation, conv_bn_act
 from fusionrt.ops.linear import linear_activation
