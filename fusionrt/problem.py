@@ -75,6 +75,24 @@ class Problem(NamedTuple):
         return Domain(self.sizes, tuple(o.strides for o in (*self.inputs, *self.outputs)))
 
     @property
+    def full(self) -> list[int]:
+        """Which outputs have every element."""
+        return [k for k, reduced in enumerate(self.reduced) if not reduced]
+
+    @property
+    def summed(self) -> list[int]:
+        """The others."""
+        return [k for k, reduced in enumerate(self.reduced) if reduced]
+
+    @property
+    def full_outputs(self) -> list[Operand]:
+        return [self.outputs[k] for k in self.full]
+
+    @property
+    def sums(self) -> list[Operand]:
+        return [self.outputs[k] for k in self.summed]
+
+    @property
     def draws(self) -> bool:
         """Whether a call is given random numbers, or a mask in their place."""
         return bool(self.streams) or any(o.dtype == MASK for o in self.inputs)

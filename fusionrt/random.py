@@ -143,7 +143,7 @@ def _draw_cpu(streams: int) -> Rng:
 def _counted(generator: torch.Generator) -> tuple[int, int]:
     """Seed and offset of a generator: a function of its state alone, so that a saved state gives the same
     masks in whatever process. The offset counts the numbers drawn since the seed, by whomever; where that is
-    not known any more, the seed is a hash."""
+    not known any more, the seed is a hash of the words, and the offset counts from the first of these."""
     state, seed = _state(generator), generator.initial_seed()
     words, drawn = _words(state), _drawn(state)
     drawn_before = _blocks(seed).find(words)

@@ -34,6 +34,6 @@ def _fits(problem: Problem) -> bool:
     if len(problem.sizes) != 2 or not 2 <= problem.sizes[0] <= SHORT or problem.streams:
         return False
     flat, operands = (1, problem.sizes[0]), (*problem.inputs, *problem.outputs)
-    sums = [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+    sums = problem.sums
     return (bool(sums) and all(o.strides == (1, 0) for o in sums)
             and all(o.strides in (flat, (1, 0), (0, 0)) and o.dtype != MASK for o in operands))

@@ -43,7 +43,7 @@ def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
     buffered, means = buffered_sums(problem), outputs_of(problem, ("moment_mean",))
-    summed = summed_outputs(problem)
+    summed = problem.sums
     operands = [*inputs, *summed, *_apart(problem)]
     seed = n_dims * (1 + len(operands))
     lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
@@ -130,7 +130,7 @@ def in_tasks(problem: Problem, places: Mapping[str, str], tasks: str, count: str
     """A loop over tasks, each with sums of its own, and from `start` to `stop` of `count`; or the addition of
     all the sums."""
     tops, sums, empty, joined = outputs_of(problem, TOPS), [], [], []
-    for o in summed_outputs(problem):
+    for o in problem.sums:
         kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
         sums.append(f"{o.name}_data = float64_at({places[o.name]} + task * {kept} * 8)")
         here, there = f"{o.name}_data[j]", f"{o.name}_other[j]"
@@ -225,10 +225,6 @@ def _add(place: str, value: str, is_top: bool) -> str:
 TOPS = ("row_max", "row_top")
 
 
-def summed_outputs(problem: Problem) -> list[Operand]:
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
-
-
 def outputs_of(problem: Problem, ops: Container[str]) -> list[Operand]:
     """The outputs whose roots are such."""
     return [o for o, root in zip(problem.outputs, problem.roots, strict=True) if root.op in ops]
@@ -236,9 +232,8 @@ def outputs_of(problem: Problem, ops: Container[str]) -> list[Operand]:
 
 def _apart(problem: Problem) -> list[Operand]:
     """Full outputs that do not lie as the domain is walked: parts of something wider."""
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
-            if not reduced and any(s != flat and n != 1 for s, flat, n in zip(
-                o.strides, problem.domain.flat, problem.sizes, strict=True))]
+    return [o for o in problem.full_outputs if any(s != flat and n != 1 for s, flat, n in zip(
+        o.strides, problem.domain.flat, problem.sizes, strict=True))]
 
 
 def _values(problem: Problem) -> list[Expr]:
@@ -250,8 +245,7 @@ def _values(problem: Problem) -> list[Expr]:
 def _inner_sums(problem: Problem) -> list[Operand]:
     """Sums over the inner dimension."""
     tops = outputs_of(problem, TOPS)
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
-            if reduced and not o.strides[0] and o not in tops]
+    return [o for o in problem.sums if not o.strides[0] and o not in tops]
 
 
 def buffered_sums(problem: Problem) -> list[Operand]:
@@ -259,8 +253,8 @@ def buffered_sums(problem: Problem) -> list[Operand]:
     store."""
     means = outputs_of(problem, ("moment_mean",))
     costly = len([n for n in toposort(_values(problem)) if n.args and isinstance(n.args[0], Expr)]) > CHEAP
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True)
-            if reduced and o.strides[0] and costly and problem.acc == "float32" and o not in means]
+    return [o for o in problem.sums
+            if o.strides[0] and costly and problem.acc == "float32" and o not in means]
 
 
 def fetched(problem: Problem) -> list[Operand]:
@@ -340,7 +334,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     """A callable of the operator's arguments (and seed) that allocates and computes."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
-    summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    summed = problem.summed
     operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     sums_of = {k: _kept(problem.outputs[k], problem.sizes) for k in summed}

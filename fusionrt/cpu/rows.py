@@ -32,7 +32,6 @@ from fusionrt.cpu.pointwise import (
     entering,
     in_tasks,
     inner_run,
-    summed_outputs,
     walk_down_together,
 )
 from fusionrt.dtypes import element_of
@@ -145,14 +144,13 @@ class _Text:
         self.inputs = {o.name: o for o in inputs}
         self.roots = spelled_out(problem.roots)
         self.sums = _of_sums(self.problem)
-        summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
-        self.loops = [loop._replace(outputs=tuple(k for k in loop.outputs if k not in summed))
+        self.loops = [loop._replace(outputs=tuple(k for k in loop.outputs if k in problem.full))
                       for loop in loops(self.roots)]
         self.kept = kept_values(self.roots, self.loops)
         self.written: dict[Expr, str] = {}   # kept values of the loops so far
         self.names: dict[Expr, str] = {}
         self.numbers = itertools.count()
-        self.side_by_side = not (self.turned or summed) and self._waits_for_memory()
+        self.side_by_side = not (self.turned or problem.summed) and self._waits_for_memory()
         self.block = LANE * (8 if self.side_by_side else 32)  # LLVM takes a vector, or four at a time
 
     def kernel(self) -> str:
@@ -195,7 +193,7 @@ class _Text:
         own += [(f"{o.name}_data", o.dtype) for o in self.turned.values()]
         places = [f"pointers[{k}]" for k in range(len(shared))]
         places += [f"pointers[{len(shared) + k}] + mine" for k in range(len(own))]
-        of_tasks = {f"{o.name}_data" for o in summed_outputs(p)}
+        of_tasks = {f"{o.name}_data" for o in p.sums}
         lines = [f"{name} = {element_of(dtype)}_at({place})"
                  for place, (name, dtype) in zip(places, shared + own, strict=True) if name not in of_tasks]
         return lines + [f"words_{s} = uint64_at({place})"
@@ -477,7 +475,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     operands = [*problem.inputs, *problem.outputs]
     integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     places, share = _scratch(problem, columns)
-    summed, work = [k for k, reduced in enumerate(problem.reduced) if reduced], WORK * rows * columns
+    summed, work = problem.summed, WORK * rows * columns
     tasks = max(1, min(SUM_TASKS, rows // 32, work // team.SERIAL_BELOW))
     arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0, tasks],
                           len(problem.scalars))

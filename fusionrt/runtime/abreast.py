@@ -62,9 +62,9 @@ def _fits(problem: Problem) -> bool:
     """Whether all that changes from row to row lies without gaps, and no value that is found has a place."""
     if problem.then is not None or problem.inner > 1:
         return False
-    sizes, operands = problem.sizes, (*problem.inputs, *pointwise.full_outputs(problem))
+    sizes, operands = problem.sizes, (*problem.inputs, *problem.full_outputs)
     moving = [o for o in operands if o.strides[1] or o.dtype == MASK]
-    sums = [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+    sums = problem.sums
     found = accumulators.groups(problem)
     return (bool(moving) and all(o.dtype == MASK or is_flat(o, sizes) for o in moving)
             and all(o.strides[0] for o in sums) and all(g.kind != "first" for g in found))

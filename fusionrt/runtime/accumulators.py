@@ -169,7 +169,7 @@ def storing(problem: Problem) -> list[str]:
         statements, results = emit(problem.roots, "const auto {} = {};", names)
         outputs = list(problem.outputs)
     else:
-        outputs = [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+        outputs = problem.sums
         statements, results = [], [f"values[{k}]" for k in range(len(outputs))]
     return [
         "__device__ __forceinline__ void store(const Params& p, index_t n, const acc_t (&values)[VALUES]) {",

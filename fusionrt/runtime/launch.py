@@ -325,7 +325,7 @@ def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, 
                "early": str(int(row_layout.lets_next_begin(problem, layout))),
                "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
     values |= text.arrived()
-    summed = [k for k, reduced in enumerate(problem.reduced) if reduced]
+    summed = problem.summed
     of_segments = row_operands.segments(problem)
     kept, chunks = row_operands.columns(problem), blocks
     if of_segments is not None:
@@ -393,7 +393,7 @@ def sources(problem: Problem) -> list[Specialisation]:
         joined = resident if planes.layout(problem) is None else planes
         return [joined.generate(problem)]
     if problem.row_dims:
-        sums = [o.dtype for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if reduced]
+        sums = [o.dtype for o in problem.sums]
         return [row_kernels.generate(problem, 16),
                 *(pointwise.generate_sum(problem, dtype) for dtype in dict.fromkeys(sums))]
     made = []
@@ -412,8 +412,7 @@ def sources(problem: Problem) -> list[Specialisation]:
 def _sum_dtypes(launch: Launch) -> list[str]:
     """Of the finished sums: the output's, or acc_t where a coarser output is summed further."""
     part = launch.problem
-    return [o.dtype if _kept(o, part) == launch.kept else part.acc
-            for o, reduced in zip(part.outputs, part.reduced, strict=True) if reduced]
+    return [o.dtype if _kept(o, part) == launch.kept else part.acc for o in part.sums]
 
 
 def _kept(operand: Operand, problem: Problem) -> int:

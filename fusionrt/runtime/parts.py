@@ -37,12 +37,11 @@ def split(problem: Problem) -> list[Launch]:
         kept = tuple(map(any, zip(*(o.strides for o in problem.outputs), strict=True)))
         return [Launch.of(problem, tuple(range(len(problem.outputs))), kept)]
     patterns: dict[tuple[bool, ...], list[int]] = {}
-    for k in sorted((k for k, r in enumerate(problem.reduced) if r),
-                    key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
+    for k in sorted(problem.summed, key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
         kept = tuple(s != 0 for s in problem.outputs[k].strides)
         finer = next((p for p in patterns if all(a <= b for a, b in zip(kept, p, strict=True))), kept)
         patterns.setdefault(finer, []).append(k)
-    full = [k for k, r in enumerate(problem.reduced) if not r]
+    full = problem.full
     if not patterns:
         return [Launch(_part(problem, full), tuple(full), None)]
     launches = []

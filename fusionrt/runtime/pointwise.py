@@ -117,7 +117,7 @@ def min_blocks(problem: Problem, width: int) -> int:
     of_four = 10 - bool(apart) - _gathers(problem, width)
     blocks = 8 if problem.acc == "float64" else of_four if unroll(problem, width) == 4 else 12
     words = unroll(problem, width) * _words(problem, width)
-    addresses = 0 if all(is_flat(o, problem.sizes) for o in full_outputs(problem)) else 24
+    addresses = 0 if all(is_flat(o, problem.sizes) for o in problem.full_outputs) else 24
     addresses += 6 * apart if apart > 2 and width > 4 else 0
     return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8 + addresses)))
 
@@ -242,7 +242,7 @@ def assembled(stem: str, problem: Problem, geometry: Geometry, width: int, field
               ) -> Body:
     """`own`: the dimensions that a thread's walk has one place in."""
     params = Params([field for field, _ in fields])
-    written = {o: access_mode(o, problem.sizes, width) for o in full_outputs(problem)}
+    written = {o: access_mode(o, problem.sizes, width) for o in problem.full_outputs}
     lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants,
              *load_text(geometry, access_modes(problem, width), own, again), *draws_text(problem, twins),
              *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
@@ -255,20 +255,16 @@ def access_modes(problem: Problem, width: int) -> dict[Operand, str]:
 
 def geometry_of(problem: Problem, width: int, wide: bool = False) -> Geometry:
     made = Geometry(problem.sizes, wide)
-    operands = (*problem.inputs, *full_outputs(problem))
+    operands = (*problem.inputs, *problem.full_outputs)
     made.declare([o for o in operands if access_mode(o, problem.sizes, width) not in (
         "flat", "scalar", "mask")])
     return made
 
 
-def full_outputs(problem: Problem) -> list[Operand]:
-    return [o for o, reduced in zip(problem.outputs, problem.reduced, strict=True) if not reduced]
-
-
 def _reach(problem: Problem) -> int:
     """The largest offset that an operand is read or written at."""
     return max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
-                for o in (*problem.inputs, *full_outputs(problem))), default=0)
+                for o in (*problem.inputs, *problem.full_outputs)), default=0)
 
 
 def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool
@@ -277,7 +273,7 @@ def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, widt
         (pointer(f"{o.dtype}_t", o.name), (o.name,)) for o in problem.inputs]
     at_once = rows is not None and is_final(problem, rows, width)
     joined = rows is not None and is_joined(problem, rows, width)
-    written = problem.outputs if at_once or joined or stored else full_outputs(problem)
+    written = problem.outputs if at_once or joined or stored else problem.full_outputs
     fields += [(pointer(f"{o.dtype}_t", o.name, const=False), (o.name,)) for o in written]
     if rows is not None and not at_once:
         fields.append((pointer("acc_t", "partials", const=False), ("partials",)))
@@ -389,7 +385,7 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     wide = width > 4
     narrow = registers(problem, rows, width, REDUCE_UNROLL, accumulators.n_values(values)) <= 64
     unroll = REDUCE_UNROLL if not double and (narrow or not wide) else 1
-    apart = not all(is_flat(o, problem.sizes) for o in full_outputs(problem))
+    apart = not all(is_flat(o, problem.sizes) for o in problem.full_outputs)
     crowded = apart or ((bool(problem.streams) or len(problem.inputs) > 5) and sum(problem.reduced) > 1)
     many = _words(problem, width) > MANY_WORDS
     min_blocks = 1 if double else 2 if many or not wide else 4 - crowded

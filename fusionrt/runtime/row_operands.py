@@ -73,12 +73,12 @@ def weights(problem: Problem) -> list[Operand]:
 
 def sums(problem: Problem) -> list[int]:
     """Outputs that are a row of sums over the rows."""
-    return [k for k, o in enumerate(problem.outputs) if problem.reduced[k] and not repeats(o, problem)]
+    return [k for k in problem.summed if not repeats(problem.outputs[k], problem)]
 
 
 def segment_sums(problem: Problem) -> list[int]:
     """Outputs that are sums over segments of rows, and over rows: the gradients of channels' weights."""
-    return [k for k, o in enumerate(problem.outputs) if problem.reduced[k] and repeats(o, problem)]
+    return [k for k in problem.summed if repeats(problem.outputs[k], problem)]
 
 
 class Segments(NamedTuple):

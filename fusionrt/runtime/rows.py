@@ -64,7 +64,7 @@ class Text:
                       for o in (*problem.inputs, *problem.outputs)}
         self.sums = {k: i for i, k in enumerate(sums(problem))}
         self.segments = {k: i for i, k in enumerate(segment_sums(problem))}
-        self.stored = [k for k, reduced in enumerate(problem.reduced) if not reduced]
+        self.stored = problem.full
         self.totals = [k for k in self.stored if is_total(problem.roots[k])]
         self.roots = with_sums(problem.roots)
         self.passes = schedule(self.roots)
