@@ -8,12 +8,14 @@ from checking import BF16, F32, F64, assert_same_bits, lost
 from test_embedding import COLUMNS, WORDS, exact_sums, ids, table
 
 import fusionrt as frt
+from fusionrt.laid import Laid
 from fusionrt.ops import embedding_kernels
 from fusionrt.ops.embedding_gradients import CHUNK, gradient_kernel, sort_kernel
 from fusionrt.ops.embedding_kernels import (
     Call,
     Form,
     Norm,
+    Rows,
     norm_gradient_on_gpu,
     sum_by_index,
     sum_kernel,
@@ -87,6 +89,26 @@ def test_norms_of_a_positions_rows_compile_without_spills(common, columns, gradi
     form = Form("bfloat16", ("int64",) * 3, 8, packs, threads, True, 1, (1, 2), True, False, True,
                 (True, not gradient), True, gradient, common)
     assert_no_spills([sum_kernel(form)], arch)
+
+
+@pytest.mark.parametrize("held", [None, 1, 1584, 2640])
+@pytest.mark.parametrize("count, period", [
+    (1, 1), (77, 77), (4096, 512), (65536, 512), (65537, 65537), (40, 8)])
+def test_shares_have_every_row_once(count, period, held):
+    table, ids = (Laid(shape, (1,), torch.float32, 0) for shape in ((period, 8), (count,)))
+    rows = Rows((table, table, None), (ids, None, None), (None, None), False, held is not None, False, period)
+    share = embedding_kernels._best_share(rows, 32, held)
+    assert 1 <= share.each <= 32 and share.apart * (share.each - 1) < count <= share.apart * share.each
+    assert not share.one_position or share.apart % period == 0
+
+
+def test_teams_fill_whole_rounds():
+    """Of what a GPU holds: 64 Ki rows of 768 columns, of 512 positions."""
+    table, ids = Laid((512, 768), (768, 1), torch.bfloat16, 0), Laid((65536,), (1,), torch.int64, 0)
+    rows = Rows((table, table, None), (ids, None, None), (None, None), False, True, True, 512)
+    for held in (1584, 2640):  # of the gradient, forward
+        teams = embedding_kernels._best_share(rows, 32, held).apart
+        assert teams / held > 0.95 * -(-teams // held)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
