@@ -56,10 +56,9 @@ def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
     return settles(drawn, drawn_apart if made is None else lambda: made(drawn, counters))
 
 
-def settles_drawing(run: Run, made: Callable[[Run, int], Run]) -> Run:
-    """`run`, of which `made` makes what costs less, together with what draws its random numbers."""
+def settles_drawing(run: Run, made: Callable[[Run, int], Run]) -> None:
+    """`made` makes what costs less of `run`, together with what draws its random numbers."""
     vars(run)["settled_drawing"] = made
-    return run
 
 
 def planned_once(operator: Operator) -> Run:
