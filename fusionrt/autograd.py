@@ -1,4 +1,4 @@
-"""Autograd for every operator, of any order; `replay` makes a `torch.autograd.Function` of what is here."""
+"""Autograd for every operator, of any order; `recording` makes a torch.autograd.Function of what is here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fusionrt import layout, random, rehearsal
 from fusionrt.array import check_dense
 from fusionrt.problem import unpack
-from fusionrt.replay import Pass, Recording
+from fusionrt.recording import Pass, Recording
 from fusionrt.watching import is_batched, is_watched
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ class Dispatched:
     allow: Callable[[], bool]   # before `call` where Dynamo traces
 
 
-def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence[Any], grads: Sequence[Any]
-                      ) -> Any:
+def recorded_backward(recording: Recording, ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> Any:
     """The gradients of a recorded call's arguments, in a backward pass of a kind that the recording does not
     know. It keeps what is done, if nobody watches."""
     op, call, needed = recording.op, type(recording.op).apply, recording.needed
+    kept: Sequence[Any] = getattr(ctx, "kept", ())
     rng = kept[0] if op.streams else None
     watched = is_watched()
     plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
@@ -52,7 +52,7 @@ def recorded_backward(recording: Recording, saved: Sequence[Any], kept: Sequence
     found = [None] * len(op.params)
     if made is not None:
         if plain:
-            recording.keep(made, saved, grads)
+            recording.learn(made, saved, grads)
         found = run_pass(made, rng, call)
     return (*found, None) if op.streams else tuple(found)
 

@@ -23,7 +23,7 @@ from fusionrt.definition import SCALAR, Definition
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
-from fusionrt.replay import Recording
+from fusionrt.recording import Recording
 from fusionrt.sites import alike, keep_other
 from fusionrt.steps import Steps
 from fusionrt.watching import PLAIN, is_recorded, is_watched

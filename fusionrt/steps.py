@@ -8,6 +8,7 @@ a device's backward passes, whose processor has nothing of the interpreter in it
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import logging
 import sys
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 from fusionrt.dispatch import compiled
 from fusionrt.runtime import llvm
+from fusionrt.settling import settled
 
 Run = Callable[..., Any]
-KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give")
+KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give", "drop")
 CONDITIONS = KINDS[5:8]
 VALUES, GIVEN = 256, 16  # at most: in all, to one call
 _ADDRESS = ctypes.c_void_p
@@ -35,6 +37,9 @@ class Value(NamedTuple):
         return f"{self.kind}{self.number}"
 
 
+NOTHING = Value("", 0)
+
+
 class _Step(NamedTuple):
     kind: str
     to: Value | None
@@ -43,10 +48,19 @@ class _Step(NamedTuple):
     given: tuple[Value, ...]
     depth: int                 # in how many conditions it stands
 
+    @property
+    def needed(self) -> set[Value]:
+        """Of what steps before it made."""
+        values = [v for v in (self.a, self.b, *self.given) if isinstance(v, Value)]
+        return {value for value in values if value.kind == "t"}
+
+
+_Lowered = tuple[list[tuple[_Step, int]], list[int]]  # each with what may follow elsewhere; where each begins
+
 
 class Steps:
     """What a function of so many arguments does. Whatever is given to a step is a value of an earlier one, or
-    else a constant.
+    else a constant. What no later step needs is let go of before the next call.
 
         steps = Steps(2)
         x, y = steps.arguments
@@ -61,10 +75,14 @@ class Steps:
         self.constants: list[Any] = []
         self._steps: list[_Step] = []
         self._n_made, self._depth = 0, 0
-        self._open: list[list[int]] = []           # parts that have begun: their conditions
+        self._loose: list[int] = []                # conditions outside of parts, for `insert`
+        self._open = [self._loose]                 # parts that have begun: their conditions
         self._elsewhere: dict[int, int] = {}       # where it goes on, for a condition that does not hold
 
     # -- writing ---------------------------------------------------------------------------------
+
+    def constant(self, value: Any) -> Value:
+        return self._value(value)
 
     def call(self, function: Any, *given: Any) -> Value:
         return self._made("call", function, None, given)
@@ -95,6 +113,35 @@ class Steps:
         assert self._steps[-1].kind not in CONDITIONS
         self._elsewhere |= dict.fromkeys(self._open.pop(), len(self._steps))
         self._depth = depth
+
+    def insert(self, other: Steps, *given: Any) -> None:
+        """The steps of another function, of these arguments, as the last ones of a part. Its conditions that
+        are in no part of its own are this one's."""
+        values = dict(zip(other.arguments, map(self._value, given), strict=True))
+        values |= {Value("c", k): self._value(constant) for k, constant in enumerate(other.constants)}
+        values |= {Value("t", k): Value("t", self._n_made + k) for k in range(other._n_made)}
+        first, self._n_made = len(self._steps), self._n_made + other._n_made
+        if other._loose:
+            self._open[-1] += [first + k for k in other._loose]
+        self._elsewhere |= {first + k: first + to for k, to in other._elsewhere.items()}
+        for step in other._steps:
+            self._steps.append(_Step(step.kind, step.to and values[step.to], values.get(step.a, step.a),
+                                     values[step.b] if isinstance(step.b, Value) else step.b,
+                                     tuple(values[v] for v in step.given), self._depth + step.depth))
+
+    def with_settled(self) -> Steps:
+        """The same, but what it calls has settled."""
+        made = copy.copy(self)
+        called = self.called
+        made.constants = [settled(constant) if any(constant is c for c in called) else constant
+                          for constant in self.constants]
+        return made
+
+    @property
+    def called(self) -> list[Any]:
+        """The constants that are."""
+        return [self.constants[step.a.number] for step in self._steps
+                if step.kind == "call" and step.a.kind == "c"]
 
     def same(self, a: Any, b: Any) -> None:
         self._condition("same", a, b)
@@ -131,11 +178,31 @@ class Steps:
 
     # -- what comes of it ------------------------------------------------------------------------
 
+    def _dropped(self) -> list[list[Value]]:
+        """Before each step, if it calls: what there may be of what was made that is needed no more."""
+        n = len(self._steps)
+        follow = [() if step.kind == "give" else {k + 1, self._elsewhere.get(k, k + 1)}
+                  for k, step in enumerate(self._steps)]
+        needed: list[set[Value]] = [set() for _ in range(n)]
+        for k in reversed(range(n)):
+            needed[k] = set().union(*(needed[later] for later in follow[k]))
+            needed[k] = needed[k] - {self._steps[k].to} | self._steps[k].needed
+        held: list[set[Value]] = [set() for _ in range(n)]
+        dropped = []
+        for k, step in enumerate(self._steps):
+            gone = held[k] - needed[k] if step.kind == "call" else set()
+            for later in follow[k]:
+                held[later] |= held[k] - gone | ({step.to} if step.to else set())
+            dropped.append(sorted(gone))
+        return dropped
+
     def function(self) -> Run:
         """In Python."""
-        assert self._steps[-1].kind == "give" and not self._steps[-1].depth
+        assert self._steps[-1].kind == "give" and not self._loose
         lines = [f"def function({', '.join(map(str, self.arguments))}):"]
-        lines += [f"{'    ' * (step.depth + 1)}{_line(step)}" for step in self._steps]
+        for step, dropped in zip(self._steps, self._dropped(), strict=True):
+            text = "".join(f"{value} = " for value in dropped) + "None; " if dropped else ""
+            lines.append(f"{'    ' * (step.depth + 1)}{text}{_line(step)}")
         scope = {f"c{k}": constant for k, constant in enumerate(self.constants)}
         exec(compiled("\n".join(lines)), scope)
         function: Run = scope["function"]
@@ -158,21 +225,32 @@ class Steps:
             places |= {Value(kind, k): len(places) + k for k in range(n)}
         if len(places) > VALUES or any(len(step.given) > GIVEN for step in self._steps):
             raise ValueError(f"{len(places)} values")
-        table = (_Native * len(self._steps))()
-        for k, step in enumerate(self._steps):
+        lowered, firsts = self._with_drops()
+        table = (_Native * len(lowered))()
+        for native, (step, elsewhere) in zip(table, lowered, strict=True):
             b = step.b
             if step.kind in ("get", "set"):
                 b, names = Value("c", names), names + 1
-            native = table[k]
             native.what, native.to = KINDS.index(step.kind), places.get(step.to, 0)
-            native.a, native.b = places[step.a], b if step.kind == "item" else places.get(b, 0)
-            native.elsewhere = self._elsewhere.get(k, 0)
+            native.a, native.b = places.get(step.a, 0), b if step.kind == "item" else places.get(b, 0)
+            native.elsewhere = firsts[elsewhere]
             native.n_given = len(step.given)
             native.given[:len(step.given)] = [places[value] for value in step.given]
         objects = (_ADDRESS * len(constants))(*map(id, constants))
         made = _Table(general, len(self.arguments), len(constants), len(places), ctypes.addressof(objects),
                       ctypes.addressof(table))
         return llvm.builtin("steps", ctypes.addressof(made), made, table, objects, general, *constants)
+
+    def _with_drops(self) -> _Lowered:
+        """The steps, and as steps what they drop."""
+        lowered: list[tuple[_Step, int]] = []
+        firsts = []
+        for k, (step, dropped) in enumerate(zip(self._steps, self._dropped(), strict=True)):
+            firsts.append(len(lowered))
+            lowered += [(_Step("drop", None, NOTHING, None, tuple(dropped[at:at + GIVEN]), 0), 0)
+                        for at in range(0, len(dropped), GIVEN)]
+            lowered.append((step, self._elsewhere.get(k, 0)))
+        return lowered, firsts
 
 
 def _line(step: _Step) -> str:

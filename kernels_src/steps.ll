@@ -1,6 +1,6 @@
 ; Steps (fusionrt/steps.py) as Python calls them: a builtin function (METH_FASTCALL) whose `self` is a tuple that
 ; begins with the address of what is to be done. A value is the place of an object: first the arguments, then
-; the constants, which are borrowed, then what the steps give, which is given up at the end.
+; the constants, which are borrowed, then what the steps give, which is given up at the end, if not before.
 ;
 ; Only functions of Python's stable interface are called, found by name in the process.
 
@@ -103,7 +103,8 @@ do:                                              ; in the order of steps.KINDS
                                     i32 4, label %item
                                     i32 5, label %same
                                     i32 6, label %other
-                                    i32 7, label %equal ]
+                                    i32 7, label %equal
+                                    i32 9, label %let_go ]
 call:
     %called = call ptr @PyObject_Vectorcall(ptr %a, ptr %given, i64 %n.given.wide, ptr null)
     br label %made
@@ -156,6 +157,20 @@ equal:
                                           i32 -1, label %end ]
 unlike:
     br label %step
+
+let_go:
+    %let_go.k = phi i32 [ 0, %do ], [ %let_go.k.next, %let_go.one ]
+    %let_go.more = icmp ult i32 %let_go.k, %n.given
+    br i1 %let_go.more, label %let_go.one, label %done
+let_go.one:
+    %let_go.at = getelementptr %Step, ptr %this, i32 0, i32 6, i32 %let_go.k
+    %let_go.place = load i32, ptr %let_go.at
+    %let_go.from = getelementptr ptr, ptr %values, i32 %let_go.place
+    %let_go.object = load ptr, ptr %let_go.from
+    store ptr null, ptr %let_go.from
+    call void @Py_DecRef(ptr %let_go.object)     ; where there is one
+    %let_go.k.next = add i32 %let_go.k, 1
+    br label %let_go
 
 give:
     call void @Py_IncRef(ptr %a)

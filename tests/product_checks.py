@@ -30,12 +30,18 @@ def poison(m, n, dtype):
     del left
 
 
+def linear(by, x, weight, bias=None, epilogue=PRODUCT, residual=None, keep=False, **options):
+    """`by`: the module whose product it is."""
+    planned = by.Planned(x, weight, bias, epilogue, residual, keep, **options)
+    return planned(x, weight, bias, residual)
+
+
 def check(by, m, n, k, dtype, activation="gelu", bias=True, residual=False, keep=False, **options):
     """`by`: the module whose product it is."""
     x, weight, b, r = operands(m, n, k, dtype, bias, residual)
     assert by.supports(x, weight, b, r)
     poison(m, n, dtype)
-    out, kept = by.linear(x, weight, b, applied(activation, residual), r, keep, **options)
+    out, kept = linear(by, x, weight, b, applied(activation, residual), r, keep, **options)
     torchs = {"gelu": F.gelu, "mish": F.mish, "silu": F.silu, None: lambda z: z}[activation]
 
     def formula(x, weight, b, r):

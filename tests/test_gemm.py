@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from product_checks import applied, check, operands
+from product_checks import applied, check, linear, operands
 
 import fusionrt as frt
 from fusionrt import expr
@@ -52,9 +52,9 @@ def test_chosen_tiles(hopper, m, n, k, activation):
 @pytest.mark.gpu
 def test_the_same_bits_every_time(hopper):
     x, weight, bias, _ = operands(3000, 3000, 768, torch.bfloat16)
-    first, _ = gemm.linear(x, weight, bias, applied("gelu"))
+    first, _ = linear(gemm, x, weight, bias, applied("gelu"))
     for _ in range(20):
-        assert torch.equal(gemm.linear(x, weight, bias, applied("gelu"))[0], first)
+        assert torch.equal(linear(gemm, x, weight, bias, applied("gelu"))[0], first)
 
 
 @pytest.mark.gpu
@@ -62,8 +62,8 @@ def test_rows_may_lie_apart(hopper):
     x, weight, bias, residual = operands(200, 136, 264, torch.float16, residual=True)
     apart = [torch.cat([t, torch.full_like(t[:, :8], float("nan"))], 1)[:, :-8]
              for t in (x, weight, residual)]
-    expected, _ = gemm.linear(x, weight, bias, applied("silu", True), residual)
-    found, _ = gemm.linear(*apart[:2], bias, applied("silu", True), apart[2])
+    expected, _ = linear(gemm, x, weight, bias, applied("silu", True), residual)
+    found, _ = linear(gemm, *apart[:2], bias, applied("silu", True), apart[2])
     assert torch.equal(found, expected)
 
 
@@ -71,7 +71,7 @@ def test_rows_may_lie_apart(hopper):
 def test_nan_and_infinity_stay_in_their_rows(hopper):
     x, weight, bias, _ = operands(256, 256, 128, torch.bfloat16)
     x[3], x[200] = float("nan"), float("inf")
-    out, _ = gemm.linear(x, weight, bias)
+    out, _ = linear(gemm, x, weight, bias)
     assert out[3].isnan().all()
     assert not out[200].isfinite().any()
     rest = [i for i in range(256) if i not in (3, 200)]
@@ -81,10 +81,10 @@ def test_nan_and_infinity_stay_in_their_rows(hopper):
 @pytest.mark.gpu
 def test_in_a_graph_and_on_another_stream(hopper):
     x, weight, bias, _ = operands(512, 512, 512, torch.bfloat16)
-    expected, _ = gemm.linear(x, weight, bias, applied("gelu"))
+    expected, _ = linear(gemm, x, weight, bias, applied("gelu"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = gemm.linear(x, weight, bias, applied("gelu"))
+        out, _ = linear(gemm, x, weight, bias, applied("gelu"))
     poisoned = torch.full_like(out, float("nan"))
     out.copy_(poisoned)
     graph.replay()

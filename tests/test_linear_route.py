@@ -47,16 +47,19 @@ def test_our_product(way, fits, monkeypatch):
     """Where `route` says so, if it takes the operands: forward, with what a gradient needs, and residuals."""
     calls = []
 
-    def product(x, weight, bias, epilogue, residual, keep):
-        calls.append((epilogue, residual is not None, keep))
-        z = F.linear(x, weight, bias)
-        y = F.gelu(z)
-        return y if residual is None else y + residual, z if keep else None
+    def planned(x, weight, bias, epilogue, residual, keep):
+        def product(x, weight, bias, residual):
+            calls.append((epilogue, residual is not None, keep))
+            z = F.linear(x, weight, bias)
+            y = F.gelu(z)
+            return y if residual is None else y + residual, z if keep else None
+
+        return product
 
     monkeypatch.setattr(linear, "route", lambda *args: way)
     monkeypatch.setattr(linear, "sites", Sites())
     monkeypatch.setattr(linear.OWN[way], "supports", lambda *args: fits)
-    monkeypatch.setattr(linear.OWN[way], "linear", product)
+    monkeypatch.setattr(linear.OWN[way], "Planned", planned)
     args = operands(F32, "cpu", (2, 3))
     residual = torch.randn(2, 3, N)
     out, _ = check_in_norm(frt.linear_activation, (*args, "gelu"))
@@ -77,7 +80,7 @@ def test_without_our_product(error, monkeypatch):
     monkeypatch.setattr(linear, "route", lambda *args: linear.GEMM)
     monkeypatch.setattr(linear, "sites", Sites())
     monkeypatch.setattr(gemm, "supports", lambda *args: True)
-    monkeypatch.setattr(gemm, "linear", product)
+    monkeypatch.setattr(gemm, "Planned", product)
     check_in_norm(frt.linear_activation, (*operands(F32, "cpu", (2, 3)), "gelu"))
 
 

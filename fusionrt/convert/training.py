@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from fusionrt.convert import cuda_graphs, replay
 from fusionrt.convert.effects import value
 from fusionrt.convert.purity import draws
-from fusionrt.ops.linear import no_hooks
+from fusionrt.tape import no_hooks
 from fusionrt.watching import is_watched
 
 Run = Callable[..., Any]

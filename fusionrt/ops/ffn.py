@@ -33,9 +33,9 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
-from fusionrt.replay import straight
 from fusionrt.row_fusion import Run, per_call, row_operator
 from fusionrt.sites import Sites
+from fusionrt.tape import Doing, Taped, forget, lets_go, note_hooks, taken, taped
 from fusionrt.watching import is_recorded, seen_by_torch
 
 Tensor = torch.Tensor
@@ -60,36 +60,42 @@ class Shape(NamedTuple):
 
 # -- the steps -------------------------------------------------------------------------------------
 
-def _products(shape: Shape, rows: Tensor, inner: Sequence[Any]) -> Tensor:
+def _products(do: Doing, shape: Shape, rows: Tensor, inner: Sequence[Any]) -> Tensor:
     """x W^T + b, of two weights side by side."""
     weights, biases = inner[:shape.weights], inner[shape.weights:]
     if shape.weights == 1:
-        return F.linear(rows, weights[0], biases[0])
-    z = rows.new_empty(rows.shape[0], weights[0].shape[0] * 2)
-    for weight, bias, part in zip(weights, biases, z.chunk(2, 1), strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=part)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=part)
+        product: Tensor = do(F.linear, rows, weights[0], biases[0])
+        return product
+    z: Tensor = do(Tensor.new_empty, rows, (rows.shape[0], weights[0].shape[0] * 2))
+    for weight, bias, part in zip(weights, biases, do(torch.chunk, z, 2, 1), strict=True):
+        do(_linear_into, part, rows, weight, bias)
     return z
 
 
-def _hidden(operator: Operator, shape: Shape, z: Tensor, rng: Rng | None) -> Tensor:
-    parts = (z,) if shape.parts == 1 else z.chunk(shape.parts, 1)
-    made: Tensor = operator.launch([*parts, *shape.numbers], rng)
+def _linear_into(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _hidden(do: Doing, operator: Operator, shape: Shape, z: Tensor, rng: Rng | None) -> Tensor:
+    parts = (z,) if shape.parts == 1 else do(torch.chunk, z, shape.parts, 1)
+    made: Tensor = do.launch(operator, [*parts, *shape.numbers], rng)
     return made
 
 
-def _inside(operator: Operator, shape: Shape, z: Tensor | None, hidden: Tensor | None, grad_hidden: Tensor,
-            rng: Rng | None, biases: Mapping[int, Tensor], forward: bool, owned: bool
+def _inside(do: Doing, operator: Operator, shape: Shape, z: Tensor | None, hidden: Tensor | None,
+            grad_hidden: Tensor, rng: Rng | None, biases: Mapping[int, Tensor], forward: bool, owned: bool
             ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
     """What stands between the products of a backward pass: the gradient of x W^T + b, those of the `biases`
     of its parts, and with `forward` the hidden layer. They take the memory of `grad_hidden` and, if that is
     `owned`, of the product."""
     # Where the product is not read, it is only asked what shape it has.
-    parts = (grad_hidden,) if z is None else (z,) if shape.parts == 1 else z.chunk(shape.parts, 1)
-    grad_z = grad_hidden if z is None or shape.parts == 1 else z if owned else torch.empty_like(z)
-    memory = grad_z.chunk(2, 1) if shape.parts == 2 and not owned else ()
+    parts = ((grad_hidden,) if z is None else (z,) if shape.parts == 1 else
+             do(torch.chunk, z, shape.parts, 1))
+    grad_z = grad_hidden if z is None or shape.parts == 1 else z if owned else do(torch.empty_like, z)
+    memory = do(torch.chunk, grad_z, 2, 1) if shape.parts == 2 and not owned else ()
     kernel = linear.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
     args = [*parts, *shape.numbers, *([hidden] if kernel.saved else []), grad_hidden]
     given, made = len(args) - 1, shape.parts + len(biases)  # places of grad_hidden and of the hidden layer
@@ -99,33 +105,39 @@ def _inside(operator: Operator, shape: Shape, z: Tensor | None, hidden: Tensor |
         into = {0: first, 1: first + 1, made: given}
     else:
         into = {0: given, made: 0} if owned else {0: given}
-    found = unpack(kernel.over(into).launch(args, rng))
+    found = unpack(do.launch(kernel.over(into), args, rng))
     return grad_z, dict(zip(biases, found[shape.parts:], strict=False)), found[made] if forward else None
 
 
-def _of_products(grad_z: Tensor, x: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
+def _of_products(do: Doing, grad_z: Tensor, x: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
                  ) -> list[Tensor | None]:
     """The gradients of x and of the weights."""
     if len(weights) == 1:
-        return linear.of_product(grad_z, x, weights[0], needed)
-    parts, of_x = grad_z.chunk(2, 1), None
+        return linear.of_product(do, grad_z, x, weights[0], needed)
+    parts, of_x = do(torch.chunk, grad_z, 2, 1), None
     if needed[0]:
-        of_x = (parts[0] @ weights[0]).addmm_(parts[1], weights[1]).view(x.shape)
-    rows = linear.rows_of(x)
-    return [of_x, *(part.t() @ rows if need else None for part, need in zip(parts, needed[1:], strict=False))]
+        of_x = do(Tensor.addmm_, do(torch.mm, parts[0], weights[0]), parts[1], weights[1])
+        of_x = of_x if x.dim() == 2 else do(Tensor.view, of_x, x.shape)
+    rows = linear.as_rows(do, x)
+    return [of_x, *(do(torch.mm, do(Tensor.t, part), rows) if need else None
+                    for part, need in zip(parts, needed[1:], strict=False))]
 
 
-def _biases(shape: Shape, inner: Sequence[Any], needed: Sequence[bool]) -> dict[int, Tensor]:
+def _biases(do: Doing, shape: Shape, inner: Sequence[Any], needed: Sequence[bool]) -> dict[int, Tensor]:
     """Those whose gradients are needed, by their part."""
     wanted = [b if need else None for b, need in zip(inner, needed, strict=True)][shape.weights:]
-    each = wanted[0].chunk(2) if shape.packed and wanted[0] is not None else wanted
+    each = do(torch.chunk, wanted[0], 2) if shape.packed and wanted[0] is not None else wanted
     return {k: b for k, b in enumerate(each) if b is not None}
 
 
-def _of_biases(shape: Shape, found: Mapping[int, Tensor]) -> list[Tensor | None]:
+def _of_biases(do: Doing, shape: Shape, found: Mapping[int, Tensor]) -> list[Tensor | None]:
     if shape.packed:
-        return [torch.cat(list(found.values())) if found else None]
+        return [do(_joined, *found.values()) if found else None]
     return [found.get(k) for k in range(shape.parts)]
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
 
 
 # -- the block -------------------------------------------------------------------------------------
@@ -134,19 +146,19 @@ def _inferring(operator: Operator, shape: Shape, x: Tensor, out_weight: Tensor, 
                *inner: Any) -> Run:
     """Without gradients: the hidden layer takes the memory of the product, or of the gate."""
     if shape.parts == 1:
-        first = linear.inferring(operator, shape.numbers, x, *inner)
+        way = linear.way_of(operator, x, inner[0], inner[1])
 
-        def run(x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
-            return F.linear(first(x, *inner, None), out_weight, out_bias)
+    def run(do: Doing, x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
+        rng = linear.drawn(do, operator, x)
+        if shape.parts == 1:
+            hidden, _ = linear.product(do, way, operator, x, inner[0], inner[1], None, shape.numbers, rng)
+            out: Tensor = do(F.linear, hidden, out_weight, out_bias)
+            return out
+        z = _products(do, shape, linear.as_rows(do, x), inner)
+        hidden = _hidden(do, operator.over({0: 0}), shape, z, rng)
+        return linear.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
 
-        return run
-    over = operator.over({0: 0})
-
-    def gated(x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
-        z = _products(shape, linear.rows_of(x), inner)
-        return linear.shaped(F.linear(_hidden(over, shape, z, None), out_weight, out_bias), x)
-
-    return gated
+    return taped(run)
 
 
 def _composed(run: Run, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor, out_bias: Tensor | None,
@@ -163,63 +175,64 @@ def _composed(run: Run, shape: Shape, recompute: bool, x: Tensor, out_weight: Te
     return found
 
 
-class FeedForward(torch.autograd.Function):
-    """In memory of its own."""
+class FeedForward:
+    """In memory of its own, for tensors of one kind."""
 
-    @staticmethod
-    def forward(ctx: Any, operator: Operator, way: str, shape: Shape, recompute: bool, x: Tensor,
-                out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
-        ctx.operator, ctx.shape, ctx.owned = operator, shape, linear.no_hooks()
-        ctx.rng = operator.draw(x.device) if operator.streams else None
-        rows = linear.rows_of(x)
+    def __init__(self, operator: Operator, shape: Shape, recompute: bool, *tensors: Any) -> None:
+        x, _, _, *inner = tensors
+        self.operator, self.shape, self.recompute = operator, shape, recompute
+        self.way = linear.KERNEL if shape.parts > 1 else linear.way_of(
+            operator, x, inner[0], inner[1], linear.reads_product(operator))
+        self.needed = [t is not None and t.requires_grad for t in tensors]
+        self.apply = Taped("FeedForward", len(tensors), self.forward, self.backward, self.again,
+                           linear.again).apply
+
+    def forward(self, do: Doing, ctx: Any, x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any
+                ) -> Tensor:
+        operator, shape = self.operator, self.shape
+        note_hooks(do, ctx)
+        rng, rows = linear.drawn(do, operator, x), linear.as_rows(do, x)
+        do.set(ctx, "rng", rng)
         if shape.parts == 1:
-            hidden, z = linear.product(way, operator, rows, inner[0], inner[1], None, shape.numbers, ctx.rng,
-                                       linear.reads_product(operator))
+            hidden, z = linear.product(do, self.way, operator, rows, inner[0], inner[1], None, shape.numbers,
+                                       rng, linear.reads_product(operator))
         else:
-            z = _products(shape, rows, inner)
-            hidden = _hidden(operator, shape, z, ctx.rng)
-        kept = None if z is not None and recompute else hidden
-        ctx.save_for_backward(x, out_weight, out_bias, *inner, z, kept)
-        return linear.shaped(F.linear(hidden, out_weight, out_bias), x)
+            z = _products(do, shape, rows, inner)
+            hidden = _hidden(do, operator, shape, z, rng)
+        do.save(ctx, x, out_weight, out_bias, *inner, z,
+                None if z is not None and self.recompute else hidden)
+        return linear.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        operator, shape, rng, needed = ctx.operator, ctx.shape, ctx.rng, ctx.needs_input_grad[4:]
-        x, out_weight, out_bias, *inner, z, hidden = ctx.saved_tensors
-        if linear.again(grad_output):
-            def composed(*tensors: Any) -> Tensor:
-                return _composed(lambda *args: linear.applied(operator, args, rng), shape, False, *tensors)
-
-            return None, None, None, None, *linear.differentiated(
-                composed, (x, out_weight, out_bias, *inner), grad_output, needed)
-        owned = linear.let_go(ctx) and ctx.owned
-        grad_output = linear.rows_of(grad_output)
-        of_bias = linear.of_bias(grad_output, out_bias) if needed[2] else None
+    def backward(self, do: Doing, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
+        operator, shape, needed = self.operator, self.shape, self.needed
+        owned = lets_go(do, ctx)
+        x, out_weight, out_bias, *inner, z, hidden = taken(saved)
+        if owned:
+            forget(do, ctx)
+        rng, grad_output = do.get(ctx, "rng"), linear.as_rows(do, grad_output)
+        of_bias = linear.of_bias(do, grad_output, out_bias) if needed[2] else None
         inside, missing = needed[0] or any(needed[3:]), hidden is None and needed[1]
         if missing and not inside:
-            hidden, missing = _hidden(operator, shape, z, rng), False
-        of_weight = grad_output.t() @ hidden if needed[1] and not missing else None
+            hidden, missing = _hidden(do, operator, shape, z, rng), False
+        of_weight = do(torch.mm, do(Tensor.t, grad_output), hidden) if needed[1] and not missing else None
         if not inside:
-            return None, None, None, None, None, of_weight, of_bias, *(None for _ in inner)
+            return None, of_weight, of_bias, *(None for _ in inner)
         hidden = hidden if z is None else None  # before the memory of its gradient is asked for
-        grad_z, of_biases, made = _inside(operator, shape, z, hidden, grad_output @ out_weight, rng,
-                                          _biases(shape, inner, needed[3:]), missing, owned)
+        grad_z, of_biases, made = _inside(
+            do, operator, shape, z, hidden, do(torch.mm, grad_output, out_weight), rng,
+            _biases(do, shape, inner, needed[3:]), missing, owned)
         z = None
-        of_weight = of_weight if made is None else grad_output.t() @ made
+        of_weight = of_weight if made is None else do(torch.mm, do(Tensor.t, grad_output), made)
         hidden = made = None
-        of_x, *of_weights = _of_products(grad_z, x, inner[:shape.weights], (needed[0], *needed[3:]))
-        return None, None, None, None, of_x, of_weight, of_bias, *of_weights, *_of_biases(shape, of_biases)
+        of_x, *of_weights = _of_products(do, grad_z, x, inner[:shape.weights], (needed[0], *needed[3:]))
+        return of_x, of_weight, of_bias, *of_weights, *_of_biases(do, shape, of_biases)
 
+    def again(self, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
+        def composed(*tensors: Any) -> Tensor:
+            return _composed(lambda *args: linear.applied(self.operator, args, ctx.rng), self.shape, False,
+                             *tensors)
 
-_record = straight(FeedForward)
-
-
-def _recording(operator: Operator, shape: Shape, recompute: bool, x: Tensor, out_weight: Tensor,
-               out_bias: Tensor | None, *inner: Any) -> Run:
-    way = linear.KERNEL
-    if shape.parts == 1:
-        way = linear.way_of(operator, x, inner[0], inner[1], linear.reads_product(operator))
-    return functools.partial(_record, operator, way, shape, recompute)
+        return tuple(linear.differentiated(composed, saved[:-2], grad_output, self.needed))
 
 
 def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[Any, ...] | None,
@@ -230,9 +243,13 @@ def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[An
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator
-    run = (_recording(operator, shape, recompute, *given) if is_recorded(*given) else
-           _inferring(operator, shape, *given))
-    return run(*given) if autocast.is_on(tensors[0].device) else sites.keep(key, tensors, run)(*tensors)
+    cast = autocast.is_on(tensors[0].device)
+    run = sites.find((*key, "cast"), given) if cast else None
+    if run is None:
+        run = (FeedForward(operator, shape, recompute, *given).apply if is_recorded(*given) else
+               _inferring(operator, shape, *given))
+        sites.keep((*key, "cast") if cast else key, given, run)
+    return run(*given)
 
 
 @per_call

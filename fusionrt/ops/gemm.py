@@ -14,7 +14,7 @@ import torch
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr
 from fusionrt.laid import address
-from fusionrt.ops.product import PRODUCT, Layer, is_of_elements, layer
+from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime import tensor_map
@@ -28,6 +28,7 @@ ARCHITECTURE = "sm_90"
 STAGE_COLUMNS = 64                     # of x and w that a stage of the ring holds
 PART_ROWS, PART_COLUMNS = 16, 32       # that a warp finishes at a time
 SHARED_BYTES = 232448
+PACKED = 64                            # parameters that are kept, by addresses
 
 
 class Tile(NamedTuple):
@@ -141,31 +142,56 @@ def _rounds(m: int, n: int, tile: Tile, multiprocessors: int) -> tuple[int, floa
 
 # -- a call ----------------------------------------------------------------------------------------
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, epilogue: Expr = PRODUCT,
-           residual: torch.Tensor | None = None, keep: bool = False, tile: Tile | None = None
-           ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """epilogue(x W^T + bias, residual), and x W^T + bias where it is to be kept.
+class Planned:
+    """epilogue(x W^T + bias, residual), and x W^T + bias where it is to be kept, of operands like these.
 
-    x [M, K], weight [N, K], bias [N], residual [M, N], as `supports` says. The products are added up in
-    float32, to which the epilogue is applied.
+    x [M, K], weight [N, K], bias [N], residual [M, N], as `supports` says, which is asked of the first ones.
+    The products are added up in float32, to which the epilogue is applied.
     """
-    (m, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(m, n, k, cuda.multiprocessors(stands_for(x.device).index))
-    kind = Kind(layer(x, bias, epilogue, residual, keep), tile)
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    kept = torch.empty_like(out) if keep else None
-    if x.is_meta:
-        _kernel(kind)(x.device, 0)
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False,
+                 tile: Tile | None = None) -> None:
+        (m, k), n = x.shape, weight.shape[0]
+        device = stands_for(x.device)
+        tile = tile or choose_tile(m, n, k, cuda.multiprocessors(device.index))
+        self.kind, self.shape = Kind(layer(x, bias, epilogue, residual, keep), tile), (m, n)
+        self.like = [None if t is None else _matrix(t) for t in (x, weight, residual)]
+        self.device, self.plan = -1, None
+        if not x.is_meta:
+            self.device, self.plan = cuda.index_of(device), _plan(self.kind, m, n, k, device)
+        self.packed = functools.lru_cache(PACKED)(self._packed)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 residual: torch.Tensor | None = None) -> Results | None:
+        """None: at these addresses it cannot."""
+        out = x.new_empty(self.shape)
+        kept = torch.empty_like(out) if self.kind.layer.keep else None
+        if self.plan is None:
+            _kernel(self.kind)(x.device, 0)
+            return out, kept
+        at = [address(t) for t in (x, weight, residual, bias)]
+        if (at[0] | at[1] | at[2]) & 15 or at[3] & 3:
+            return None
+        packed = self.packed(*at, out.data_ptr(), address(kept))
+        self.plan.kernel.launch(self.device, self.plan.blocks, packed, self.plan.shared)
         return out, kept
-    plan = _plan(kind, m, n, k, x.device)
-    part = (PART_ROWS, PART_COLUMNS)
-    of_out = tensor_map.encode(_matrix(out), *part)
-    plan.kernel(x.device, plan.blocks, tensor_map.encode(_matrix(x), plan.x_rows, STAGE_COLUMNS),
-                tensor_map.encode(_matrix(weight), plan.weight_rows, STAGE_COLUMNS), of_out,
-                of_out if kept is None else tensor_map.encode(_matrix(kept), *part),
-                of_out if residual is None else tensor_map.encode(_matrix(residual), *part),
-                address(bias), *plan.numbers, shared=plan.shared)
-    return out, kept
+
+    def _packed(self, x: int, weight: int, residual: int, bias: int, out: int, kept: int) -> bytes:
+        """The parameters: addresses come again, and to encode them for the copy engine takes as long as to
+        launch."""
+        plan, (m, n) = self.plan, self.shape
+        assert plan is not None
+        of_x, of_weight, of_residual = (
+            like and like._replace(pointer=at)
+            for like, at in zip(self.like, (x, weight, residual), strict=True))
+        assert of_x and of_weight
+        result = Matrix(out, m, n, n, of_x.dtype)
+        parts = [part or result for part in (result, kept and result._replace(pointer=kept), of_residual)]
+        return plan.kernel.packed(
+            tensor_map.encode(of_x, plan.x_rows, STAGE_COLUMNS),
+            tensor_map.encode(of_weight, plan.weight_rows, STAGE_COLUMNS),
+            *(tensor_map.encode(part, PART_ROWS, PART_COLUMNS) for part in parts), bias, *plan.numbers)
 
 
 @functools.lru_cache(4096)

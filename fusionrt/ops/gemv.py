@@ -14,7 +14,7 @@ import torch
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS
 from fusionrt.expr import Expr
 from fusionrt.laid import address
-from fusionrt.ops.product import PRODUCT, Layer, is_of_elements, layer
+from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, pointer
 
@@ -58,19 +58,28 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
                     and (t.is_meta or t.data_ptr() % 16 == 0) for t in (x, weight)))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-           epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False
-           ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """epilogue(x W^T + b, residual), and x W^T + b where it is to be kept; operands as `supports` says. The
-    products are added up in float32, to which the epilogue is applied."""
-    (m, k), n = x.shape, weight.shape[0]
-    kind = Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8))
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    kept = torch.empty_like(out) if keep else None
-    addresses = (address(t) for t in (x, weight, out, kept, residual, bias))
-    steps = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0))
-    _kernel(kind)(x.device, -(-n // COLUMNS), *addresses, *steps, m, n, k)
-    return out, kept
+class Planned:
+    """epilogue(x W^T + b, residual), and x W^T + b where it is to be kept, of operands that lie as these, as
+    `supports` says, which is asked of the first ones. The products are added up in float32, to which the
+    epilogue is applied."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False) -> None:
+        (m, k), n = x.shape, weight.shape[0]
+        self.kernel = _kernel(Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
+        self.keep, self.shape, self.blocks = keep, (m, n), -(-n // COLUMNS)
+        self.numbers = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), m, n, k)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 residual: torch.Tensor | None = None) -> Results | None:
+        """None: at these addresses it cannot."""
+        out = x.new_empty(self.shape)
+        kept = torch.empty_like(out) if self.keep else None
+        addresses = [address(t) for t in (x, weight, out, kept, residual, bias)]
+        if not x.is_meta and (addresses[0] | addresses[1]) & 15:
+            return None
+        self.kernel(x.device, self.blocks, *addresses, *self.numbers)
+        return out, kept
 
 
 @functools.cache

@@ -34,12 +34,12 @@ from fusionrt.op import Operator
 from fusionrt.ops import gemm, gemv
 from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
+from fusionrt.ops.product import Results
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
-from fusionrt.replay import straight
-from fusionrt.settling import planned_once
 from fusionrt.sites import Sites
+from fusionrt.tape import PLAINLY, Doing, Taped, forget, lets_go, note_hooks, taken, taped
 from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch
 
 Tensor = torch.Tensor
@@ -88,78 +88,126 @@ def way_of(operator: Operator, x: Tensor, weight: Tensor, bias: Any, keep: bool 
                  bias is not None and not keep, weight.stride(1) == 1)
 
 
-def product(way: str, operator: Operator, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None,
-            numbers: Numbers, rng: Rng | None, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+def product(do: Doing, way: str, operator: Operator, x: Tensor, weight: Tensor, bias: Any,
+            residual: Tensor | None, numbers: Numbers, rng: Rng | None, keep: bool = False) -> Results:
     """operator(x W^T + b, residual, *numbers), without autograd, and x W^T + b if it is to be kept;
     otherwise its memory is the result's."""
+    if way == EPILOGUE:
+        by = functools.partial(torch._addmm_activation, use_gelu=operator.outputs[0] is _alone("gelu_tanh"))
+        return shaped(do, do(by, bias, as_rows(do, x), do(Tensor.t, weight)), x), None
     if way != KERNEL:
-        rows = rows_of(x)
-        if way == EPILOGUE:
-            is_gelu = operator.outputs[0] is _alone("gelu_tanh")
-            return shaped(torch._addmm_activation(bias, rows, weight.t(), use_gelu=is_gelu), x), None
-        added = None if residual is None else rows_of(residual)
-        if OWN[way].supports(rows, weight, bias, added):
-            try:
-                out, z = OWN[way].linear(rows, weight, bias, operator.outputs[0], added, keep)
-            except UNAVAILABLE:
-                pass
-            else:
-                return shaped(out, x), None if z is None else shaped(z, x)
-    z = F.linear(x, weight, bias)
-    z = torch.ops.aten._unsafe_view(z, z.shape) if z._is_view() else z
+        results: Results = do(_Own(way, operator, numbers, keep), x, weight, bias, residual, rng)
+        return results
+    z = do(F.linear, x, weight, bias)
+    z = do(_unsafe_view, z, z.shape) if z._is_view() else z
     kernel = operator if keep else operator.over({0: 0})
-    return kernel.launch([z, *(() if residual is None else (residual,)), *numbers], rng), z if keep else None
+    out = do.launch(kernel, [z, *(() if residual is None else (residual,)), *numbers], rng)
+    return out, z if keep else None
 
 
-def shaped(rows: Tensor, x: Tensor) -> Tensor:
+class _Own:
+    """`product` by a kernel of ours, where it can be had and memory lies such that it can, of tensors that
+    lie alike."""
+
+    def __init__(self, way: str, operator: Operator, numbers: Numbers, keep: bool) -> None:
+        self.way, self.operator, self.numbers, self.keep = way, operator, numbers, keep
+        self.planned: Callable[..., Results | None] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Any, residual: Tensor | None, rng: Rng | None
+                 ) -> Results:
+        rows, added = rows_of(x), None if residual is None else rows_of(residual)
+        try:
+            found = self._found(rows, weight, bias, added)
+        except UNAVAILABLE:
+            found = None
+        if found is None:
+            return product(PLAINLY, KERNEL, self.operator, x, weight, bias, residual, self.numbers, rng,
+                           self.keep)
+        out, z = found
+        return shaped(PLAINLY, out, x), None if z is None else shaped(PLAINLY, z, x)
+
+    def _found(self, rows: Tensor, weight: Tensor, bias: Any, added: Tensor | None) -> Results | None:
+        by = OWN[self.way]
+        if self.planned is None and by.supports(rows, weight, bias, added):
+            self.planned = by.Planned(rows, weight, bias, self.operator.outputs[0], added, self.keep)
+        return None if self.planned is None else self.planned(rows, weight, bias, added)
+
+
+def shaped(do: Doing, rows: Tensor, x: Tensor) -> Tensor:
     """Rows in the dimensions of x; of an autograd.Function a view could not be changed in place."""
-    return rows if x.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
+    made: Tensor = rows if x.dim() == 2 else do(_unsafe_view, rows, (*x.shape[:-1], rows.shape[1]))
+    return made
+
+
+# The overload's own function, which Python's two around it only call: 5.6 and 3.0 us.
+_unsafe_view = torch.ops.aten._unsafe_view.default._op
 
 
 # -- gradients -------------------------------------------------------------------------------------
 
-class LinearActivation(torch.autograd.Function):
-    """operator(x W^T + b, residual, *numbers). Kept is the product, or the result where that is enough, as
-    for relu."""
+class LinearActivation:
+    """operator(x W^T + b, residual, *numbers) of tensors of one kind. Kept is the product, or the result
+    where that is enough, as for relu."""
 
-    @staticmethod
-    def forward(ctx: Any, operator: Operator, way: str, numbers: Numbers, x: Tensor, weight: Tensor,
-                bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        ctx.operator, ctx.numbers, ctx.owned = operator, numbers, no_hooks()
-        ctx.rng = operator.draw(x.device) if operator.streams else None
-        ctx.residual = None if residual is None else residual.dtype
-        out, z = product(way, operator, x, weight, bias, residual, numbers, ctx.rng, reads_product(operator))
-        ctx.order = operator.drawn((out,), (out,))
-        ctx.save_for_backward(x, weight, bias, z, out if reads_result(operator) else None)
+    def __init__(self, operator: Operator, numbers: Numbers, *tensors: Any) -> None:
+        x, weight, bias, residual = tensors
+        self.operator, self.numbers = operator, numbers
+        self.keep = reads_product(operator)
+        self.way = way_of(operator, x, weight, bias, self.keep)
+        self.needed = [t is not None and t.requires_grad for t in tensors]
+        self.residual = None if residual is None else residual.dtype
+        self.apply = Taped("LinearActivation", 4, self.forward, self.backward, self.again, again).apply
+
+    def forward(self, do: Doing, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+                residual: Tensor | None) -> Tensor:
+        operator = self.operator
+        note_hooks(do, ctx)
+        rng = drawn(do, operator, x)
+        out, z = product(do, self.way, operator, x, weight, bias, residual, self.numbers, rng, self.keep)
+        do.set(ctx, "rng", rng)
+        do.set(ctx, "order", operator.drawn((out,), (out,)))
+        do.save(ctx, x, weight, bias, z, out if reads_result(operator) else None)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        operator, needed = ctx.operator, ctx.needs_input_grad[3:]
-        x, weight, bias, z, out = ctx.saved_tensors
-        of_residual = grad_output.to(ctx.residual) if needed[3] else None
+    def backward(self, do: Doing, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
+        operator, needed = self.operator, self.needed
+        owned = lets_go(do, ctx)
+        x, weight, bias, z, out = taken(saved)
+        of_residual = do(Tensor.to, grad_output, self.residual) if needed[3] else None
         if not any(needed[:3]):
-            return None, None, None, None, None, None, of_residual
-        # What is not read is only asked what shape it has.
-        spare = z is None or ctx.residual is not None
-        unread = x.new_empty(()).expand(grad_output.shape) if spare else None
-        more = [*(() if ctx.residual is None else (unread,)), *ctx.numbers]
-        if again(grad_output):
-            def composed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return applied(operator, [F.linear(x, weight, bias), *more], ctx.rng)
-
-            grads = differentiated(composed, (x, weight, bias), grad_output, needed)
-            return None, None, None, *grads, of_residual
+            return None, None, None, of_residual
         kernel = backward_kernel(operator, 1, (0,) if needed[2] else ()).walking(ctx.order)
-        if z is not None and let_go(ctx) and ctx.owned:
-            kernel = kernel.over({0: 0})
-        args = [unread if z is None else z, *more, *([out] if kernel.saved else []), grad_output]
-        grad, *of_bias = unpack(kernel.launch([*args, bias] if needed[2] else args, ctx.rng))
-        return (None, None, None, *of_product(grad, x, weight, needed), of_bias[0] if of_bias else None,
-                of_residual)
+        if owned:
+            forget(do, ctx)
+            kernel = kernel if z is None else kernel.over({0: 0})
+        # What is not read is only asked what shape it has.
+        unread = do.fixed(x.new_empty(()).expand(grad_output.shape))
+        given = unread if z is None else z
+        args = [given, *self._more(unread), *([out] if kernel.saved else []), grad_output]
+        found = do.launch(kernel, [*args, bias] if needed[2] else args, do.get(ctx, "rng"))
+        grad, *of_bias = unpack(found)
+        return (*of_product(do, grad, x, weight, needed), of_bias[0] if of_bias else None, of_residual)
+
+    def again(self, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, *_ = saved
+        more = self._more(x.new_empty(()).expand(grad_output.shape))
+
+        def composed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return applied(self.operator, [F.linear(x, weight, bias), *more], ctx.rng)
+
+        of_residual = grad_output.to(self.residual) if self.needed[3] else None
+        return *differentiated(composed, (x, weight, bias), grad_output, self.needed), of_residual
+
+    def _more(self, residual: Tensor) -> list[Any]:
+        """Of the operator's arguments, those that are no product."""
+        return [*(() if self.residual is None else (residual,)), *self.numbers]
 
 
-_record = straight(LinearActivation)
+def drawn(do: Doing, operator: Operator, x: Tensor) -> Any:
+    """Random numbers, where the operator draws some."""
+    return do(random.drawing(x.device, operator.counters)) if operator.streams else None
+
+
 _SUM = Operator("sum of rows", ["rows", "like"], [argument("a0")], [1])
 
 
@@ -176,22 +224,6 @@ def backward_kernel(operator: Operator, parts: int, sums: tuple[int, ...], forwa
                     [*gradient.targets, *range(n, n + len(sums)), *operator.targets[:forward]])
     made.saved = gradient.saved
     return made
-
-
-def no_hooks() -> bool:
-    """Whoever keeps saved tensors by hooks of his own may need them as they are."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: True)
-    return hooks(True) is None
-
-
-def let_go(ctx: Any) -> bool:
-    """Forget what was saved, unless the graph is kept; whether that was done."""
-    forget = getattr(ctx, "maybe_clear_saved_tensors", None)
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
-    if forget is None or kept:
-        return False
-    forget()
-    return True
 
 
 def again(grad_output: Tensor) -> bool:
@@ -224,22 +256,26 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
 
 
 def rows_of(t: Tensor) -> Tensor:
-    """As a matrix, also where rows have no elements."""
-    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    return as_rows(PLAINLY, t)
 
 
-def of_product(grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+def of_product(do: Doing, grad: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> list[Any]:
     """The gradients of x and weight, given that of x W^T."""
-    rows, of_x = rows_of(grad), None
+    rows, of_x = as_rows(do, grad), None
     if needed[0]:
-        of_x = rows @ weight
-        of_x = of_x if x.dim() == 2 else of_x.view(x.shape)
-    return [of_x, rows.t() @ rows_of(x) if needed[1] else None]
+        of_x = do(torch.mm, rows, weight)
+        of_x = of_x if x.dim() == 2 else do(Tensor.view, of_x, x.shape)
+    return [of_x, do(torch.mm, do(Tensor.t, rows), as_rows(do, x)) if needed[1] else None]
 
 
-def of_bias(grad: Tensor, bias: Tensor) -> Tensor:
+def as_rows(do: Doing, t: Tensor) -> Tensor:
+    """As a matrix, also where rows have no elements."""
+    return t if t.dim() == 2 else do(Tensor.reshape, t, (math.prod(t.shape[:-1]), t.shape[-1]))
+
+
+def of_bias(do: Doing, grad: Tensor, bias: Tensor) -> Tensor:
     """The gradient of a bias, given that of the rows that it was added to."""
-    found: Tensor = _SUM.launch((grad, bias))
+    found: Tensor = do.launch(_SUM, [grad, bias])
     return found
 
 
@@ -267,8 +303,12 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
     numbers = () if scale is None else (float(dropout_p), scale)
     given = (*autocast.cast(x, weight, bias), residual)
     if key is not None and not seen_by_torch(*given):
-        run = _chosen(op, activation, numbers, *given)
-        return run(*given) if autocast.is_on(x.device) else sites.keep(key, tensors, run)(*tensors)
+        cast = autocast.is_on(x.device)
+        run = sites.find((*key, "cast"), given) if cast else None
+        if run is None:
+            run = _chosen(op, activation, numbers, *given)
+            sites.keep((*key, "cast") if cast else key, given, run)
+        return run(*given)
     x, weight, bias, _ = given
     if activation is None and scale is None and residual is None:
         return F.linear(x, weight, bias)
@@ -288,8 +328,8 @@ def _chosen(op: str, activation: Any, numbers: Numbers, x: Tensor, weight: Tenso
         return inferring(operator, numbers, x, weight, bias)
     # A sum's gradient needs no kernel, and an activation that gives integers has none.
     if (activation is not None or numbers) and operator.differentiable[0]:
-        way = way_of(operator, x, weight, bias, reads_product(operator))
-        return lambda *tensors: _record(operator, way, numbers, *tensors)
+        run: Run = LinearActivation(operator, numbers, x, weight, bias, residual).apply
+        return run
 
     def composed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
         return finish(F.linear(x, weight, bias), *(() if residual is None else (residual,)), *numbers)
@@ -300,17 +340,11 @@ def _chosen(op: str, activation: Any, numbers: Numbers, x: Tensor, weight: Tenso
 def inferring(operator: Operator, numbers: Numbers, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
     """`product`, decided once."""
     way = way_of(operator, x, weight, bias)
-    if way != KERNEL:
-        return lambda x, weight, bias, residual: product(
-            way, operator, x, weight, bias, residual, numbers, None)[0]
-    finish = planned_once(operator.over({0: 0}))
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Any:
-        z = F.linear(x, weight, bias)
-        args = (z, *numbers) if residual is None else (z, residual, *numbers)
-        return finish(*args, operator.draw(x.device)) if operator.streams else finish(*args)
+    def run(do: Doing, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return product(do, way, operator, x, weight, bias, residual, numbers, drawn(do, operator, x))[0]
 
-    return run
+    return taped(run)
 
 
 @functools.lru_cache(4096)

@@ -15,6 +15,8 @@ PRODUCT, RESIDUAL = argument("a0"), argument("a1")
 # Whether torch's own products have results of a wider dtype than their operands: 2.8.
 TO_WIDER = hasattr(torch.ops.aten.bmm, "dtype")
 
+Results = tuple[torch.Tensor, torch.Tensor | None]  # f(x W^T + bias, residual), and x W^T + bias, if kept
+
 
 class Layer(NamedTuple):
     """What of a layer its kernel is compiled for."""

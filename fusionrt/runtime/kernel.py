@@ -39,15 +39,22 @@ class Kernel:
         many bytes of shared memory. For the meta device note only what would be compiled."""
         if device.type == "meta":
             rehearsal.note(rehearsal.Source(self.text, self.stem, self.name))
-            return
-        index = cuda.index_of(device)
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self._launch(index, grid, values, shared)
         else:
-            self._launch(index, grid, values, shared)
+            self.launch(cuda.index_of(device), grid, self.packed(*values), shared)
 
-    def _launch(self, device: int, grid: int | tuple[int, int], values: Sequence[Any], shared: int) -> None:
+    def packed(self, *values: Any) -> bytes:
+        """The parameters, of the values of the fields."""
+        try:
+            return self.params.packer.pack(*values)
+        except OverflowError:
+            return self.params.packer.pack(*self.params.converted(*values))
+
+    def launch(self, device: int, grid: int | tuple[int, int], packed: bytes, shared: int = 0) -> None:
+        """With parameters that are packed."""
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.launch(device, grid, packed, shared)
+            return
         cuda.bind_context(device)  # threads come and go: autograd's
         function = self._functions.get((device, shared))
         if function is None:
@@ -55,11 +62,7 @@ class Kernel:
             cuda.allow(function, shared, self.cluster)
             self._functions[device, shared] = function
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        try:
-            packed = self.params.packer.pack(*values)  # the driver copies it before it returns
-        except OverflowError:
-            packed = self.params.packer.pack(*self.params.converted(*values))
-        pointers, stream = (ctypes.c_char_p * 1)(packed), cuda.raw_stream(device)
+        pointers, stream = (ctypes.c_char_p * 1)(packed), cuda.raw_stream(device)  # copied by the launch
         if cuda.has_dependent_launches(device) and stream and torch.cuda.is_current_stream_capturing():
             cuda.DependentLaunch(function, (x, y), self.block, shared, pointers)(stream)
         else:

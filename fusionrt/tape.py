@@ -1,0 +1,224 @@
+"""Functions that become steps: what they do with tensors is written down as it is done a first time.
+
+Such a function is given `do`, through which it calls whatever takes or gives tensors; all else is decided
+once for tensors of one kind, of which whoever calls makes sure.
+
+    def forward(do, x, weight):
+        z = do(F.linear, x, weight)
+        return do.launch(operator if z.dim() == 2 else other, [z])
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusionrt import rehearsal
+from fusionrt.replay import Replay
+from fusionrt.settling import is_capturing, settles
+from fusionrt.steps import Steps, Value
+
+if TYPE_CHECKING:
+    from fusionrt.op import Operator
+
+Run = Callable[..., Any]
+Tensor = torch.Tensor
+_keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: True)
+_without_hooks = operator.attrgetter("is_without_hooks")
+_FORGET = "maybe_clear_saved_tensors"
+_CAN_FORGET = hasattr(torch._C._FunctionBase, _FORGET)
+
+
+class Doing:
+    """Does what it is told, and keeps nothing of it."""
+
+    def __call__(self, function: Run, *given: Any) -> Any:
+        return function(*given)
+
+    def launch(self, op: Operator, args: Sequence[Any], rng: Any = None) -> Any:
+        return op.launch(args, rng)
+
+    def get(self, of: Any, name: str) -> Any:
+        return getattr(of, name)
+
+    def set(self, of: Any, name: str, value: Any) -> None:
+        setattr(of, name, value)
+
+    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+        """For a backward pass."""
+        ctx.save_for_backward(*tensors)
+
+    def note(self, ctx: Any, name: str, function: Run, *given: Any) -> None:
+        """What the function gives, whatever it is: None and numbers, which are one object for all, are
+        constants to a tape where they are passed on."""
+        setattr(ctx, name, function(*given))
+
+    def tells(self, function: Run, *given: Any) -> bool:
+        """Whether the function gives True. In a backward pass that is asked first of all: what follows is of
+        passes with the same answers."""
+        return function(*given) is True
+
+    def fixed(self, tensor: Tensor) -> Tensor:
+        """The same one for all calls."""
+        return tensor
+
+
+PLAINLY = Doing()
+
+
+class Tape(Doing):
+    """Keeps it as `steps` of the arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.steps = Steps(len(arguments))
+        # By their ids; what has died has none any more.
+        self._values: dict[int, tuple[Callable[[], Any], Value]] = {}
+        for argument, value in zip(arguments, self.steps.arguments, strict=True):
+            self._made(value, argument)
+
+    def __call__(self, function: Run, *given: Any) -> Any:
+        value = self.steps.call(self._value(function), *map(self._value, given))
+        return self._made(value, function(*given))
+
+    def launch(self, op: Operator, args: Sequence[Any], rng: Any = None) -> Any:
+        return self(op.plan(args), *args, *([rng] if op.streams else []))
+
+    def get(self, of: Any, name: str) -> Any:
+        return self._made(self.steps.get(self._value(of), name), getattr(of, name))
+
+    def set(self, of: Any, name: str, value: Any) -> None:
+        self.steps.set(self._value(of), name, self._value(value))
+        setattr(of, name, value)
+
+    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+        self.steps.set(self._value(ctx), "to_save", self.steps.tuple(*map(self._value, tensors)))
+        ctx.save_for_backward(*tensors)
+
+    def note(self, ctx: Any, name: str, function: Run, *given: Any) -> None:
+        self.steps.set(self._value(ctx), name, self.steps.call(function, *map(self._value, given)))
+        super().note(ctx, name, function, *given)
+
+    def tells(self, function: Run, *given: Any) -> bool:
+        told = super().tells(function, *given)
+        value = self.steps.call(function, *map(self._value, given))
+        (self.steps.same if told else self.steps.other)(value, True)
+        return told
+
+    def fixed(self, tensor: Tensor) -> Tensor:
+        return self._made(self.steps.constant(tensor), tensor)
+
+    def gives(self, result: Any) -> Steps:
+        self.steps.give(self.steps.tuple(*map(self._value, result)) if isinstance(result, tuple) else
+                        self._value(result))
+        return self.steps
+
+    def _made(self, value: Value, result: Any) -> Any:
+        if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
+            for k, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._made(self.steps.item(value, k), item)
+        elif result is not None:
+            assert not isinstance(result, (bool, int, float, str)), "for `note` or `tells`"
+            known = weakref.ref(result) if isinstance(result, Tensor) else lambda: result
+            self._values[id(result)] = known, value
+        return result
+
+    def _value(self, found: Any) -> Any:
+        """Of what was made; else the constant itself."""
+        known, value = self._values.get(id(found), (None, None))
+        if known is not None and known() is found:
+            return value
+        within = found if isinstance(found, (tuple, list)) else ()
+        assert not any(isinstance(one, Tensor) for one in (found, *within)), "a tensor that no step made"
+        assert all(self._value(one) is one for one in within), "of a tuple that no step made"
+        return found
+
+
+def _can_be_kept(*values: Any) -> bool:
+    """What is done for these: in a rehearsal each call is to be heard, a graph's memory is its own."""
+    is_meta = any(isinstance(value, Tensor) and value.is_meta for value in values)
+    return not (is_meta or rehearsal.is_on() or is_capturing())
+
+
+def taped(function: Run) -> Run:
+    """function(do, *tensors), for tensors of one kind in one thread, without autograd."""
+    kept: list[tuple[Steps, Run]] = []
+
+    def run(*tensors: Any) -> Any:
+        if kept:
+            return kept[0][1](*tensors)
+        if not _can_be_kept(*tensors):
+            return function(PLAINLY, *tensors)
+        tape = Tape(*tensors)
+        result = function(tape, *tensors)
+        steps = tape.gives(result)
+        kept.append((steps, steps.function()))
+        return result
+
+    return settles(run, lambda: kept[0][0].with_settled().settled() if kept else run)
+
+
+class Taped(Replay):
+    """A kind of call that is recorded, in one thread: forward(do, ctx, *arguments) and
+    backward(do, ctx, saved, grad_output), of which `saved` is a list to be emptied (`taken`). Where
+    is_seen(grad_output) torch is to see each operation of a backward pass: again(ctx, saved, grad_output)."""
+
+    def __init__(self, name: str, n_arguments: int, forward: Run, backward: Run, again: Run, is_seen: Run
+                 ) -> None:
+        self._write_forward, self._write_backward = forward, backward
+        self._again, self._is_seen = again, is_seen
+        first = Steps(1 + n_arguments)
+        first.give(first.call(self._first, *first.arguments))
+        super().__init__(name, 1, first, Taped._other_pass)
+
+    def _first(self, ctx: Any, *arguments: Any) -> Any:
+        if not _can_be_kept(*arguments):
+            return self._write_forward(PLAINLY, ctx, *arguments)
+        tape = Tape(ctx, *arguments)
+        result = self._write_forward(tape, ctx, *arguments)
+        self.become(tape.gives(result))
+        return result
+
+    def _other_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
+        if self._is_seen(*grads):
+            return self._again(ctx, saved, *grads)
+        known = self.kind(saved, grads) if _can_be_kept() else None
+        if known is None:
+            return self._write_backward(PLAINLY, ctx, saved, *grads)
+        tape = Tape(ctx, saved, *grads)
+        result = self._write_backward(tape, ctx, saved, *grads)
+        self.keep(known._replace(steps=tape.gives(result)))
+        return result
+
+
+def taken(saved: list[Any]) -> list[Any]:
+    """What is in a list that others hold, which is empty then."""
+    kept, saved[:] = list(saved), []
+    return kept
+
+
+# -- what is saved, let go of early ------------------------------------------------------------------
+
+def no_hooks() -> bool:
+    """Whoever keeps saved tensors by hooks of his own may need them as they are."""
+    return _hooks(True) is None
+
+
+def note_hooks(do: Doing, ctx: Any) -> None:
+    do.note(ctx, "is_without_hooks", no_hooks)
+
+
+def lets_go(do: Doing, ctx: Any) -> bool:
+    """Whether what was saved is nobody else's, as the graph is not kept and there were no hooks."""
+    return _CAN_FORGET and not do.tells(_keeps_graph) and do.tells(_without_hooks, ctx)
+
+
+def forget(do: Doing, ctx: Any) -> None:
+    do(do.get(ctx, _FORGET))
