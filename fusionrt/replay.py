@@ -55,7 +55,8 @@ class Replay:
         self.passes: list[Known] = []
         self.is_settled = False
         settles(self, self.settle)
-        self.function: Any = type(name, (torch.autograd.Function,), {"replay": self})
+        general = self._backward([]).function()  # what compiled autograd reads
+        self.function: Any = type(name, (torch.autograd.Function,), {"backward": staticmethod(general)})
         self._write()
         self.apply = straight(self.function)
 
@@ -95,26 +96,26 @@ class Replay:
         state: tuple[Any, ...] = ()
         while not all(a is b for a, b in itertools.zip_longest(state, self._state())):
             state, is_settled = self._state(), self.is_settled
-            forward, backward = self.forward, self._backward()
-            self.function.backward = staticmethod(backward.function())  # compiled autograd reads it
-            self.function.forward = staticmethod(forward.settled() if is_settled else forward.function())
-            straight(self.function, backward.settled() if is_settled else None)
+            forward, backward = (steps.settled() if is_settled else steps.function()
+                                 for steps in (self.forward, self._backward(self.passes)))
+            self.function.forward = staticmethod(forward)
+            straight(self.function, backward)
 
     def _state(self) -> tuple[Any, ...]:
         return self.forward, self.passes, self.is_settled
 
-    def _backward(self) -> Steps:
+    def _backward(self, passes: Sequence[Known]) -> Steps:
         steps = Steps(1 + self.n_results)
         ctx, *grads = steps.arguments
         # Saved tensors are asked for once: hooks of checkpoints compute them anew.
         saved = steps.get(ctx, "saved_tensors")
-        if self.passes:
+        if passes:
             with steps.perhaps():
                 steps.equal(steps.get(forward_ad, "_current_level"), -1)
                 for watcher, usual in WATCHERS:
                     steps.equal(steps.call(watcher), usual)
                 here = steps.call(threading.get_ident)
-                for known in self.passes:
+                for known in passes:
                     with steps.perhaps():
                         steps.equal(here, known.thread)
                         self._repeat(steps, known, ctx, saved, grads)

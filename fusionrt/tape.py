@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from fusionrt import rehearsal
 from fusionrt.replay import Replay
 from fusionrt.settling import is_capturing, settles
 from fusionrt.steps import Steps, Value
+from fusionrt.watching import is_batched, is_watched
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
@@ -84,8 +85,9 @@ class Tape(Doing):
             self._made(value, argument)
 
     def __call__(self, function: Run, *given: Any) -> Any:
-        value = self.steps.call(self._value(function), *map(self._value, given))
-        return self._made(value, function(*given))
+        value, result = self.steps.call(self._value(function), *map(self._value, given)), function(*given)
+        assert not isinstance(result, list), "a step's items are those of a tuple"
+        return self._made(value, result)
 
     def launch(self, op: Operator, args: Sequence[Any], rng: Any = None) -> Any:
         return self(op.plan(args), *args, *([rng] if op.streams else []))
@@ -165,35 +167,42 @@ def taped(function: Run) -> Run:
     return settles(run, lambda: kept[0][0].with_settled().settled() if kept else run)
 
 
-class Taped(Replay):
-    """A kind of call that is recorded, in one thread: forward(do, ctx, *arguments) and
-    backward(do, ctx, saved, grad_output), of which `saved` is a list to be emptied (`taken`). Where
-    is_seen(grad_output) torch is to see each operation of a backward pass: again(ctx, saved, grad_output)."""
+class Written(Protocol):
+    """A forward and a backward pass, of tensors of one kind. `saved` is a list to be emptied (`taken`)."""
 
-    def __init__(self, name: str, n_arguments: int, forward: Run, backward: Run, again: Run, is_seen: Run
-                 ) -> None:
-        self._write_forward, self._write_backward = forward, backward
-        self._again, self._is_seen = again, is_seen
-        first = Steps(1 + n_arguments)
+    def forward(self, do: Doing, ctx: Any, *tensors: Any) -> Any: ...
+
+    def backward(self, do: Doing, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]: ...
+
+    def again(self, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
+        """A backward pass of which torch sees each operation."""
+
+
+class Taped(Replay):
+    """A kind of call that is recorded, in one thread, of so many tensors."""
+
+    def __init__(self, written: Written, n_tensors: int) -> None:
+        self.written = written
+        first = Steps(1 + n_tensors)
         first.give(first.call(self._first, *first.arguments))
-        super().__init__(name, 1, first, Taped._other_pass)
+        super().__init__(type(written).__name__, 1, first, Taped._other_pass)
 
     def _first(self, ctx: Any, *arguments: Any) -> Any:
         if not _can_be_kept(*arguments):
-            return self._write_forward(PLAINLY, ctx, *arguments)
+            return self.written.forward(PLAINLY, ctx, *arguments)
         tape = Tape(ctx, *arguments)
-        result = self._write_forward(tape, ctx, *arguments)
+        result = self.written.forward(tape, ctx, *arguments)
         self.become(tape.gives(result))
         return result
 
     def _other_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
-        if self._is_seen(*grads):
-            return self._again(ctx, saved, *grads)
+        if torch.is_grad_enabled() or is_watched() or is_batched(*grads):
+            return self.written.again(ctx, saved, *grads)
         known = self.kind(saved, grads) if _can_be_kept() else None
         if known is None:
-            return self._write_backward(PLAINLY, ctx, saved, *grads)
+            return self.written.backward(PLAINLY, ctx, saved, *grads)
         tape = Tape(ctx, saved, *grads)
-        result = self._write_backward(tape, ctx, saved, *grads)
+        result = self.written.backward(tape, ctx, saved, *grads)
         self.keep(known._replace(steps=tape.gives(result)))
         return result
 

@@ -109,8 +109,7 @@ class Scaled:
 
     def __init__(self) -> None:
         self.written: list[bool] = []
-        self.taped = Taped("Scaled", 2, self.forward, self.backward, self.again,
-                           lambda g: torch.is_grad_enabled())
+        self.taped = Taped(self, 2)
         self.apply = self.taped.apply
 
     def forward(self, do: Doing, ctx: Any, x: Tensor, w: Tensor) -> Tensor:

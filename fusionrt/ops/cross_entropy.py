@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +30,13 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run
 from fusionrt.dtypes import name_of
-from fusionrt.guards import guard
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
-from fusionrt.replay import straight
 from fusionrt.settling import planned_once
 from fusionrt.sites import Sites
-from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch, transforms_active
+from fusionrt.tape import Doing, Taped, taken
+from fusionrt.watching import is_recorded, seen_by_torch, transforms_active
 
 MOST_CLASSES = 1 << 24  # which float32 tells apart
 FEW_ROWS = 1 << 15      # whose losses one block of threads adds
@@ -185,8 +184,7 @@ def _chosen(call: Call, in_place: bool) -> Run:
     tensors = [a for a in call.args if isinstance(a, torch.Tensor)]
     plain = not seen_by_torch(*tensors)
     if plain and with_gradient and not any(t.requires_grad for t in tensors[1:]):
-        record = Recording(call, in_place).apply
-        return lambda *args: record(args[0], args)
+        return LogitsAlone(call, in_place).run
     run = _forward(call, with_gradient, planned=plain and not with_gradient)
     return lambda *args: run(*args)[0]
 
@@ -256,69 +254,57 @@ def _in_one(call: Call, with_gradient: bool) -> Run:
     return run
 
 
-class Recording:
+class LogitsAlone:
     """A kind of call whose logits alone need a gradient. Their first derivative is one kernel, which divides
     by what a mean divides by as well; where it is differentiated in turn, the operators are."""
 
     def __init__(self, call: Call, in_place: bool) -> None:
         self.call, self.in_place = call.without_tensors(), in_place
-        self.forward = _forward(call, True, planned=True)
-        self.gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
-        self.saved, self.read = self._written(call.args)
-        self.thread = threading.local()  # `last`: a guard of what the gradient read last, and its plan
-        self.apply = straight(self._function())
+        self.places = [k for k, a in enumerate(call.args) if isinstance(a, torch.Tensor)]
+        self.losses = _forward(call, True, planned=True)
+        gradient = gradient_of(call.params, call.rounds, call.reduction == "mean", in_place)
+        self.gradient, self.n_stats = gradient.operator, len(gradient.saved)
+        tensors, apply = operator.itemgetter(*self.places), Taped(self, len(self.places)).apply
+        self.run: Run = lambda *args: apply(*tensors(args))
 
-    def _written(self, args: Sequence[Any]) -> tuple[Run, Run]:
-        """What is saved of the arguments and of what the forward pass found; from that and the incoming
-        gradient, the arguments of the kernel."""
-        names = [f"args[{k}]" if isinstance(a, torch.Tensor) else f"numbers[{k}]" for k, a in enumerate(args)]
-        names += [f"stats[{k}]" for k in range(len(self.gradient.saved))] + ["incoming"]
-        names += [("count" if self.call.of_classes else "rows")] * (self.call.reduction == "mean")
-        saved = [name for name in names if name.startswith(("args", "stats", "count"))]
-        places = {name: f"saved[{k}]" for k, name in enumerate(saved)}
-        scope = {"numbers": self.call.args, "rows": math.prod(args[0].shape[:-1])}
-        read = ", ".join(places.get(name, name) for name in names)
-        return (eval(f"lambda args, stats, count: ({', '.join(saved)},)", scope),
-                eval(f"lambda saved, incoming: ({read},)", scope))
+    def forward(self, do: Doing, ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        result, count, *stats = do(self._results, *tensors)
+        do.save(ctx, *tensors, *stats, *([count] if isinstance(count, torch.Tensor) else []))
+        made: torch.Tensor = result
+        return made
 
-    def _function(self) -> Any:
-        def forward(ctx: Any, logits: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-            result, count, stats = self.forward(*args)
-            ctx.save_for_backward(*self.saved(args, stats, count))
-            return cast(torch.Tensor, result)
+    def _results(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        result, count, stats = self.losses(*self._args(tensors))
+        return result, count, *stats
 
-        def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-            saved = ctx.saved_tensors
-            if torch.is_grad_enabled() or is_watched() or is_batched(grad_output):
-                return self._differentiably(saved, grad_output), None
-            incoming = grad_output.unsqueeze(-1) if self.call.reduction == "none" else grad_output
-            grad = self._plan(*saved, incoming)(*self.read(saved, incoming))
-            if self.in_place:  # whoever saved the logits is told
-                torch.autograd.graph.increment_version(saved[0])
-                grad = grad.detach()
-            return grad, None
+    def backward(self, do: Doing, ctx: Any, saved: list[Any], grad_output: torch.Tensor) -> tuple[Any, ...]:
+        read, n = taken(saved), len(self.places)
+        if self.call.reduction == "none":
+            grad_output = do(torch.Tensor.unsqueeze, grad_output, -1)
+        args = [*self._args(read), *read[n:n + self.n_stats], grad_output]
+        if self.call.reduction == "mean":
+            args.append(read[-1] if self.call.of_classes else math.prod(read[0].shape[:-1]))
+        grad = do.launch(self.gradient, args)
+        if self.in_place:  # whoever saved the logits is told
+            do(torch.autograd.graph.increment_version, read[0])
+            grad = do(torch.Tensor.detach, grad)
+        return grad, *[None] * (n - 1)
 
-        return type("CrossEntropy", (torch.autograd.Function,), {
-            "forward": staticmethod(forward), "backward": staticmethod(backward)})
-
-    def _plan(self, *read: torch.Tensor) -> Run:
-        """That of the kernel of the gradient, in this thread."""
-        fits, run = self.thread.__dict__.get("last", (None, None))
-        if run is not None and fits(*read):
-            return cast(Run, run)
-        run = planned_once(self.gradient.operator)
-        if not read[0].is_meta:  # each rehearsal is to be heard
-            self.thread.last = guard(*read), run
-        return run
-
-    def _differentiably(self, saved: Sequence[torch.Tensor], grad_output: torch.Tensor) -> torch.Tensor:
+    def again(self, ctx: Any, saved: list[Any], grad_output: torch.Tensor) -> tuple[Any, ...]:
         if self.in_place and torch.is_grad_enabled():
             raise RuntimeError(f"{self.call.op}: inplace_backward has no second derivative")
-        args = self.read(saved, None)[:len(self.call.args)]
+        args = self._args(saved)
         with torch.enable_grad():
             result = _forward(self.call._replace(args=args), True)(*args)[0]
         grad, = torch.autograd.grad(result, args[0], grad_output, create_graph=torch.is_grad_enabled())
-        return grad
+        return grad, *[None] * (len(self.places) - 1)
+
+    def _args(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Of the call, with these tensors first."""
+        args = list(self.call.args)
+        for k, tensor in zip(self.places, tensors, strict=False):
+            args[k] = tensor
+        return tuple(args)
 
 
 def _check_in_place(op: str, logits: torch.Tensor) -> None:

@@ -184,8 +184,7 @@ class FeedForward:
         self.way = linear.KERNEL if shape.parts > 1 else linear.way_of(
             operator, x, inner[0], inner[1], linear.reads_product(operator))
         self.needed = [t is not None and t.requires_grad for t in tensors]
-        self.apply = Taped("FeedForward", len(tensors), self.forward, self.backward, self.again,
-                           linear.again).apply
+        self.apply = Taped(self, len(tensors)).apply
 
     def forward(self, do: Doing, ctx: Any, x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any
                 ) -> Tensor:

@@ -40,7 +40,7 @@ from fusionrt.random import Rng
 from fusionrt.rehearsal import stands_for
 from fusionrt.sites import Sites
 from fusionrt.tape import PLAINLY, Doing, Taped, forget, lets_go, note_hooks, taken, taped
-from fusionrt.watching import is_batched, is_recorded, is_watched, seen_by_torch
+from fusionrt.watching import is_recorded, is_watched, seen_by_torch
 
 Tensor = torch.Tensor
 NAMES = ("x", "weight", "bias", "residual")
@@ -156,7 +156,7 @@ class LinearActivation:
         self.way = way_of(operator, x, weight, bias, self.keep)
         self.needed = [t is not None and t.requires_grad for t in tensors]
         self.residual = None if residual is None else residual.dtype
-        self.apply = Taped("LinearActivation", 4, self.forward, self.backward, self.again, again).apply
+        self.apply = Taped(self, len(tensors)).apply
 
     def forward(self, do: Doing, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
                 residual: Tensor | None) -> Tensor:
@@ -224,11 +224,6 @@ def backward_kernel(operator: Operator, parts: int, sums: tuple[int, ...], forwa
                     [*gradient.targets, *range(n, n + len(sums)), *operator.targets[:forward]])
     made.saved = gradient.saved
     return made
-
-
-def again(grad_output: Tensor) -> bool:
-    """Whether a backward pass is to be differentiated, or seen by torch, operation by operation."""
-    return torch.is_grad_enabled() or is_watched() or is_batched(grad_output)
 
 
 def applied(operator: Operator, args: Sequence[Any], rng: Rng | None) -> Tensor:
