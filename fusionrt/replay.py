@@ -55,8 +55,8 @@ class Replay:
         self.passes: list[Known] = []
         self.is_settled = False
         settles(self, self.settle)
-        general = self._backward([]).function()  # what compiled autograd reads
-        self.function: Any = type(name, (torch.autograd.Function,), {"backward": staticmethod(general)})
+        self.function: Any = type(name, (torch.autograd.Function,), {
+            "replay": self, "backward": staticmethod(self._backward([]).function())})  # compiled autograd's
         self._write()
         self.apply = straight(self.function)
 
