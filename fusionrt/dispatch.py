@@ -104,7 +104,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 
     def remember(tensors: Sequence[Any], options: Sequence[Any], way: Way, asked: list[int]) -> None:
         kinds = [_kind(o) for o in options]
-        is_known_again = all(kind is not None or isinstance(o, tuple) or callable(o)
+        is_known_again = all(kind is not None or isinstance(o, tuple) or _is_constant(o)
                              for o, kind in zip(options, kinds, strict=True))
         counted = hasattr(way.run, "settled")  # by sites, until it is
         if is_known_again and not counted and asked == list(map(id, tensors)):
@@ -120,6 +120,11 @@ def _kind(option: Any) -> type | None:
     """Of an option of which one of this type that equals it is as good; others are known by identity."""
     kind = type(option)
     return kind if kind in EQUAL or kind is torch.Size or (kind is tuple and _are_ints(option)) else None
+
+
+def _is_constant(option: Any) -> bool:
+    """A function. (The numbers of a module may change.)"""
+    return callable(option) and not isinstance(option, torch.nn.Module)
 
 
 def _are_ints(values: tuple[Any, ...]) -> bool:

@@ -11,13 +11,26 @@ what a summed gradient is made of, `assert_as_accurate` compares with the truth.
 import functools
 import math
 import sys
+import threading
 
 import pytest
 import torch
 
+from fusionrt.sites import Sites
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 F16, BF16, F32, F64 = DTYPES
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def forget(monkeypatch, module):
+    """As if the ops of this module had not chosen yet what to do for any kind of call, and as if what they
+    choose now were not theirs."""
+    monkeypatch.setattr(module, "sites", Sites())
+    for op in vars(module).values():
+        if "_frt_sites" in getattr(op, "__globals__", ()):
+            monkeypatch.setitem(op.__globals__, "_frt_local", threading.local())
+            monkeypatch.setitem(op.__globals__, "_frt_remember", lambda *_: None)
 
 
 # --- comparisons ----------------------------------------------------------------------------------

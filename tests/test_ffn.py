@@ -7,14 +7,24 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_same_bits, captured, check_in_norm, derivatives, dtypes, evaluate
+from checking import (
+    BF16,
+    F32,
+    F64,
+    assert_same_bits,
+    captured,
+    check_in_norm,
+    derivatives,
+    dtypes,
+    evaluate,
+    forget,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusionrt as frt
 from fusionrt import reference, tape
 from fusionrt.bench import memory
-from fusionrt.sites import Sites
 
 M, H, K, N = 33, 40, 24, 16
 
@@ -391,8 +401,7 @@ def test_arrays():
 def test_older_torch(monkeypatch, device):
     """Without what tells whether the graph is kept, nothing is let go early, and nothing overwritten."""
     monkeypatch.setattr(tape, "_CAN_FORGET", False)
-    module = importlib.import_module("fusionrt.ops.ffn")
-    monkeypatch.setattr(module, "sites", Sites())  # not what was taped before
+    forget(monkeypatch, importlib.import_module("fusionrt.ops.ffn"))
     args = gated_operands(F32, device)[:4]
     check_in_norm(gated(frt.swiglu_mlp, recompute=True), args, reference=gated(reference.swiglu_mlp))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, check_in_norm
+from checking import BF16, F16, F32, F64, check_in_norm, forget
 from test_linear import M, N, operands
 from torch.nn import functional as F
 
@@ -12,7 +12,6 @@ from fusionrt.activation import finishing
 from fusionrt.ops import gemm, gemv, linear
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import device as cuda
-from fusionrt.sites import Sites
 
 
 def test_cublaslts_epilogue(monkeypatch, device):
@@ -24,7 +23,7 @@ def test_cublaslts_epilogue(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     decide = linear.route
     monkeypatch.setattr(linear, "route", lambda device, *args: decide(where, *args))
-    monkeypatch.setattr(linear, "sites", Sites())  # not what was chosen before
+    forget(monkeypatch, linear)
     monkeypatch.setattr(gemm, "chosen", lambda *args: False)
     for rows in ((M,), (2, 3)):
         x, weight, bias = operands(F32, device, rows)
@@ -57,7 +56,7 @@ def test_our_product(way, fits, monkeypatch):
         return product
 
     monkeypatch.setattr(linear, "route", lambda *args: way)
-    monkeypatch.setattr(linear, "sites", Sites())
+    forget(monkeypatch, linear)
     monkeypatch.setattr(linear.OWN[way], "supports", lambda *args: fits)
     monkeypatch.setattr(linear.OWN[way], "Planned", planned)
     args = operands(F32, "cpu", (2, 3))
@@ -78,7 +77,7 @@ def test_without_our_product(error, monkeypatch):
         raise error("linear_activation")
 
     monkeypatch.setattr(linear, "route", lambda *args: linear.GEMM)
-    monkeypatch.setattr(linear, "sites", Sites())
+    forget(monkeypatch, linear)
     monkeypatch.setattr(gemm, "supports", lambda *args: True)
     monkeypatch.setattr(gemm, "Planned", product)
     check_in_norm(frt.linear_activation, (*operands(F32, "cpu", (2, 3)), "gelu"))
@@ -116,7 +115,7 @@ def test_a_weight_of_columns_is_cuBLASs(monkeypatch):
     """As that of the Conv1D of transformers: its activation is cuBLASLt's, where that has it."""
     asked = []
     monkeypatch.setattr(linear, "route", lambda *args: asked.append(args[-1]) or linear.KERNEL)
-    monkeypatch.setattr(linear, "sites", Sites())
+    forget(monkeypatch, linear)
     x, weight, bias = operands(F32, "cpu", (3,))
     with torch.no_grad():
         for w in (weight, weight.t().contiguous().t()):

@@ -56,6 +56,25 @@ def of_cross_entropy(w):
             call(t, label_smoothing=0.1), call(t, softcap=3.0), call(t)]
 
 
+def of_linear(w):
+    weight, residual = torch.outer(w, w), w.expand(ROWS, COLUMNS)
+    return [call(weight), call(weight, w), call(weight, w, "relu"), call(weight, w, frt.silu),
+            call(weight, w, "relu", residual=residual), call(weight, None, "relu", training=False),
+            call(weight, w)]
+
+
+def of_ffn(w):
+    weight = torch.outer(w, w)
+    return [call(weight, w, weight, w), call(weight, w, weight, None), call(weight, None, weight, w),
+            call(weight, w, weight, w, "relu"), call(weight, w, weight, w, recompute=True)]
+
+
+def of_mlp(w):
+    weight = torch.outer(w, w)
+    return [call(weight, weight, weight), call(weight, None, weight[:, :8]),
+            call(weight, weight, weight, gate_bias=w), call(weight, weight, weight, down_bias=w)]
+
+
 # Of each op calls that differ in one thing from the one before: what was remembered would be another result.
 CALLS = {
     frt.layer_norm: of_layer_norm, frt.rms_norm: of_rms_norm, frt.add_norm: of_add_norm,
@@ -63,6 +82,8 @@ CALLS = {
     frt.sum: lambda w: [call(), call(0), call(0, True), call(1), call((0, 1)), call([0, 1]), call()],
     frt.var: lambda w: [call(-1), call(-1, 0), call(-1, 0.0), call(-1, 2), call(-1, 1, True)],
     frt.norm: lambda w: [call(-1), call(-1, 1), call(-1, float("inf")), call(-1, keepdim=True)],
+    frt.linear_activation: of_linear, frt.ffn: of_ffn, frt.swiglu_mlp: of_mlp,
+    frt.linear_gelu: lambda w: [call(torch.outer(w, w)), call(torch.outer(w, w), approximate="tanh")],
     frt.row_reduce: lambda w: [call(-1), call(-1, frt.relu), call(-1, frt.silu), call(-1, None, "max")],
 }
 
@@ -134,6 +155,16 @@ def test_options_that_may_change_are_not_remembered(x, monkeypatch):
     assert frt.sum(x, dims).shape == ()
     frt.layer_norm(x, torch.ones(COLUMNS, device=x.device))
     assert asked(frt.layer_norm) is None or torch.Tensor not in map(type, asked(frt.layer_norm))
+
+
+def test_numbers_of_a_module_may_change(x, monkeypatch):
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 1)
+    weight, module = torch.eye(COLUMNS, device=x.device), torch.nn.LeakyReLU(0.1)
+    for slope in (0.1, 0.5):
+        module.negative_slope = slope
+        for _ in range(4):
+            assert_close(frt.linear_activation(x, weight, None, module), F.leaky_relu(x, slope))
+            assert_close(frt.ffn(x, weight, None, weight, None, module), F.leaky_relu(x, slope))
 
 
 def test_gradients_are_recorded_where_they_are(x):

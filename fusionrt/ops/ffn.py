@@ -296,7 +296,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS), make(1024, COLUMNS), make(1024)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "x weight2 bias2 weight1 bias1"))
 def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: Any = "gelu", *,
         dropout_p: float = 0.0, training: bool = True, recompute: bool = False) -> Any:
     """dropout(activation(x W1^T + b1), dropout_p) W2^T + b2.
@@ -332,11 +332,14 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
     return _block(make, shape, recompute, key, tensors)
 
 
+GATED = "x down_weight down_bias gate_weight up_weight gate_bias up_bias"  # in the order of `Shape`
+
+
 def _gated_example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024), make(1024, COLUMNS)
 
 
-@public(example=_gated_example)
+@public(example=_gated_example, asks=(sites, GATED))
 def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
                up_bias: Any = None, down_bias: Any = None, recompute: bool = False) -> Any:
     """(silu(x G^T + g) * (x U^T + u)) D^T + d: the feed-forward block of LLaMA.
@@ -355,7 +358,7 @@ def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, ga
         "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})
 
 
-@public(example=_gated_example)
+@public(example=_gated_example, asks=(sites, GATED))
 def geglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
               up_bias: Any = None, down_bias: Any = None, approximate: str = "none", recompute: bool = False
               ) -> Any:

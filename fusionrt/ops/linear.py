@@ -411,7 +411,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS)
 
 
-@public(example=lambda make: (*_example(make), "gelu"))
+@public(example=lambda make: (*_example(make), "gelu"), asks=(sites, "x weight bias residual"))
 def linear_activation(x: Any, weight: Any, bias: Any = None, activation: Any = None, *,
                       dropout_p: float = 0.0, residual: Any = None, training: bool = True) -> Any:
     """residual + dropout(activation(x W^T + b), dropout_p).
@@ -429,7 +429,7 @@ def linear_activation(x: Any, weight: Any, bias: Any = None, activation: Any = N
     return _linear("linear_activation", x, weight, bias, activation, dropout_p, residual, training)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "x weight bias None"))
 def linear_relu(x: Any, weight: Any, bias: Any = None) -> Any:
     """relu(x W^T + b). Arguments as in `linear_activation`.
 
@@ -440,7 +440,7 @@ def linear_relu(x: Any, weight: Any, bias: Any = None) -> Any:
     return _linear("linear_relu", x, weight, bias, "relu")
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "x weight bias None"))
 def linear_gelu(x: Any, weight: Any, bias: Any = None, *, approximate: str = "none") -> Any:
     """gelu(x W^T + b). Arguments as in `linear_activation`.
 
@@ -453,7 +453,7 @@ def linear_gelu(x: Any, weight: Any, bias: Any = None, *, approximate: str = "no
     return _linear("linear_gelu", x, weight, bias, activation)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "x weight bias None"))
 def linear_relu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, training: bool = True) -> Any:
     """dropout(relu(x W^T + b), p). Arguments as in `linear_activation`.
 
@@ -466,7 +466,7 @@ def linear_relu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, t
     return _linear("linear_relu_dropout", x, weight, bias, "relu", p, None, training)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "x weight bias None"))
 def linear_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, training: bool = True, *,
                         approximate: str = "none") -> Any:
     """dropout(gelu(x W^T + b), p). Arguments as in `linear_activation`.
