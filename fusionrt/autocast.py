@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from fusionrt.sites import Sites
+
+Run = Callable[..., Any]
 
 
 def is_on(device: torch.device) -> bool:
@@ -19,3 +24,15 @@ def cast(first: torch.Tensor, *more: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
                  for t in tensors)
+
+
+def chosen(sites: Sites, key: tuple[Any, ...], tensors: Sequence[Any], choose: Callable[[], Run]) -> Run:
+    """What `choose` gives for tensors that were cast, kept by `sites`: where torch casts, by the dtype as
+    well, of which guards know nothing, nor does whoever remembers what the sites were asked last."""
+    device = tensors[0].device
+    if not is_on(device):
+        return sites.keep(key, tensors, choose())
+    key = *key, torch.get_autocast_dtype(device.type)
+    run = sites.find(key, tensors) or sites.keep(key, tensors, choose())
+    sites.last = None
+    return run

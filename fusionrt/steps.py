@@ -22,7 +22,7 @@ from fusionrt.settling import settled
 Run = Callable[..., Any]
 KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give", "drop")
 CONDITIONS = KINDS[5:8]
-VALUES, GIVEN = 256, 16  # at most: in all, to one call
+VALUES, GIVEN = 512, 16  # at most: in all, to one call
 _ADDRESS = ctypes.c_void_p
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fusionrt import rehearsal
+from fusionrt import autocast, rehearsal
 from fusionrt.replay import Replay
 from fusionrt.settling import is_capturing, settles
 from fusionrt.steps import Steps, Value
@@ -196,6 +196,10 @@ class Taped(Replay):
         return result
 
     def _other_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
+        device = grads[0].device
+        if autocast.is_on(device):  # to a dtype that guards do not know; what is saved was cast
+            with torch.autocast(device.type, enabled=False):
+                return self._other_pass(ctx, saved, grads)
         if torch.is_grad_enabled() or is_watched() or is_batched(*grads):
             return self.written.again(ctx, saved, *grads)
         known = self.kind(saved, grads) if _can_be_kept() else None

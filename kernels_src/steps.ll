@@ -30,7 +30,7 @@ declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 
 define ptr @steps(ptr %self, ptr %arguments, i64 %n) {
-    %values = alloca [256 x ptr]                 ; steps.VALUES
+    %values = alloca [512 x ptr]                 ; steps.VALUES
     %given = alloca [16 x ptr]
     %steps.boxed = call ptr @PyTuple_GetItem(ptr %self, i64 0)
     %steps = call ptr @PyLong_AsVoidPtr(ptr %steps.boxed)

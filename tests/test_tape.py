@@ -198,3 +198,54 @@ def test_autocast_chooses_once(op: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert_close(out, expected, rtol=0.05, atol=0.05)
     assert len(asked) == 1
     assert call().dtype == torch.float32 and len(asked) == 2
+
+
+@pytest.mark.parametrize("soon", [1, 100])
+@pytest.mark.parametrize("op", ["linear_gelu", "ffn"])
+def test_autocast_to_another_dtype(op: str, soon: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which no guard knows: of tensors that have the first one already, in turns, forward and backward."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", soon)
+
+    def call(ours: bool, x: Tensor, w: Tensor) -> Tensor:
+        if op == "linear_gelu":
+            return frt.linear_gelu(x, w) if ours else F.gelu(F.linear(x, w))
+        return frt.ffn(x, w, None, w, None) if ours else F.linear(F.gelu(F.linear(x, w)), w)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x, w = torch.randn(4, 8).to(dtype), torch.randn(8, 8).to(dtype).requires_grad_()
+        for to in (torch.bfloat16, torch.float16) * 3:
+            with torch.autocast("cpu", to):
+                for recorded in (True, False):
+                    with torch.set_grad_enabled(recorded):
+                        found, expected = call(True, x, w), call(False, x, w)
+                    assert found.dtype == to
+                    assert_close(found, expected, rtol=0.05, atol=0.05)
+                found, expected = call(True, x, w), call(False, x, w)
+            grads = [torch.autograd.grad(out.float().sum(), w)[0] for out in (found, expected)]
+            assert_close(*grads, rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize("soon", [1, 100])
+@pytest.mark.parametrize("op", [
+    lambda x, w, b: frt.ffn(x, w, b, w, None), lambda x, w, b: frt.linear_gelu(x, w, b),
+    lambda x, w, b: frt.swiglu_mlp(x, w, w, w, gate_bias=b)])
+def test_a_backward_pass_under_autocast(op: Any, soon: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was saved has its dtype."""
+    monkeypatch.setattr(settling, "SETTLED_AFTER", soon)
+    x, w, b = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    expected = torch.autograd.grad(op(x, w, b).sum(), (w, b))
+    for to in (torch.bfloat16, torch.float16) * 3:
+        out = op(x, w, b)
+        with torch.autocast("cpu", to):
+            assert_close(torch.autograd.grad(out.sum(), (w, b)), expected)
+        assert_close(torch.autograd.grad(op(x, w, b).sum(), (w, b)), expected)
+
+
+@pytest.mark.parametrize("how", ["create_graph", "is_grads_batched"])
+def test_only_the_residual_needs_a_gradient(how: str) -> None:
+    x, w, b = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
+    residual, g = torch.randn(4, 6, requires_grad=True), torch.randn(3, 4, 6)
+    out = frt.linear_activation(x, w, b, "gelu", residual=residual)
+    options: Any = {how: True}
+    g = g if how == "is_grads_batched" else g[0]
+    assert_close(torch.autograd.grad(out, residual, g, **options)[0], g)

@@ -94,7 +94,7 @@ def _inside(do: Doing, operator: Operator, shape: Shape, z: Tensor | None, hidde
     # Where the product is not read, it is only asked what shape it has.
     parts = ((grad_hidden,) if z is None else (z,) if shape.parts == 1 else
              do(torch.chunk, z, shape.parts, 1))
-    grad_z = grad_hidden if z is None or shape.parts == 1 else z if owned else do(torch.empty_like, z)
+    grad_z = None if z is None or shape.parts == 1 else z if owned else do(torch.empty_like, z)
     memory = do(torch.chunk, grad_z, 2, 1) if shape.parts == 2 and not owned else ()
     kernel = linear.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
     args = [*parts, *shape.numbers, *([hidden] if kernel.saved else []), grad_hidden]
@@ -106,7 +106,8 @@ def _inside(do: Doing, operator: Operator, shape: Shape, z: Tensor | None, hidde
     else:
         into = {0: given, made: 0} if owned else {0: given}
     found = unpack(do.launch(kernel.over(into), args, rng))
-    return grad_z, dict(zip(biases, found[shape.parts:], strict=False)), found[made] if forward else None
+    of_biases = dict(zip(biases, found[shape.parts:], strict=False))
+    return found[0] if grad_z is None else grad_z, of_biases, found[made] if forward else None
 
 
 def _of_products(do: Doing, grad_z: Tensor, x: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
@@ -242,13 +243,14 @@ def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[An
         # In a graph; torch.func and dispatch modes know no checkpoints.
         return _composed(make(), shape, recompute and torch.compiler.is_dynamo_compiling(), *given)
     operator: Operator = make().operator
-    cast = autocast.is_on(tensors[0].device)
-    run = sites.find((*key, "cast"), given) if cast else None
-    if run is None:
-        run = (FeedForward(operator, shape, recompute, *given).apply if is_recorded(*given) else
-               _inferring(operator, shape, *given))
-        sites.keep((*key, "cast") if cast else key, given, run)
-    return run(*given)
+
+    def choose() -> Run:
+        if not is_recorded(*given):
+            return _inferring(operator, shape, *given)
+        run: Run = FeedForward(operator, shape, recompute, *given).apply
+        return run
+
+    return autocast.chosen(sites, key, given, choose)(*given)
 
 
 @per_call

@@ -239,6 +239,8 @@ def applied(operator: Operator, args: Sequence[Any], rng: Rng | None) -> Tensor:
 def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad_output: Tensor,
                    needed: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of function(*tensors), by ops that have gradients of their own."""
+    if not any(needed[:len(tensors)]):
+        return [None] * len(tensors)
     with torch.enable_grad():
         # Each its own, where one is passed twice. (Compiled autograd takes views to be of the inputs anew.)
         given = [id(t) for t in tensors if t is not None]
@@ -298,12 +300,7 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
     numbers = () if scale is None else (float(dropout_p), scale)
     given = (*autocast.cast(x, weight, bias), residual)
     if key is not None and not seen_by_torch(*given):
-        cast = autocast.is_on(x.device)
-        run = sites.find((*key, "cast"), given) if cast else None
-        if run is None:
-            run = _chosen(op, activation, numbers, *given)
-            sites.keep((*key, "cast") if cast else key, given, run)
-        return run(*given)
+        return autocast.chosen(sites, key, given, lambda: _chosen(op, activation, numbers, *given))(*given)
     x, weight, bias, _ = given
     if activation is None and scale is None and residual is None:
         return F.linear(x, weight, bias)
