@@ -16,6 +16,7 @@ from fusionrt.bench.results import kind
 
 # Name -> the kinds of machine that it runs on.
 BENCHMARKS = {"pointwise_large": "gpu", "pointwise_sweep": "gpu", "launch_overhead": "gpu",
+              "new_shapes": "gpu, cpu",
               "startup": "gpu, cpu", "warmup_time": "gpu, cpu", "pointwise_cpu": "cpu",
               "catalogue": "gpu, cpu", "rows": "gpu", "rows_cpu": "cpu", "rivals": "gpu",
               "optimizers": "gpu",

@@ -14,13 +14,13 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, keep_other
+from fusionrt.texts import compiled
 from fusionrt.watching import dispatch_modes
 
 if TYPE_CHECKING:
@@ -178,12 +178,6 @@ def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: M
     made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
         co_name=name, co_filename=f"<fusionrt entry of {name}>")
     return cast(Run, made)
-
-
-@functools.lru_cache(256)
-def compiled(text: str) -> CodeType:
-    """Many ops have the same parameters."""
-    return compile(text, "<fusionrt entry>", "exec")
 
 
 def _passed(params: Sequence[inspect.Parameter]) -> str:

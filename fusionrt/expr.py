@@ -14,13 +14,14 @@ Limits: no loops, no simplifier.
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import numbers
 import operator
 import re
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +30,7 @@ from fusionrt import forks, op_names
 
 Leaf = str
 Function = Callable[..., "Expr"]
+Analysis = TypeVar("Analysis", bound=Callable[..., Any])
 CASTS = ("float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool")
 _INTEGER_CASTS = frozenset(CASTS[3:])
 
@@ -499,8 +501,19 @@ _TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False, "approximate": "
 ACTIVATIONS = op_names.OPS["activations"]
 
 
-def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:
+def of_roots(analysis: Analysis) -> Analysis:
+    """What follows from expressions is found once: each new shape asks for all of it."""
+    found = functools.lru_cache(4096)(analysis)
+    asked: Any = functools.wraps(analysis)(lambda roots, *more: found(tuple(roots), *more))
+    return asked
+
+
+def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> Sequence[Expr]:
     """Every node that the roots need beside the given ones, operands first."""
+    return _sorted(roots, given) if given else _sorted_once(roots)
+
+
+def _sorted(roots: Iterable[Expr], given: Container[Expr] = ()) -> tuple[Expr, ...]:
     order: dict[Expr, None] = {}
     pending = list(roots)[::-1]
     while pending:  # not by recursion: a loop that a function unrolls makes long chains
@@ -513,13 +526,17 @@ def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> list[Expr]:
         pending.pop()
         if n not in given:
             order.setdefault(n)
-    return list(order)
+    return tuple(order)
 
 
-def leaves(roots: Iterable[Expr], op: str) -> list[str]:
+_sorted_once = of_roots(_sorted)
+
+
+@of_roots
+def leaves(roots: Sequence[Expr], op: str) -> Sequence[str]:
     """Names of the arguments (`arg`), random streams (`random`) or masks (`mask`) that the roots really
     need."""
-    return [str(n.args[0]) for n in toposort(roots) if n.op == op]
+    return tuple(str(n.args[0]) for n in toposort(roots) if n.op == op)
 
 
 class _Ungraded:

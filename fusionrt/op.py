@@ -127,29 +127,33 @@ class Operator(Definition):
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
             return settling.drawing(plan, draw, self.counters) if draw else plan
-        from fusionrt.mask import masking
-        operator = masking(self, args) or self
-        recording = operator.recording(args)
+        if in_this_mode and draw is None:
+            recording = self._to_be_recorded(args)
+            return settling.settles(lambda *args: recording.apply(*args), recording.settled_apply)
+        steps = self._in_either_mode(draw)
+        return settling.settles(steps.function(), lambda: steps.with_settled().settled())
 
-        def settled() -> Callable[..., Any]:
-            recording.settle()
-            return (recording.apply if in_this_mode and not draw else
-                    self._recorded(recording, draw).settled())
+    def _in_either_mode(self, draw: Callable[[], Any] | None) -> Steps:
+        """A call that is recorded where gradients are, of arguments of one kind in one thread."""
+        recordings: list[Recording] = []
 
-        return settling.settles(self._recorded(recording, draw).function(), settled)
+        def recorded(*args: Any) -> Any:
+            if not recordings:
+                recordings.append(self._to_be_recorded(args[:len(self.params)]))
+            return recordings[0].apply(*args)
 
-    def _recorded(self, recording: Recording, draw: Callable[[], Any] | None) -> Steps:
-        """A call that is recorded where gradients are."""
+        settling.settles(recorded, lambda: recordings[0].settled_apply() if recordings else recorded)
         steps = Steps(len(self.params))
         drawn = [steps.call(draw)] if draw else []
         with steps.perhaps():
             steps.same(steps.call(torch.is_grad_enabled), True)
-            steps.give(steps.call(recording.apply, *steps.arguments, *drawn))
-        if recording.op is self:
-            steps.give(steps.call(recording.plan, *steps.arguments, *drawn))
-        else:  # which leaves a mask as well
-            steps.give(steps.call(self.launch, steps.tuple(*steps.arguments), *drawn))
+            steps.give(steps.call(recorded, *steps.arguments, *drawn))
+        steps.give(steps.call(settling.planned_once(self), *steps.arguments, *drawn))
         return steps
+
+    def _to_be_recorded(self, args: Args) -> Recording:
+        from fusionrt.mask import masking
+        return (masking(self, args) or self).recording(args)
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""

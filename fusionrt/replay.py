@@ -9,7 +9,6 @@ interpreter in its caches: there each step of Python takes two to three times as
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt.guards import guard
-from fusionrt.settling import is_capturing, settle, settles
+from fusionrt.settling import Again, is_capturing, settle, settles
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import dispatch_modes, transforms_active
 
@@ -53,12 +52,14 @@ class Replay:
     def __init__(self, name: str, n_results: int, forward: Steps, general: Run) -> None:
         self.n_results, self.forward, self.general = n_results, forward, general
         self.passes: list[Known] = []
-        self.is_settled = False
+        self.is_settled, self.passes_again = False, Again()
         settles(self, self.settle)
+        self._unknown: Run = lambda ctx, *grads: general(self, ctx, list(ctx.saved_tensors), grads)
         self.function: Any = type(name, (torch.autograd.Function,), {
-            "replay": self, "backward": staticmethod(self._backward([]).function())})  # compiled autograd's
-        self._write()
+            "replay": self, "backward": staticmethod(self._unknown)})  # compiled autograd's
         self.apply = straight(self.function)
+        self._written: tuple[Any, ...] = ()
+        self._write()
 
     # No lock: what is done under one may begin a collection, and a finalizer a backward pass, in this thread
     # or in a device's. What is lost where two threads change the same comes again.
@@ -69,13 +70,18 @@ class Replay:
         self.is_settled = True
         self.become(self.forward.with_settled())
 
+    def settled_apply(self) -> Run:
+        self.settle()
+        return self.apply
+
     def become(self, forward: Steps) -> None:
         self.forward = forward.with_settled() if self.is_settled else forward
         self._write()
 
     def kind(self, saved: Sequence[Any], grads: Sequence[Any]) -> Known | None:
-        """Of a backward pass of these tensors, for `keep`; None: one more is not worth it."""
-        if any(t is not None and t.is_meta for t in (*saved, *grads)):
+        """Of a backward pass of these tensors, for `keep`; None: one more is not worth it, nor is the first
+        one."""
+        if not self.passes_again() or any(t is not None and t.is_meta for t in (*saved, *grads)):
             return None  # each rehearsal is to be heard
         here = threading.get_ident()
         if sum(other.thread == here for other in self.passes) >= _KEPT:
@@ -92,17 +98,15 @@ class Replay:
         self._write()
 
     def _write(self) -> None:
-        """Of several who do so at once the last one, from what is there then."""
-        state: tuple[Any, ...] = ()
-        while not all(a is b for a, b in itertools.zip_longest(state, self._state())):
-            state, is_settled = self._state(), self.is_settled
-            forward, backward = (steps.settled() if is_settled else steps.function()
-                                 for steps in (self.forward, self._backward(self.passes)))
-            self.function.forward = staticmethod(forward)
-            straight(self.function, backward)
-
-    def _state(self) -> tuple[Any, ...]:
-        return self.forward, self.passes, self.is_settled
+        """What has changed; of several who do so at once the last one, from what is there then."""
+        while self._written != (state := (self.is_settled, self.forward, self.passes)):
+            (is_settled, forward, passes), before = state, self._written
+            made = Steps.settled if is_settled else Steps.function
+            if before[:2] != state[:2]:
+                self.function.forward = staticmethod(made(forward))
+            if before[::2] != state[::2]:
+                straight(self.function, made(self._backward(passes)) if passes else self._unknown)
+            self._written = state
 
     def _backward(self, passes: Sequence[Known]) -> Steps:
         steps = Steps(1 + self.n_results)

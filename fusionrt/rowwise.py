@@ -22,6 +22,7 @@ from fusionrt.expr import (
     log,
     maximum,
     node,
+    of_roots,
     row_mean,
     row_sum,
     rsqrt,
@@ -142,7 +143,8 @@ class Pass(NamedTuple):
     outputs: tuple[int, ...]  # positions of the roots that this pass can write
 
 
-def schedule(roots: Sequence[Expr], online: bool = True) -> list[Pass]:
+@of_roots
+def schedule(roots: Sequence[Expr], online: bool = True) -> Sequence[Pass]:
     """The passes over a row, first to last; the last one may have nothing to find. `online`: one pass finds
     what belongs together; otherwise one value at a time."""
     level: dict[Expr, int] = {}
@@ -164,8 +166,8 @@ def schedule(roots: Sequence[Expr], online: bool = True) -> list[Pass]:
             found[n] = level[n], Found(kind, operands[0], (*before, n))
             level[n] += 1
     last = max([0, *(level[r] for r in roots)])
-    return [Pass(tuple(f for at, f in found.values() if at == k),
-                 tuple(i for i, r in enumerate(roots) if level[r] == k)) for k in range(last + 1)]
+    return tuple(Pass(tuple(f for at, f in found.values() if at == k),
+                      tuple(i for i, r in enumerate(roots) if level[r] == k)) for k in range(last + 1))
 
 
 def _found_with(n: Expr, found: dict[Expr, tuple[int, Found]]) -> Expr | None:
@@ -184,7 +186,8 @@ def _found_with(n: Expr, found: dict[Expr, tuple[int, Found]]) -> Expr | None:
     return None
 
 
-def with_sums(roots: Sequence[Expr], moments: bool = True) -> list[Expr]:
+@of_roots
+def with_sums(roots: Sequence[Expr], moments: bool = True) -> Sequence[Expr]:
     """The same with sums in the place of squares about a mean that no pass finds (it is an argument), and,
     unless `moments`, of all squares: for where a second look at the row costs little."""
     made: dict[Expr, Expr] = {}
@@ -198,16 +201,17 @@ def with_sums(roots: Sequence[Expr], moments: bool = True) -> list[Expr]:
                 squares - row_sum(distance) * row_mean(distance), 0))
         else:
             made[n] = node(n.op, *operands) if operands else n
-    return [made[r] for r in roots]
+    return tuple(made[r] for r in roots)
 
 
-def spelled_out(roots: Sequence[Expr]) -> list[Expr]:
+@of_roots
+def spelled_out(roots: Sequence[Expr]) -> Sequence[Expr]:
     """With the exponentials of a softmax as nodes, which are those that its sum has computed, and squares
     about a mean as sums: the second look at a row finds it in the cache."""
-    roots = with_sums(roots, moments=False)
+    roots = with_sums(roots, False)
     replacement: dict[Expr, Expr] = {}
     for n in toposort(roots):
         if n.op == "softmaxed":
             x, most, scale = substitute([a for a in n.args if isinstance(a, Expr)], replacement)
             replacement[n] = exp(x - most) * scale
-    return substitute(roots, replacement)
+    return tuple(substitute(roots, replacement))

@@ -1,4 +1,5 @@
 """What is called often settles: on machine code, or on what looks at less, made after so many calls.
+What is called once, as a batch may have sizes that no other has, is not worth a text of its own: `Again`.
 
 A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks at each call (`settle`).
 """
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 Called = TypeVar("Called")
 SETTLED_AFTER = 100  # calls
+
+
+class Again:
+    """Whether it was asked before."""
+
+    def __init__(self) -> None:
+        self._was_asked = False
+
+    def __call__(self) -> bool:
+        was_asked, self._was_asked = self._was_asked, True
+        return was_asked
 
 
 def settles(run: Called, made: Run) -> Called:
@@ -72,4 +84,4 @@ def planned_once(operator: Operator) -> Run:
             plans.extend([] if made is None else [made])
         return plans[-1](*args)
 
-    return run
+    return settles(run, lambda: settled(plans[0]) if plans else run)

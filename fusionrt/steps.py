@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.dispatch import compiled
 from fusionrt.runtime import llvm
-from fusionrt.settling import settled
+from fusionrt.settling import Again, settled
+from fusionrt.texts import Lines
 
 Run = Callable[..., Any]
 KINDS = ("call", "get", "set", "tuple", "item", "same", "other", "equal", "give", "drop")
@@ -49,10 +50,18 @@ class _Step(NamedTuple):
     depth: int                 # in how many conditions it stands
 
     @property
-    def needed(self) -> set[Value]:
-        """Of what steps before it made."""
-        values = [v for v in (self.a, self.b, *self.given) if isinstance(v, Value)]
-        return {value for value in values if value.kind == "t"}
+    def made(self) -> int:
+        """A bit: that of its number."""
+        return 1 << self.to.number if self.to else 0
+
+    @property
+    def needed(self) -> int:
+        """Bits: of what steps before it made."""
+        bits = 0
+        for value in (self.a, self.b, *self.given):
+            if isinstance(value, Value) and value.kind == "t":
+                bits |= 1 << value.number
+        return bits
 
 
 _Lowered = tuple[list[tuple[_Step, int]], list[int]]  # each with what may follow elsewhere; where each begins
@@ -178,35 +187,45 @@ class Steps:
 
     # -- what comes of it ------------------------------------------------------------------------
 
-    def _dropped(self) -> list[list[Value]]:
-        """Before each step, if it calls: what there may be of what was made that is needed no more."""
-        n = len(self._steps)
-        follow = [() if step.kind == "give" else {k + 1, self._elsewhere.get(k, k + 1)}
-                  for k, step in enumerate(self._steps)]
-        needed: list[set[Value]] = [set() for _ in range(n)]
-        for k in reversed(range(n)):
-            needed[k] = set().union(*(needed[later] for later in follow[k]))
-            needed[k] = needed[k] - {self._steps[k].to} | self._steps[k].needed
-        held: list[set[Value]] = [set() for _ in range(n)]
-        dropped = []
-        for k, step in enumerate(self._steps):
-            gone = held[k] - needed[k] if step.kind == "call" else set()
-            for later in follow[k]:
-                held[later] |= held[k] - gone | ({step.to} if step.to else set())
-            dropped.append(sorted(gone))
-        return dropped
+    @property
+    def _form(self) -> _Form:
+        return _Form(tuple(self._steps), tuple(self._elsewhere.items()))
 
     def function(self) -> Run:
-        """In Python."""
+        """In Python, written as text for the second call: many a kind of call comes once."""
         assert self._steps[-1].kind == "give" and not self._loose
-        lines = [f"def function({', '.join(map(str, self.arguments))}):"]
-        for step, dropped in zip(self._steps, self._dropped(), strict=True):
-            text = "".join(f"{value} = " for value in dropped) + "None; " if dropped else ""
-            lines.append(f"{'    ' * (step.depth + 1)}{text}{_line(step)}")
-        scope = {f"c{k}": constant for k, constant in enumerate(self.constants)}
-        exec(compiled("\n".join(lines)), scope)
-        function: Run = scope["function"]
-        return function
+        comes_again, written = Again(), list[Run]()
+
+        def run(*arguments: Any) -> Any:
+            if not written:
+                if not comes_again() and len(arguments) == len(self.arguments):  # otherwise Python tells
+                    return self._walked(*arguments)
+                written.append(self.written())
+            return written[0](*arguments)
+
+        return run
+
+    def _walked(self, *arguments: Any) -> Any:
+        """One step after the other."""
+        values = {NOTHING: None, **dict(zip(self.arguments, arguments, strict=True))}
+        values |= {Value("c", k): constant for k, constant in enumerate(self.constants)}
+        dropped, k = _dropped(self._form), 0
+        while (step := self._steps[k]).kind != "give":
+            for gone in dropped[k]:
+                values.pop(gone, None)
+            a, b = values[step.a], values[step.b] if isinstance(step.b, Value) else step.b
+            found = _DONE[step.kind](a, b, [values[value] for value in step.given])
+            k = self._elsewhere[k] if found is False and step.kind in CONDITIONS else k + 1
+            if step.to:
+                values[step.to] = found
+            del a, b, found
+        return values[step.a]
+
+    def written(self) -> Run:
+        """As text."""
+        known = Lines(**{f"c{k}": constant for k, constant in enumerate(self.constants)})
+        known.lines += _lines(self._form)
+        return known.function([*map(str, self.arguments)])
 
     def settled(self) -> Run:
         """In machine code, a builtin: unlike a function it is no method as an attribute of a class. In Python
@@ -245,12 +264,54 @@ class Steps:
         """The steps, and as steps what they drop."""
         lowered: list[tuple[_Step, int]] = []
         firsts = []
-        for k, (step, dropped) in enumerate(zip(self._steps, self._dropped(), strict=True)):
+        for k, (step, dropped) in enumerate(zip(self._steps, _dropped(self._form), strict=True)):
             firsts.append(len(lowered))
             lowered += [(_Step("drop", None, NOTHING, None, tuple(dropped[at:at + GIVEN]), 0), 0)
                         for at in range(0, len(dropped), GIVEN)]
             lowered.append((step, self._elsewhere.get(k, 0)))
         return lowered, firsts
+
+
+# -- what follows from steps, whatever their constants are: the same for calls that differ in their sizes ---
+
+class _Form(NamedTuple):
+    steps: tuple[_Step, ...]
+    elsewhere: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(1024)
+def _dropped(form: _Form) -> Sequence[Sequence[Value]]:
+    """Before each step, if it calls: what there may be of what was made that is needed no more."""
+    steps, elsewhere = form.steps, dict(form.elsewhere)
+    needed, held = [0] * len(steps), [0] * len(steps)  # bits: numbers of such values
+    follow = [() if step.kind == "give" else (k + 1, elsewhere.get(k, k + 1)) for k, step in enumerate(steps)]
+    for k, step in reversed([*enumerate(steps)]):
+        for later in follow[k]:
+            needed[k] |= needed[later]
+        needed[k] = needed[k] & ~step.made | step.needed
+    dropped = []
+    for k, step in enumerate(steps):
+        gone = held[k] & ~needed[k] if step.kind == "call" else 0
+        for later in follow[k]:
+            held[later] |= held[k] & ~gone | step.made
+        dropped.append([Value("t", n) for n in range(gone.bit_length()) if gone >> n & 1])
+    return dropped
+
+
+@functools.lru_cache(1024)
+def _lines(form: _Form) -> Sequence[str]:
+    lines = []
+    for step, dropped in zip(form.steps, _dropped(form), strict=True):
+        text = "".join(f"{value} = " for value in dropped) + "None; " if dropped else ""
+        lines.append(f"{'    ' * step.depth}{text}{_line(step)}")
+    return lines
+
+
+_DONE: dict[str, Callable[[Any, Any, list[Any]], Any]] = {
+    "call": lambda a, b, given: a(*given), "get": lambda a, b, given: getattr(a, b),
+    "set": lambda a, b, given: setattr(a, b, given[0]), "tuple": lambda a, b, given: tuple(given),
+    "item": lambda a, b, given: a[b], "same": lambda a, b, given: a is b,
+    "other": lambda a, b, given: a is not b, "equal": lambda a, b, given: bool(a == b)}
 
 
 def _line(step: _Step) -> str:

@@ -1,7 +1,8 @@
-"""Functions that become steps: what they do with tensors is written down as it is done a first time.
+"""Functions that become steps: what they do with tensors is written down as it is done.
 
 Such a function is given `do`, through which it calls whatever takes or gives tensors; all else is decided
-once for tensors of one kind, of which whoever calls makes sure.
+once for tensors of one kind, of which whoever calls makes sure. The first call of a kind, which may be the
+only one, does all that plainly; the second one is written down.
 
     def forward(do, x, weight):
         z = do(F.linear, x, weight)
@@ -19,7 +20,7 @@ import torch
 
 from fusionrt import autocast, rehearsal
 from fusionrt.replay import Replay
-from fusionrt.settling import is_capturing, settles
+from fusionrt.settling import Again, is_capturing, settles
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import is_batched, is_watched
 
@@ -152,11 +153,12 @@ def _can_be_kept(*values: Any) -> bool:
 def taped(function: Run) -> Run:
     """function(do, *tensors), for tensors of one kind in one thread, without autograd."""
     kept: list[tuple[Steps, Run]] = []
+    comes_again = Again()
 
     def run(*tensors: Any) -> Any:
         if kept:
             return kept[0][1](*tensors)
-        if not _can_be_kept(*tensors):
+        if not comes_again() or not _can_be_kept(*tensors):
             return function(PLAINLY, *tensors)
         tape = Tape(*tensors)
         result = function(tape, *tensors)
@@ -182,13 +184,13 @@ class Taped(Replay):
     """A kind of call that is recorded, in one thread, of so many tensors."""
 
     def __init__(self, written: Written, n_tensors: int) -> None:
-        self.written = written
+        self.written, self.comes_again = written, Again()
         first = Steps(1 + n_tensors)
         first.give(first.call(self._first, *first.arguments))
         super().__init__(type(written).__name__, 1, first, Taped._other_pass)
 
     def _first(self, ctx: Any, *arguments: Any) -> Any:
-        if not _can_be_kept(*arguments):
+        if not self.comes_again() or not _can_be_kept(*arguments):
             return self.written.forward(PLAINLY, ctx, *arguments)
         tape = Tape(ctx, *arguments)
         result = self.written.forward(tape, ctx, *arguments)

@@ -29,7 +29,7 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(device._LaunchConfig), *[
 CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 FIELDS = [*(Field(f"float* {name}", "Q") for name in ("x", "y", "out", "sum")), Field("double d", "d"),
           Field("float f", "f"), Field("unsigned n", "I")]
-PACKED = ("p_a0", "p_a1", "out.data_ptr()", "total.data_ptr()", "a2", "a3", "77")
+PACKED = ("p_a0", "p_a1", "out.data_ptr()", "total.data_ptr()", "a2", "a3", 77)
 
 
 class Driver:
@@ -169,7 +169,7 @@ def test_several_launches(driver: Driver) -> None:
     x, y = tensors()
     begins_early = device._attribute(device._PROGRAMMATIC_STREAM_SERIALIZATION, 1)
     second = native.Launched(77, 3, 1, 32, 0, Params(FIELDS), (
-        "p_total + 48", "out.data_ptr()", "p_a1", "total.data_ptr()", "a3", "a2", "78"), 2, begins_early)
+        "p_total + 48", "out.data_ptr()", "p_a1", "total.data_ptr()", "a3", "a2", 78), 2, begins_early)
     run = settled(driver, returned=("out",), more=(second,))
 
     out = run(x, y, 0.5, 2.0)
@@ -348,7 +348,7 @@ class Generator:
 def test_draws(driver: Driver) -> None:
     x, y = tensors()
     generator = Generator()
-    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "total.data_ptr()", "a2", "a3", "7"),
+    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "total.data_ptr()", "a2", "a3", 7),
                   generator.taking())
     for offset in (10, 12):
         run(x, y, 1.0, 1.0)
@@ -367,7 +367,7 @@ def test_draws(driver: Driver) -> None:
 
 def test_given_random_numbers(driver: Driver) -> None:
     x, y = tensors()
-    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "state", "a2", "a3", "7"), also=("rng",))
+    run = settled(driver, ("rng[0]", "rng[1]", "out.data_ptr()", "state", "a2", "a3", 7), also=("rng",))
     for seed, offset in ((3, 5), (2**64 - 1, 2**63), (-1, 2**64)):
         run(x, y, 1.0, 1.0, (seed, offset, None))
         launched = driver.launches.pop()[-1]

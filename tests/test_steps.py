@@ -21,10 +21,10 @@ from fusionrt import settling, steps
 from fusionrt.op import OPERATORS
 from fusionrt.steps import Steps
 
-MAKES: list[Callable[[Steps], Any]] = [Steps.function, Steps.settled]
+MAKES: list[Callable[[Steps], Any]] = [Steps.function, Steps.written, Steps.settled]
 
 
-@pytest.fixture(params=MAKES, ids=["python", "machine code"])
+@pytest.fixture(params=MAKES, ids=["one by one", "text", "machine code"])
 def make(request: pytest.FixtureRequest) -> Callable[[Steps], Any]:
     def made(written: Steps) -> Any:
         function = request.param(written)
@@ -66,6 +66,14 @@ def conditional() -> Steps:
         written.give("of two")
     written.give("none")
     return written
+
+
+def test_text_is_written_for_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], Steps.written
+    monkeypatch.setattr(Steps, "written", lambda steps: asked.append(steps) or real(steps))
+    function = conditional().function()
+    assert function(7, 7) == "same" and not asked
+    assert [function(7, 7), function(5, 5.0)] == ["same", "five"] and len(asked) == 1
 
 
 @pytest.mark.parametrize(("x", "y", "expected"), [

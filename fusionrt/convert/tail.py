@@ -68,7 +68,7 @@ def _parts(root: Expr, has_residual: bool, residual_first: bool) -> tuple[Expr, 
         if total is None:
             return None
         root = substitute([root], {total: _SUM})[0]
-        if leaves([root], "arg") != ["sum"]:  # x or the residual by itself as well
+        if leaves([root], "arg") != ("sum",):  # x or the residual by itself as well
             return None
         root = substitute([root], {_SUM: _X})[0]
     elif has_residual:
@@ -77,7 +77,7 @@ def _parts(root: Expr, has_residual: bool, residual_first: bool) -> tuple[Expr, 
         root = next(a for a in root.args if isinstance(a, Expr) and a is not _RESIDUAL)
     if not residual_first:
         root, p = _without_dropout(root)
-    return (root, p) if leaves([root], "arg") in ([], ["a0"]) and not leaves([root], "random") else None
+    return (root, p) if leaves([root], "arg") in ((), ("a0",)) and not leaves([root], "random") else None
 
 
 def _without_dropout(root: Expr) -> tuple[Expr, float]:

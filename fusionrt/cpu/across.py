@@ -24,7 +24,7 @@ def n_read(problem: Problem) -> int:
 
 def divided(problem: Problem) -> tuple[Problem, Problem]:
     """What finds the values, and what computes the outputs from them: they follow the arguments read."""
-    values = [v for f in schedule(problem.roots, online=False)[0].found for v in f.values if v is not None]
+    values = [v for f in schedule(problem.roots, False)[0].found for v in f.values if v is not None]
     like = problem.outputs[0].strides
     used = {*leaves(values, "arg"), *leaves(values, "row_size")}
     finding = problem._replace(

@@ -21,6 +21,7 @@ from fusionrt import settling
 from fusionrt.cpu import pages, team, threads
 from fusionrt.cpu.compiler import Function
 from fusionrt.problem import Output, Problem
+from fusionrt.texts import Lines
 
 
 class Arguments:
@@ -88,17 +89,15 @@ class Memory(NamedTuple):
     each: bool = False  # so many for each task
 
 
-class Text:
+class Text(Lines):
     """The body of the callable, and what its names refer to."""
 
     def __init__(self, problem: Problem, results: Sequence[Output], run: Function, arguments: Arguments
                  ) -> None:
-        self.problem, self.results, self.run, self.arguments = problem, results, run, arguments
-        self.lines: list[str] = []
+        super().__init__(pack_pointers=arguments.pack_pointers, pack_numbers=arguments.pack_numbers,
+                         memory=arguments.memory, put=arguments.put, call=run.call)
+        self.problem, self.results, self.kernel, self.arguments = problem, results, run, arguments
         self.returned: list[str] = []
-        self.scope: dict[str, Any] = {
-            "pack_pointers": arguments.pack_pointers, "pack_numbers": arguments.pack_numbers,
-            "memory": arguments.memory, "put": arguments.put, "run": run.call}
         self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
         self.of_kernel: list[Memory] = []
         self.drawn_at: int | None = None  # where seed and offset stand
@@ -121,7 +120,7 @@ class Text:
         the kernel wants to know how long they are, `place` says where among the integers.
 
         From here on the text knows `division`: its chunk, and how many there are (tasks)."""
-        self.division = Division(self.run, self.arguments, size, grain, place, parallel)
+        self.division = Division(self.kernel, self.arguments, size, grain, place, parallel)
         self.scope |= {"division": self.division, "n_threads": torch.get_num_threads}
         if parallel:
             self.lines.append("if n_threads() != division.threads: division.by(n_threads())")
@@ -132,7 +131,7 @@ class Text:
         """Memory of `size` bytes for each task; the kernel is told the `places` within the first one's."""
         self.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
         self.of_kernel.append(Memory("scratch", size, torch.uint8, each=True))
-        self.lines.append(f"scratch = scratch_of({size} * division.tasks)")
+        self.lines.append(f"scratch = scratch_of({self.name(size)} * division.tasks)")
         self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
 
     def memory_of_tasks(self, size: int) -> None:
@@ -157,15 +156,16 @@ class Text:
             self.launch_alone(tasks, tasks + 1)
         for k, place in zip(kept, ends, strict=False):
             result = self.results[k]
-            seen = f"own.as_strided({tuple(result.shape)}, {tuple(result.walk_strides)}, {place})"
+            seen = f"own.as_strided({', '.join(map(self.name, (result.shape, result.walk_strides, place)))})"
             self.lines.append(f"{self.returned[k]}.copy_({seen})")
 
     def launch(self) -> None:
-        known, d = {"row_size": str(float(self.problem.row_size))}, self.division
-        self.numbers = [known.get(name, name) for name in self.problem.scalars]
-        self.lines.append(f"pack_pointers(memory, 0, {', '.join(self.pointers)})")
+        known, d = {"row_size": float(self.problem.row_size)}, self.division
+        self.numbers: list[str | float] = [known.get(name, name) for name in self.problem.scalars]
+        self.lines.append(f"pack_pointers(memory, 0, {', '.join(map(self.spelled, self.pointers))})")
         if self.numbers:
-            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {', '.join(self.numbers)})")
+            numbers = ", ".join(map(self.spelled, self.numbers))
+            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {numbers})")
         if d.threads:  # one, always
             self.launch_alone(0, d.size)
         else:
@@ -173,14 +173,13 @@ class Text:
 
     def launch_alone(self, start: int, stop: int) -> None:
         """For a part of the range, after `launch`, with what it was given."""
-        given = (self.run.scratch, self.run.scratch, *self.arguments.addresses, start, stop)
-        self.lines.append(f"run({', '.join(map(str, given))})")
+        given = (self.kernel.scratch, self.kernel.scratch, *self.arguments.addresses, start, stop)
+        self.lines.append(f"call({', '.join(map(self.name, given))})")
 
     def compile(self, n_args: int) -> Callable[..., Any]:
         names = [f"a{k}" for k in range(n_args)] + ["rng"] * self.problem.draws
-        body = [*self.lines, "return " + ", ".join(self.returned)]
-        exec("\n    ".join([f"def call({', '.join(names)}):", *body]), self.scope)
-        made: Callable[..., Any] = self.scope["call"]
+        self.lines.append("return " + ", ".join(self.returned))
+        made = self.function(names)
         if not self.is_launch_alone:
             return made
         return settling.settles(made, lambda: self._settled(made, names))

@@ -27,7 +27,9 @@ from fusionrt.dtypes import element_of
 from fusionrt.expr import Expr, emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
+from fusionrt.texts import Texts
 
+_texts = Texts()
 BLOCK = 1024     # elements a random or summed run is cut into: two blocks of random numbers
 SHORT_ROW = 16   # elements, of which a buffer has some more than a run
 PLACES = 4       # rows whose columns are read together
@@ -41,6 +43,20 @@ ROWS = 8         # that are added up in float32 before they are in float64
 
 def generate(problem: Problem) -> str:
     """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
+    return _texts.text(_form(problem), lambda: _written(problem))
+
+
+def _form(problem: Problem) -> tuple[Any, ...]:
+    """All that the text depends on."""
+    sizes = (problem.sizes[0] > BLOCK,) * len(problem.sizes)
+    inputs, outputs = (tuple((o.name, o.dtype, *(min(s, 2) for s in o.strides)) for o in some)
+                       for some in (problem.inputs, problem.outputs))
+    named = (*(o.name for o in _apart(problem)), "repeated", *(o.name for o in repeated(problem)))
+    rest = problem._replace(sizes=sizes, inputs=(), outputs=(), row_size=0, abreast=min(problem.abreast, 2))
+    return *rest, *inputs, *outputs, *named
+
+
+def _written(problem: Problem) -> str:
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
     buffered, means = buffered_sums(problem), outputs_of(problem, ("moment_mean",))
     summed = problem.sums

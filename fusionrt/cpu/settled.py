@@ -33,7 +33,7 @@ class _Job(ctypes.Structure):
 
 def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
             of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], drawn_at: int | None,
-            numbers: Sequence[str]) -> Callable[..., Any]:
+            numbers: Sequence[str | float]) -> Callable[..., Any]:
     """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text;
     `drawn_at`: the place among its integers of random numbers' seed and offset, if it draws some."""
     now = torch.get_num_threads()
@@ -41,7 +41,7 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
         division.by(now)
     if division.tasks > 1 and not team.usable():
         return general
-    integers = [str(integer) for integer in division.arguments.integers_now()]
+    integers: list[Any] = list(division.arguments.integers_now())
     if drawn_at is not None:
         integers[drawn_at:drawn_at + 2] = native.SEED, native.OFFSET
     formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)

@@ -6,10 +6,9 @@ row and for its elements; of a GELU that is forty instructions an element each t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-from fusionrt.expr import Expr, toposort
+from fusionrt.expr import Expr, of_roots, toposort
 from fusionrt.rowwise import Pass, schedule, with_sums
 from fusionrt.runtime.instructions import instructions
 
@@ -31,8 +30,8 @@ def carried(passes: Sequence[Pass], roots: Sequence[Expr]) -> dict[Expr, int]:
     return left
 
 
-@functools.lru_cache(1024)
-def how_many(roots: tuple[Expr, ...]) -> int:
+@of_roots
+def how_many(roots: Sequence[Expr]) -> int:
     """Values of an element that wait."""
     whole = with_sums(roots)
     return len(carried(schedule(whole), whole))

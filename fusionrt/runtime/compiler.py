@@ -45,6 +45,7 @@ def target(entry: str, arch: str) -> str:
     return "sm_90a" if entry.endswith("_sm90") else arch
 
 
+@functools.lru_cache(256)
 def key(text: str, entry: str, arch: str) -> str:
     return cache.key(source=seen_by(arch, text), options=OPTIONS, arch=arch, toolchain=toolchain(),
                      entry=entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusionrt.expr import Expr, toposort
+from fusionrt.expr import Expr, of_roots, toposort
 
 # Those that are not here take one or two.
 _OF_PRIMITIVES = {
@@ -14,6 +14,7 @@ _OF_PRIMITIVES = {
     "near_reciprocal": 2}
 
 
+@of_roots
 def instructions(roots: Sequence[Expr]) -> int:
     """Of what is computed for each element; what a row has one value of costs nothing."""
     return sum(_OF_PRIMITIVES.get(n.op, 1) for n in toposort(roots) if not n.uniform)

@@ -1,7 +1,7 @@
 """From a problem to a Python callable that runs it on one GPU.
 
 The callable is written as text, one straight line of allocations, packed parameters and launches:
-what can be decided once is a literal in it. It owns its parameter buffers and therefore belongs to
+what can be decided once it knows by name. It owns its parameter buffers and therefore belongs to
 one thread, because the driver reads them after the GIL is released.
 """
 
@@ -36,8 +36,10 @@ from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Launch, split
 from fusionrt.runtime.source import Specialisation
+from fusionrt.texts import Lines
 
 Run = Callable[..., Any]
+Values = dict[str, Any]  # of parameters: numbers, or text
 
 try:  # Inductor's: half the cost of torch.empty_strided; on the current device, as we are
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided  # type: ignore
@@ -55,16 +57,16 @@ class Call(NamedTuple):
     device: int
 
 
-class Text:
+class Text(Lines):
     """The body of the callable, and what its names refer to."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.lines = call, []  # type: ignore[var-annotated]
-        self.scope: dict[str, Any] = {"torch": torch, "empty": empty_strided, "stream": cuda.raw_stream,
-                                      "scratch": scratch.piece,
-                                      "launch": cuda.driver().launchKernel, "coarsen": _coarsen,
-                                      "launch_together": cuda.driver().launchCooperativeKernel,
-                                      "is_capturing": torch.cuda.is_current_stream_capturing}
+        driver = cuda.driver()
+        super().__init__(empty=empty_strided, stream=cuda.raw_stream, scratch=scratch.piece,
+                         coarsen=_coarsen, launch=driver.launchKernel,
+                         launch_together=driver.launchCooperativeKernel,
+                         is_capturing=torch.cuda.is_current_stream_capturing)
+        self.call = call
         if cuda.device_count() > 1:
             self.scope |= {"current": cuda.current, "elsewhere": _elsewhere}
         self.depends = cuda.has_dependent_launches(call.device)
@@ -74,17 +76,16 @@ class Text:
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
                  ) -> None:
-        kind = str(dtype).replace(".", "_")
-        self.scope[kind] = dtype
         self.allocated.append(native.Allocated(name, shape, strides, dtype))
-        self.lines.append(f"{name} = empty({tuple(shape)}, {tuple(strides)}, {kind})")
+        known = map(self.name, (tuple(shape), tuple(strides), dtype))
+        self.lines.append(f"{name} = empty({', '.join(known)})")
 
     def arrived(self) -> dict[str, str]:
         """Where the blocks of a launch count themselves."""
         self.scope["counter"] = arrivals.counter
         return {"arrived": native.ARRIVED.format(device=self.call.device)}
 
-    def launch(self, source: Specialisation, grid: int, block: int, values: Mapping[str, str],
+    def launch(self, source: Specialisation, grid: int, block: int, values: Mapping[str, str | float],
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
                kernel: str = "", waits: bool = False) -> None:
         """Load a kernel, and write the lines that fill its parameters and launch it, with so many bytes of
@@ -104,15 +105,17 @@ class Text:
                        f"converted{k}": source.params.converted}
         function = cuda.function(source.text, source.entry, self.call.device, self.call.problem.name, kernel)
         cuda.allow(function, shared, cluster)
-        each = [values.get(v, v) if isinstance(v, str) else str(v) for field in source.values for v in field]
-        packed = ", ".join(each)
+        each = [values.get(v, v) if isinstance(v, str) else v for field in source.values for v in field]
+        packed = ", ".join(map(self.spelled, each))
         launched = native.Launched(function, grid, layers, block, shared, source.params, each,
                                    len(self.allocated))
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
-        line = (f"{launch}({function}, {grid}, {layers}, 1, {block}, 1, 1, {shared}, at, "
-                f"{ctypes.addressof(pointers)}{last})")
+        kernel, grid_x, grid_y, block_x, bytes_shared, parameters = map(self.name, (
+            function, grid, layers, block, shared, ctypes.addressof(pointers)))
+        line = (f"{launch}({kernel}, {grid_x}, {grid_y}, 1, {block_x}, 1, 1, {bytes_shared}, at, "
+                f"{parameters}{last})")
         if together or not self.depends:
             self.lines.append(line)
             self.is_launches_alone &= not together
@@ -139,12 +142,9 @@ class Text:
         return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
     def compile(self, arguments: Sequence[str]) -> Run:
-        given, device, lines = ", ".join(arguments), self.call.device, self.lines
-        if "current" in self.scope:
-            lines = [f"if current() != {device}: return elsewhere({device}, run, {given})", *lines]
-        exec("\n    ".join([f"def run({given}):", *lines]), self.scope)
-        run: Run = self.scope["run"]
-        return run
+        device = self.call.device
+        elsewhere = f"if current() != {device}: return elsewhere({device}, run, {', '.join(arguments)})"
+        return self.function(arguments, *[elsewhere] * ("current" in self.scope))
 
     def settles(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
         """`run`, which is compiled from this, so that it can be machine code if it gives what it allocates;
@@ -191,9 +191,9 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     if problem.then is not None:
         here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
         inputs += [o for o in problem.then.inputs if o.name not in here]
-    values = {o.name: f"p_{o.name}" for o in inputs} | {"row_size": str(float(problem.row_size))}
-    values |= {f"a{o.into}": f"p_a{o.into}" for o in call.results if o.into is not None}
-    pointers = {name: value for name, value in values.items() if value == f"p_{name}"}
+    given = [*(o.name for o in inputs), *(f"a{o.into}" for o in call.results if o.into is not None)]
+    pointers = {name: f"p_{name}" for name in given}
+    values: Values = {**pointers, "row_size": float(problem.row_size)}
     text.lines += [f"{value} = {name}.data_ptr()" for name, value in pointers.items()]
     if alignment == 16 and pointers:
         text.scope["misaligned"] = misaligned
@@ -223,12 +223,12 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     return text.settles(run, names, returned) if alignment == 16 else run
 
 
-def _write_launch(text: Text, launch: Launch, alignment: int, values: dict[str, str]) -> None:
+def _write_launch(text: Text, launch: Launch, alignment: int, values: Values) -> None:
     part, rows = launch.problem, launch.rows
     source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
     if rows is None:
         kernel, blocks, block = pointwise.grid(part, width)
-        text.launch(source, blocks, block, values, kernel=kernel)
+        text.launch(source, blocks, block, values | {"count": part.domain.numel}, kernel=kernel)
         return
     grid, chunks = pointwise.reduction_grid(part, rows, width)
     if pointwise.is_joined(part, rows, width):
@@ -247,7 +247,7 @@ def _write_launch(text: Text, launch: Launch, alignment: int, values: dict[str, 
 
 
 def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid: int,
-                        values: dict[str, str]) -> None:
+                        values: Values) -> None:
     """The block that ends last joins what all have left."""
     part, call = launch.problem, text.call
     for k in launch.outputs:
@@ -260,12 +260,12 @@ def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "partials.data_ptr()", **text.arrived()})
 
 
-def _joined(kept: int, chunks: int, alone: bool = False) -> dict[str, str]:
-    return {"chunks": str(chunks), "kept": str(kept), "side": str(accumulators.side(kept, chunks, alone))}
+def _joined(kept: int, chunks: int, alone: bool = False) -> Values:
+    return {"chunks": chunks, "kept": kept, "side": accumulators.side(kept, chunks, alone)}
 
 
 def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int, chunks: int,
-                  values: dict[str, str]) -> None:
+                  values: Values) -> None:
     """Partial values of all rows, then what follows from them; both at once where one block has a row."""
     part, rows = launch.problem, launch.rows
     assert rows is not None
@@ -278,7 +278,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
         kept, chunks = launch.kept // part.inner, chunks * part.abreast
         each = chunks * part.inner
-        values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": str(chunks)}
+        values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": chunks}
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
         text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
@@ -288,7 +288,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
             text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
-def _write_joined(text: Text, problem: Problem, values: dict[str, str]) -> None:
+def _write_joined(text: Text, problem: Problem, values: Values) -> None:
     """What rows across memory find, what follows from it, and the elements: one launch."""
     assert problem.then is not None
     for operand, result in zip((*problem.outputs, *problem.then.outputs), text.call.results, strict=True):
@@ -303,38 +303,38 @@ def _write_joined(text: Text, problem: Problem, values: dict[str, str]) -> None:
                 of_planes.part, of_planes.cluster)
 
 
-def _write_resident(text: Text, problem: Problem, values: dict[str, str]) -> None:
+def _write_resident(text: Text, problem: Problem, values: Values) -> None:
     made, rows = resident.shape(problem, text.call.device), resident.rows(problem)
     assert made is not None
     acc = getattr(torch, problem.acc)
     n_values = accumulators.n_values(accumulators.groups(problem))
     text.allocate("partials", (n_values * made.chunks * rows.kept,), (1,), acc)
-    values |= {"partials": "partials.data_ptr()", "chunks": str(made.chunks), "side": str(made.side),
-               "packs_kept": str(made.packs), **text.arrived()}
+    values |= {"partials": "partials.data_ptr()", "chunks": made.chunks, "side": made.side,
+               "packs_kept": made.packs, **text.arrived()}
     text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
                 together=True)
 
 
-def _write_rows(text: Text, problem: Problem, alignment: int, values: dict[str, str]) -> None:
+def _write_rows(text: Text, problem: Problem, alignment: int, values: Values) -> None:
     device = text.call.device
     layout = row_choice.layout(problem, alignment, cuda.has_clusters(device))
     source, shared = row_kernels.generate(problem, alignment), row_layout.shared_bytes(problem, layout)
     at_a_time = text.at_a_time(source, layout.block, layout.blocks, shared, layout.cluster)
     blocks = row_layout.grid(problem, layout, at_a_time)
-    values |= {"span": str(row_layout.span(problem, layout)),
-               "early": str(int(row_layout.lets_next_begin(problem, layout))),
-               "ahead": str(row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time))}
+    values |= {"span": row_layout.span(problem, layout),
+               "early": int(row_layout.lets_next_begin(problem, layout)),
+               "ahead": row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time)}
     values |= text.arrived()
     summed = problem.summed
     of_segments = row_operands.segments(problem)
     kept, chunks = row_operands.columns(problem), blocks
     if of_segments is not None:
         kept, chunks = of_segments.kept, layout.cluster * of_segments.repeats
-        values["segments"] = str(of_segments.each)
+        values["segments"] = of_segments.each
     if summed:
         text.allocate("partials", (len(summed) * chunks * kept,), (1,), getattr(torch, problem.acc))
         text.lines.append("p_partials = partials.data_ptr()")
-        values |= {"partials": "p_partials", "chunks": str(chunks)}
+        values |= {"partials": "p_partials", "chunks": chunks}
     text.launch(source, blocks * layout.blocks_a_row, layout.block, values, shared, layout.cluster)
     _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, kept, chunks)
 
@@ -346,7 +346,7 @@ def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows
     size = chunks * kept * getattr(torch, part.acc).itemsize
     before, alone = 0, len(sums) == 1
     for dtype, group in _together(sums):
-        outs = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), "0")
+        outs: Values = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), 0)
         for n, k in enumerate(group):
             outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
         values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks, alone)

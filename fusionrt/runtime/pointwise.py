@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,9 +50,11 @@ FEW = 3 << 17                     # elements that do not fill a GPU; of a thread
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
+_of_problem = functools.lru_cache(256)  # what is asked again and again while one is laid out
 Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Specialisation
 
 
+@_of_problem
 def vector_width(problem: Problem, alignment: int) -> int:
     """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned, to
     `alignment` bytes.
@@ -73,12 +76,14 @@ def pack_width(problem: Problem, alignment: int) -> int:
     return max(1, alignment // widest)
 
 
+@_of_problem
 def _widest(problem: Problem) -> int:
     """Bytes of an element of the flat operands."""
     flat = [o for o in (*problem.inputs, *problem.outputs) if is_flat(o, problem.sizes)]
     return max([ITEMSIZE[o.dtype] for o in flat or problem.inputs], default=4)
 
 
+@_of_problem
 def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
@@ -106,6 +111,7 @@ def _words(problem: Problem, width: int) -> int:
     return sum(max(1, ITEMSIZE[o.dtype] * (width if o.strides[0] else 1) // 4) for o in problem.inputs)
 
 
+@_of_problem
 def min_blocks(problem: Problem, width: int) -> int:
     """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors (64 if an operand
     has an offset for each element), else 40; more for many operands, and for the addresses of outputs that
@@ -139,6 +145,7 @@ def each_of_few(problem: Problem, width: int) -> int:
     return each if each < width * unroll(problem, width) else 0
 
 
+@_of_problem
 def walked(problem: Problem, width: int) -> Reduction | None:
     """Columns and rows, where operands that repeat from row to row are more bytes than those that do not:
     then threads walk down rows (pointwise_walk.cu)."""
@@ -196,18 +203,29 @@ class Body(NamedTuple):
 
 
 def generate(problem: Problem, alignment: int, rows: Reduction | None = None) -> Specialisation:
-    """The whole translation unit. `alignment`: bytes, to which every pointer is aligned."""
+    """The whole translation unit. `alignment`: bytes, to which every pointer is aligned. `count`, where a
+    parameter has that value, is the number of elements."""
+    if rows is None and walked(problem, vector_width(problem, alignment)) is None and not _is_wide(problem):
+        # The outermost dimension is no divisor and in no stride: all lengths have the same text and values.
+        return _of_all_lengths(problem._replace(sizes=(*problem.sizes[:-1], min(2, problem.sizes[-1]))),
+                               alignment)
+    return _generated(problem, alignment, rows)
+
+
+def _generated(problem: Problem, alignment: int, rows: Reduction | None = None) -> Specialisation:
     stem, lines, params, values = body(problem, alignment, rows)
     text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), lines)
     return Specialisation(text, stem, params, values)
+
+
+_of_all_lengths = _of_problem(_generated)
 
 
 def body(problem: Problem, alignment: int, rows: Reduction | None = None, again: Again | None = None,
          staying: int = 0) -> Body:
     """`again`: of a second pass, which walks down rows; `staying`: blocks of a multiprocessor, where outputs
     follow from partial values within the kernel."""
-    wide = problem.domain.numel >= INDEX_LIMIT or _reach(problem) >= INDEX_LIMIT
-    width = vector_width(problem, alignment)
+    width, wide = vector_width(problem, alignment), _is_wide(problem)
     walk = walked(problem, width) if again is None else reduction(problem.domain, (True, False))
     geometry = geometry_of(problem, width, wide)
     extra: list[str] = []
@@ -216,7 +234,7 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
     elif walk is not None:
         constants = _walk_text(problem, walk, geometry, width)
     else:
-        geometry.index("count", problem.domain.numel)
+        geometry.index("count", "count")
         few = each_of_few(problem, width)
         constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
                      *_min_blocks_text(problem, width),
@@ -261,10 +279,11 @@ def geometry_of(problem: Problem, width: int, wide: bool = False) -> Geometry:
     return made
 
 
-def _reach(problem: Problem) -> int:
-    """The largest offset that an operand is read or written at."""
-    return max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
-                for o in (*problem.inputs, *problem.full_outputs)), default=0)
+def _is_wide(problem: Problem) -> bool:
+    """Whether 32 bits are too few for the number of elements, or an offset that one is read or written at."""
+    reach = max((sum((n - 1) * abs(s) for n, s in zip(problem.sizes, o.strides, strict=True))
+                 for o in (*problem.inputs, *problem.full_outputs)), default=0)
+    return max(problem.domain.numel, reach) >= INDEX_LIMIT
 
 
 def fields_of(problem: Problem, geometry: Geometry, rows: Reduction | None, width: int, stored: bool

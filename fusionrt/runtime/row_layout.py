@@ -94,7 +94,7 @@ def span(problem: Problem, made: Layout) -> int:
     """Columns of a row that one block has: whole packs, which the copy engine can take."""
     if made.pieces:
         return made.threads * made.packs * made.width
-    copied = held(problem) + (weights(problem) if made.weights else [])
+    copied = [*held(problem), *(weights(problem) if made.weights else ())]
     step = max(made.width, 16 // min([ITEMSIZE[o.dtype] for o in copied], default=4))
     return -(-columns(problem) // (made.cluster * step)) * step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusionrt.expr import leaves, toposort
@@ -14,6 +15,9 @@ from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.source import ITEMSIZE
 
 RAGGED_PACKS = 16  # of a row, from which on single elements at its ends are few
+
+
+_of_problem = functools.lru_cache(256)  # what is asked again and again while one is laid out
 
 
 def columns(problem: Problem) -> int:
@@ -50,10 +54,11 @@ def repeats(operand: Operand, problem: Problem) -> bool:
     return any(size > 1 and not step for size, step in row)
 
 
-def held(problem: Problem) -> list[Operand]:
+@_of_problem
+def held(problem: Problem) -> Sequence[Operand]:
     """What a row consists of: operands that change all along it and from row to row."""
-    return [o for o in problem.inputs
-            if varies(o, problem) and not is_uniform(o, problem) and not repeats(o, problem)]
+    return tuple(o for o in problem.inputs
+                 if varies(o, problem) and not is_uniform(o, problem) and not repeats(o, problem))
 
 
 def late(problem: Problem) -> list[Operand]:
@@ -65,20 +70,23 @@ def late(problem: Problem) -> list[Operand]:
     return [o for o in held(problem) if o.name not in read]
 
 
-def weights(problem: Problem) -> list[Operand]:
+@_of_problem
+def weights(problem: Problem) -> Sequence[Operand]:
     """What is read more than once: of columns alone, or alike in many of a row."""
     here = held(problem)
-    return [o for o in problem.inputs if o not in here and not is_uniform(o, problem)]
+    return tuple(o for o in problem.inputs if o not in here and not is_uniform(o, problem))
 
 
-def sums(problem: Problem) -> list[int]:
+@_of_problem
+def sums(problem: Problem) -> Sequence[int]:
     """Outputs that are a row of sums over the rows."""
-    return [k for k in problem.summed if not repeats(problem.outputs[k], problem)]
+    return tuple(k for k in problem.summed if not repeats(problem.outputs[k], problem))
 
 
-def segment_sums(problem: Problem) -> list[int]:
+@_of_problem
+def segment_sums(problem: Problem) -> Sequence[int]:
     """Outputs that are sums over segments of rows, and over rows: the gradients of channels' weights."""
-    return [k for k in problem.summed if repeats(problem.outputs[k], problem)]
+    return tuple(k for k in problem.summed if repeats(problem.outputs[k], problem))
 
 
 class Segments(NamedTuple):
@@ -105,6 +113,7 @@ def segments(problem: Problem) -> Segments | None:
     return Segments(math.prod(sizes[first:n]), math.prod(sizes[first:last]), math.prod(sizes[last:]))
 
 
+@_of_problem
 def width(problem: Problem, alignment: int) -> int:
     """Elements of a pack: 16 bytes of the widest operand of whole rows (weights may take two accesses), as
     far as pointers are aligned, to `alignment` bytes, and rows are whole packs, or `ragged`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fusionrt.expr import Expr, argument, emit, substitute, toposort
 from fusionrt.problem import Operand, Problem
@@ -43,8 +44,10 @@ from fusionrt.runtime.source import (
     pointer,
     scalar_fields,
 )
+from fusionrt.texts import Texts
 
 Values = tuple[str | int, ...]
+_texts = Texts()
 ARRAY = "acc_t (&{})[VALUES ? VALUES : 1]"
 INLINE = "__device__ __forceinline__"
 
@@ -105,21 +108,39 @@ class Text:
                              f"{n_rows(self.problem)}; call it on parts")
         fields = self._fields()
         params = Params([field for field, _ in fields])
-        wide = self.problem.domain.numel >= INDEX_LIMIT
+        constants = self._layouts()
+        text = _texts.text(self._form(params, constants), lambda: self._written(params, constants))
+        return Specialisation(text, "rows", params, tuple(values for _, values in fields))
+
+    def _form(self, params: Params, constants: Sequence[str]) -> tuple[Any, ...]:
+        """All that the text depends on. Of sizes and strides that is what these say, how many there are, and
+        whether a stride is 0 or 1."""
+        problem, chosen = self.problem, (self.row, self.late, self.at_once, weights(self.problem))
+        operands = tuple((o.name, o.dtype, self.modes[o], tuple(min(s, 2) for s in o.strides))
+                         for o in (*problem.inputs, *problem.outputs))
+        return (problem.roots, problem.reduced, problem.acc, problem.streams, problem.scalars,
+                problem.row_dims, operands, tuple(tuple(o.name for o in some) for some in chosen),
+                *self.sums, "segments", *self.segments, self.pack, self.ragged, self.ahead, *constants,
+                params.declaration, self._is_wide)
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.problem.domain.numel >= INDEX_LIMIT
+
+    def _written(self, params: Params, constants: Sequence[str]) -> str:
         moments = any(f.kind == "moments" for f in self.first)
-        text = assemble("rows", arithmetic(self.problem.acc, self.problem.significant_bits), [
+        return assemble("rows", arithmetic(self.problem.acc, self.problem.significant_bits), [
             f"using column_t = {self.of_columns.index_t};",
-            f"using index_t = {'unsigned long long' if wide else 'unsigned'};", params.declaration,
+            f"using index_t = {'unsigned long long' if self._is_wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
             f"SUMS = {len(self.sums)}, SEGMENT_SUMS = {len(self.segments)}, "
             f"TOTALS = {len(self._sums_of_all())}, CARRIED = {len(self.carried)}, "
             "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
             f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
             f"WEIGHTED = {str(bool(weights(self.problem))).lower()}, "
-            f"RAGGED = {str(self.ragged).lower()};", *self._layouts(),
+            f"RAGGED = {str(self.ragged).lower()};", *constants,
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
             *self._reductions(), *self._store_row(), *self._of_totals(), *self._segment_of()])
-        return Specialisation(text, "rows", params, tuple(values for _, values in fields))
 
     def _fields(self) -> list[tuple[Field, Values]]:
         problem = self.problem

@@ -37,10 +37,16 @@ def template(name: str) -> str:
 def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
     """The template with what it includes: headers of the namespace before the functions, the others, which
     build on these, in their place."""
+    return _assembled(stem, "\n".join(constants), "\n".join(functions))
+
+
+@functools.lru_cache(256)
+def _assembled(stem: str, constants: str, functions: str) -> str:
+    """The same object for all who ask, whose hash is known."""
     text = template(f"{stem}.cu")
     headers = [header for header in map(template, _INCLUDE.findall(text)) if _NAMESPACE in header]
     text = _INCLUDE.sub(lambda found: "" if template(found[1]) in headers else template(found[1]), text)
-    return "\n".join([*constants, *headers, _NAMESPACE, *functions, text, "}  // namespace fusionrt", ""])
+    return "\n".join([constants, *headers, _NAMESPACE, functions, text, "}  // namespace fusionrt", ""])
 
 
 def arithmetic(acc: str, significant_bits: int) -> list[str]:
