@@ -14,7 +14,7 @@ from fusionrt.cpu import abreast
 from fusionrt.cpu import pointwise as cpu_pointwise
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import pointwise, rows
+from fusionrt.runtime import launch, pointwise
 from fusionrt.runtime.parts import split
 from fusionrt.texts import Lines, Texts
 
@@ -33,6 +33,14 @@ CALLS: list[Callable[[New, int, int], Any]] = [
     lambda new, n, c: frt.rms_norm(new(n, c), c, new(c), epilogue=frt.gelu),
     lambda new, n, c: frt.softmax(new(n, c), -1),
     lambda new, n, c: frt.log_softmax(new(2, c, n).transpose(1, 2), -1),
+    lambda new, n, c: frt.softmax(new(n, c), 0),
+    lambda new, n, c: frt.sum(new(n, c), 0),
+    lambda new, n, c: frt.bias_dropout_add(new(n, c), new(c), new(n, c), 0.5),
+    lambda new, n, c: frt.batch_norm(new(min(n, 64), c, 14, 14), None, None, new(c), new(c), training=True,
+                                     epilogue=frt.relu),
+    lambda new, n, c: frt.batch_norm(new(min(n, 64), 14, 14, c).permute(0, 3, 1, 2), None, None, new(c),
+                                     new(c), training=True),
+    lambda new, n, c: frt.group_norm(new(min(n, 64), 4 * c, 9), 4, new(4 * c), new(4 * c)),
 ]
 
 
@@ -57,12 +65,12 @@ def test_of_all_sizes(call: Callable[[New, int, int], Any], dtype: torch.dtype,
     def texts() -> list[Any]:
         made: list[Any] = []
         for problem in seen:
-            if problem.row_dims:
-                made.append(rows.generate(problem, 16)[::3])
+            made += [source[::3] for source in launch.sources(problem)]
+            if problem.row_dims or problem.then is not None:
                 continue
             made += [pointwise.generate(part, alignment, of_rows)[::3]
                      for part, _, of_rows in split(problem) for alignment in (4, 16)]
-            if not problem.across and problem.then is None:
+            if not problem.across:
                 made.append(cpu_pointwise.generate(abreast.side_by_side(problem)))
         return made
 

@@ -35,6 +35,7 @@ from fusionrt.runtime.source import (
     scalar_fields,
     template,
 )
+from fusionrt.texts import Texts
 
 BLOCK = 128
 REDUCE_UNROLL, NARROW_UNROLL = 2, 8
@@ -50,6 +51,7 @@ FEW = 3 << 17                     # elements that do not fill a GPU; of a thread
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
+_texts = Texts()
 _of_problem = functools.lru_cache(256)  # what is asked again and again while one is laid out
 Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Specialisation
 
@@ -260,10 +262,21 @@ def assembled(stem: str, problem: Problem, geometry: Geometry, width: int, field
               ) -> Body:
     """`own`: the dimensions that a thread's walk has one place in."""
     params = Params([field for field, _ in fields])
+    modes = access_modes(problem, width)
     written = {o: access_mode(o, problem.sizes, width) for o in problem.full_outputs}
+
+    def functions() -> str:
+        return "\n".join([*load_text(geometry, modes, own, again), *draws_text(problem, twins), *_finish_text(
+            problem, writes(geometry, written, "store_passing" if again else "store_pack"))])
+
+    # All that they depend on: sizes have a say in modes alone.
+    operands = [(o.name, o.dtype, mode, *(min(s, 2) for s in o.strides))
+                for o, mode in (*modes.items(), *written.items())]
+    rest = problem._replace(sizes=(0,) * len(problem.sizes), inputs=(), row_size=0, then=None,
+                            outputs=tuple(o._replace(strides=()) for o in problem.outputs))
+    form = (*rest, *operands, geometry.wide, own, again, twins)
     lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants,
-             *load_text(geometry, access_modes(problem, width), own, again), *draws_text(problem, twins),
-             *_finish_text(problem, writes(geometry, written, "store_passing" if again else "store_pack"))]
+             _texts.text(form, functions)]
     return Body(stem, lines, params, tuple(values for _, values in fields))
 
 
