@@ -503,7 +503,7 @@ ACTIVATIONS = op_names.OPS["activations"]
 
 def of_roots(analysis: Analysis) -> Analysis:
     """What follows from expressions is found once: each new shape asks for all of it."""
-    found = functools.lru_cache(4096)(analysis)
+    found = functools.lru_cache(1024)(analysis)
     asked: Any = functools.wraps(analysis)(lambda roots, *more: found(tuple(roots), *more))
     return asked
 

@@ -128,30 +128,29 @@ class Operator(Definition):
             plan = self.plan(args)
             return settling.drawing(plan, draw, self.counters) if draw else plan
         if in_this_mode and draw is None:
-            recording = self._to_be_recorded(args)
+            recording = self.to_be_recorded(args)
             return settling.settles(lambda *args: recording.apply(*args), recording.settled_apply)
-        steps = self._in_either_mode(draw)
-        return settling.settles(steps.function(), lambda: steps.with_settled().settled())
+        recorded = _Recorded(self)
+        steps = self._in_either_mode(recorded, draw)
 
-    def _in_either_mode(self, draw: Callable[[], Any] | None) -> Steps:
+        def settled() -> Callable[..., Any]:
+            recorded.settle()
+            return steps.with_settled().settled()
+
+        return settling.settles(steps.function(), settled)
+
+    def _in_either_mode(self, recorded: _Recorded, draw: Callable[[], Any] | None) -> Steps:
         """A call that is recorded where gradients are, of arguments of one kind in one thread."""
-        recordings: list[Recording] = []
-
-        def recorded(*args: Any) -> Any:
-            if not recordings:
-                recordings.append(self._to_be_recorded(args[:len(self.params)]))
-            return recordings[0].apply(*args)
-
-        settling.settles(recorded, lambda: recordings[0].settled_apply() if recordings else recorded)
         steps = Steps(len(self.params))
         drawn = [steps.call(draw)] if draw else []
         with steps.perhaps():
             steps.same(steps.call(torch.is_grad_enabled), True)
-            steps.give(steps.call(recorded, *steps.arguments, *drawn))
+            steps.give(steps.call(steps.get(recorded, "apply"), *steps.arguments, *drawn))
         steps.give(steps.call(settling.planned_once(self), *steps.arguments, *drawn))
         return steps
 
-    def _to_be_recorded(self, args: Args) -> Recording:
+    def to_be_recorded(self, args: Args) -> Recording:
+        """Of this operator, or of one that leaves a mask as well."""
         from fusionrt.mask import masking
         return (masking(self, args) or self).recording(args)
 
@@ -438,6 +437,25 @@ class Operator(Definition):
                 plans.clear()
             plans[key] = self._plan(args[:len(self.params)], min(8, alignment))
         return plans[key](*args)
+
+
+class _Recorded:
+    """`apply` of the recording of a kind of call, which is made when it is asked for: under `torch.no_grad`
+    there may never be one."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.recording: Recording | None = None
+        self.apply: Callable[..., Any] = self._first
+
+    def _first(self, *args: Any) -> Any:
+        self.recording = self.operator.to_be_recorded(args[:len(self.operator.params)])
+        self.apply = self.recording.apply
+        return self.apply(*args)
+
+    def settle(self) -> None:
+        if self.recording is not None:
+            self.recording.settle()
 
 
 def _rank(dtype: torch.dtype) -> int:

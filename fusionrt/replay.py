@@ -58,7 +58,7 @@ class Replay:
         self.function: Any = type(name, (torch.autograd.Function,), {
             "replay": self, "backward": staticmethod(self._unknown)})  # compiled autograd's
         self.apply = straight(self.function)
-        self._written: tuple[Any, ...] = ()
+        self._written: dict[str, tuple[tuple[Any, ...], Run]] = {}
         self._write()
 
     # No lock: what is done under one may begin a collection, and a finalizer a backward pass, in this thread
@@ -98,15 +98,21 @@ class Replay:
         self._write()
 
     def _write(self) -> None:
-        """What has changed; of several who do so at once the last one, from what is there then."""
-        while self._written != (state := (self.is_settled, self.forward, self.passes)):
-            (is_settled, forward, passes), before = state, self._written
-            made = Steps.settled if is_settled else Steps.function
-            if before[:2] != state[:2]:
-                self.function.forward = staticmethod(made(forward))
-            if before[::2] != state[::2]:
-                straight(self.function, made(self._backward(passes)) if passes else self._unknown)
-            self._written = state
+        """Of several who do so at once the last one, from what is there then."""
+        state: tuple[Any, ...] = ()
+        while state != (now := (self.is_settled, self.forward, self.passes)):
+            state, (is_settled, forward, passes) = now, now
+            self.function.forward = staticmethod(self._made("forward", is_settled, forward))
+            straight(self.function, self._made("backward", is_settled, passes))
+
+    def _made(self, half: str, is_settled: bool, of: Any) -> Run:
+        """The forward pass of steps, the backward one of known passes; not again for what is the same."""
+        known = self._written.get(half)
+        if known is None or known[0] != (is_settled, of):
+            steps = of if half == "forward" else self._backward(of) if of else None
+            run = self._unknown if steps is None else steps.settled() if is_settled else steps.function()
+            known = self._written[half] = (is_settled, of), run
+        return known[1]
 
     def _backward(self, passes: Sequence[Known]) -> Steps:
         steps = Steps(1 + self.n_results)

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 import torch
-from checking import F64
+from checking import F64, frames
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import guards, replay
+from fusionrt import guards, replay, settling
 
 
 def randn(*shape, device, requires_grad=True):
@@ -197,3 +197,19 @@ def test_a_number_in_a_tensors_place_does_not_stay():
         assert_close(frt.leaky_relu(-2.0, x), F.leaky_relu(torch.tensor(-2.0), 1.0) * x)
     for _ in range(2):
         assert_close(frt.leaky_relu(x, 0.1), F.leaky_relu(x, 0.1))
+
+
+def test_a_recording_that_is_made_after_calls_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "SETTLED_AFTER", 2)
+    x = torch.randn(5, 7, requires_grad=True)
+    add_relu = frt.fuse(lambda a, b: frt.relu(a + b))
+    for is_recorded in (False, True, False):
+        with torch.set_grad_enabled(is_recorded):
+            for _ in range(8):
+                out = add_relu(x, x)
+                assert out.requires_grad == is_recorded
+                assert_close(out, torch.relu(x + x))
+        if is_recorded:
+            assert_close(torch.autograd.grad(out.sum(), x)[0], 2.0 * (x > 0))
+    called = frames(lambda: add_relu(x, x))
+    assert "_first" not in called and "recorded" not in called

@@ -121,7 +121,7 @@ class Text:
         return (problem.roots, problem.reduced, problem.acc, problem.streams, problem.scalars,
                 problem.row_dims, operands, tuple(tuple(o.name for o in some) for some in chosen),
                 *self.sums, "segments", *self.segments, self.pack, self.ragged, self.ahead, *constants,
-                params.declaration, self._is_wide)
+                params.declaration, self._is_wide, self.of_rows.wide)
 
     @property
     def _is_wide(self) -> bool:
