@@ -18,7 +18,7 @@ from fusionrt.runtime import launch, pointwise
 from fusionrt.runtime.parts import split
 from fusionrt.texts import Lines, Texts
 
-LENGTHS, COLUMNS = (1, 2, 7, 64, 3000, 70_000), (1, 2, 3, 8, 12, 768, 1028, 20_000)
+LENGTHS, COLUMNS = (1, 2, 7, 64, 3000, 70_000, 1 << 30, 1 << 31), (1, 2, 3, 8, 12, 768, 1028, 20_000)
 New = Callable[..., torch.Tensor]
 CALLS: list[Callable[[New, int, int], Any]] = [
     lambda new, n, c: frt.gelu(new(n, c)),
@@ -32,7 +32,7 @@ CALLS: list[Callable[[New, int, int], Any]] = [
     lambda new, n, c: frt.layer_norm(new(n, 2 * c)[:, :c], c, new(c), None, residual=new(n, c)),
     lambda new, n, c: frt.rms_norm(new(n, c), c, new(c), epilogue=frt.gelu),
     lambda new, n, c: frt.softmax(new(n, c), -1),
-    lambda new, n, c: frt.log_softmax(new(2, c, n).transpose(1, 2), -1),
+    lambda new, n, c: frt.log_softmax(new(2, c, n // 2 + 1).transpose(1, 2), -1),
     lambda new, n, c: frt.softmax(new(n, c), 0),
     lambda new, n, c: frt.sum(new(n, c), 0),
     lambda new, n, c: frt.bias_dropout_add(new(n, c), new(c), new(n, c), 0.5),
