@@ -23,7 +23,6 @@ DOCUMENTS = README, BENCHMARKS = ROOT / "README.md", ROOT / "BENCHMARKS.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet."
 SWEEP = tuple(1 << k for k in (13, 17, 20, 24, 29))  # the sizes that tables show
-NEW_SHAPES = "op", "direction", "first_us", "second_us", "known_us", "vs_eager", "known_vs_eager"
 LOST = 0.97  # times a rival takes as long: below that it wins, by more than runs differ
 COMPARED = ("rows-gpu", "rivals-gpu", "pointwise_large-gpu", "pointwise_sweep-gpu", "catalogue-gpu",
             "launch_overhead-gpu", "pointwise_cpu", "catalogue-cpu")
@@ -332,8 +331,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pointwise_sweep": pointwise_sweep, "sweep_host": sweep_host,
     "three_way_device": three_way_device, "three_way_wall": three_way_wall,
     "launch_overhead": launch_overhead, "launch_calls": launch_calls,
-    "new_shapes": measured("new_shapes-gpu")(_listed(*NEW_SHAPES, "vs_compile", "known_vs_compile")),
-    "new_shapes_cpu": measured("new_shapes-cpu")(_listed(*NEW_SHAPES)),
+    "new_shapes": measured("new_shapes-gpu")(_listed(
+        "op", "direction", "first_us", "second_us", "known_us", "vs_eager", "known_vs_eager", "vs_compile",
+        "known_vs_compile")),
     "startup_gpu": measured("startup-gpu")(_startup),
     "startup_cpu": measured("startup-cpu")(_startup),
     "rows_large": measured("rows-gpu")(_rows_large),
