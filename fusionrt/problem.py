@@ -6,6 +6,7 @@ The GPU and the CPU runtime take the same description. Operands are named by pos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ SHORTENED = frozenset((    # operations of which 16-bit results need less
     "reciprocal", "near_reciprocal", "exp", "expm1", "softmaxed", "sigmoid", "sigmoid_complement", "tanh",
     "softplus", "normpdf", "normcdf"))
 _BITS = {**SIGNIFICANT_BITS, MASK: 0}
+of_problem = functools.lru_cache(256)  # for what is asked again and again while a problem is laid out
 
 
 class Operand(NamedTuple):

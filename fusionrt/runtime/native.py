@@ -2,7 +2,7 @@
 
 The same in Python takes a third of a call's own time: frames, numbers as objects, packing. LLVM, which
 compiles kernels for a CPU as well, takes 40 ms for it once a process, most of them its import, so a
-plan begins in Python and is `settled` after a hundred calls (`settling.settle`). A CPU's plans are made so
+plan begins in Python and is `settled` after many calls (`settling.settle`). A CPU's plans are made so
 too, with something else in the driver's place (`cpu/settled.py`).
 """
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusionrt.expr import Expr, emit, leaves
 from fusionrt.layout import Reduction, reduction
-from fusionrt.problem import MASK, Operand, Problem
+from fusionrt.problem import MASK, Operand, Problem, of_problem
 from fusionrt.runtime import accumulators
 from fusionrt.runtime.access import (
     REDUCE_BLOCK,
@@ -52,11 +51,10 @@ EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
 
 _texts = Texts()
-_of_problem = functools.lru_cache(256)  # what is asked again and again while one is laid out
 Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Specialisation
 
 
-@_of_problem
+@of_problem
 def vector_width(problem: Problem, alignment: int) -> int:
     """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned, to
     `alignment` bytes.
@@ -78,14 +76,14 @@ def pack_width(problem: Problem, alignment: int) -> int:
     return max(1, alignment // widest)
 
 
-@_of_problem
+@of_problem
 def _widest(problem: Problem) -> int:
     """Bytes of an element of the flat operands."""
     flat = [o for o in (*problem.inputs, *problem.outputs) if is_flat(o, problem.sizes)]
     return max([ITEMSIZE[o.dtype] for o in flat or problem.inputs], default=4)
 
 
-@_of_problem
+@of_problem
 def unroll(problem: Problem, width: int) -> int:
     """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
     share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
@@ -113,7 +111,7 @@ def _words(problem: Problem, width: int) -> int:
     return sum(max(1, ITEMSIZE[o.dtype] * (width if o.strides[0] else 1) // 4) for o in problem.inputs)
 
 
-@_of_problem
+@of_problem
 def min_blocks(problem: Problem, width: int) -> int:
     """Blocks that must fit on an SM: 64 registers a thread for doubles, 48 for four vectors (64 if an operand
     has an offset for each element), else 40; more for many operands, and for the addresses of outputs that
@@ -147,7 +145,7 @@ def each_of_few(problem: Problem, width: int) -> int:
     return each if each < width * unroll(problem, width) else 0
 
 
-@_of_problem
+@of_problem
 def walked(problem: Problem, width: int) -> Reduction | None:
     """Columns and rows, where operands that repeat from row to row are more bytes than those that do not:
     then threads walk down rows (pointwise_walk.cu)."""
@@ -220,7 +218,7 @@ def _generated(problem: Problem, alignment: int, rows: Reduction | None = None) 
     return Specialisation(text, stem, params, values)
 
 
-_of_all_lengths = _of_problem(_generated)
+_of_all_lengths = of_problem(_generated)
 
 
 def body(problem: Problem, alignment: int, rows: Reduction | None = None, again: Again | None = None,

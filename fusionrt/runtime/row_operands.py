@@ -10,14 +10,11 @@ from typing import NamedTuple
 
 from fusionrt.expr import leaves, toposort
 from fusionrt.layout import dense
-from fusionrt.problem import Operand, Problem
+from fusionrt.problem import Operand, Problem, of_problem
 from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.source import ITEMSIZE
 
 RAGGED_PACKS = 16  # of a row, from which on single elements at its ends are few
-
-
-_of_problem = functools.lru_cache(256)  # what is asked again and again while one is laid out
 
 
 def columns(problem: Problem) -> int:
@@ -35,7 +32,7 @@ def is_uniform(operand: Operand, problem: Problem) -> bool:
     return columns(problem) > 1 or operand.name in _declared(problem)
 
 
-@functools.lru_cache(256)
+@of_problem
 def _declared(problem: Problem) -> frozenset[str]:
     """Operands that the expression takes or makes for one value a row."""
     outputs = {o.name for o, root in zip(problem.outputs, problem.roots, strict=True) if root.uniform}
@@ -54,7 +51,7 @@ def repeats(operand: Operand, problem: Problem) -> bool:
     return any(size > 1 and not step for size, step in row)
 
 
-@_of_problem
+@of_problem
 def held(problem: Problem) -> Sequence[Operand]:
     """What a row consists of: operands that change all along it and from row to row."""
     return tuple(o for o in problem.inputs
@@ -70,20 +67,20 @@ def late(problem: Problem) -> list[Operand]:
     return [o for o in held(problem) if o.name not in read]
 
 
-@_of_problem
+@of_problem
 def weights(problem: Problem) -> Sequence[Operand]:
     """What is read more than once: of columns alone, or alike in many of a row."""
     here = held(problem)
     return tuple(o for o in problem.inputs if o not in here and not is_uniform(o, problem))
 
 
-@_of_problem
+@of_problem
 def sums(problem: Problem) -> Sequence[int]:
     """Outputs that are a row of sums over the rows."""
     return tuple(k for k in problem.summed if not repeats(problem.outputs[k], problem))
 
 
-@_of_problem
+@of_problem
 def segment_sums(problem: Problem) -> Sequence[int]:
     """Outputs that are sums over segments of rows, and over rows: the gradients of channels' weights."""
     return tuple(k for k in problem.summed if repeats(problem.outputs[k], problem))
@@ -113,7 +110,7 @@ def segments(problem: Problem) -> Segments | None:
     return Segments(math.prod(sizes[first:n]), math.prod(sizes[first:last]), math.prod(sizes[last:]))
 
 
-@_of_problem
+@of_problem
 def width(problem: Problem, alignment: int) -> int:
     """Elements of a pack: 16 bytes of the widest operand of whole rows (weights may take two accesses), as
     far as pointers are aligned, to `alignment` bytes, and rows are whole packs, or `ragged`."""
