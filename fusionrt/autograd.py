@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fusionrt import layout, random, rehearsal
 from fusionrt.array import check_dense
 from fusionrt.problem import unpack
-from fusionrt.recording import Pass, Recording
 from fusionrt.watching import is_batched, is_watched
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
+    from fusionrt.recording import Recording
 
 
 Call = Callable[["Operator", list[Any], Any], Any]
+
+
+class Pass(NamedTuple):
+    """What a backward pass does: the operator that computes gradients (None: nothing is computed), its
+    inputs (the arguments, some saved outputs, the given gradients), and where each argument's gradient
+    comes from: the place of an input, or None."""
+
+    gradient: Operator | None
+    inputs: list[Any]
+    saved: tuple[int, ...]
+    origin: list[int | None]
 
 
 class Dispatched:

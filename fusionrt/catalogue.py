@@ -112,10 +112,9 @@ def _say(more: str, function: Callable[..., Any]) -> None:
 def _register(function: Any, example: Example | None) -> Any:
     name = function.__name__
     if example is None:
-        required = sum(p.default is p.empty for p in inspect.signature(function).parameters.values())
-
         def example(make: Make) -> tuple[Any, ...]:
-            return tuple(make(ROWS, COLUMNS) for _ in range(required))
+            required = [p.default is p.empty for p in inspect.signature(function).parameters.values()]
+            return tuple(make(ROWS, COLUMNS) for _ in range(sum(required)))
 
     def reference(*args: Any, **kwargs: Any) -> Any:
         from fusionrt import reference as formulas

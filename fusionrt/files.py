@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +61,7 @@ def why_not_writable(file: str | os.PathLike[str]) -> str | None:
 
 def _place(path: Path, target: Path) -> Path:
     """What is written to: a name beside the target, or the path itself."""
-    return target.with_name(f".{secrets.token_hex(8)}.tmp") if _may_be_replaced(path, target) else path
+    return target.with_name(f".{os.urandom(8).hex()}.tmp") if _may_be_replaced(path, target) else path
 
 
 def _may_be_replaced(path: Path, target: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import itertools
 import numbers
@@ -36,7 +37,6 @@ class Fused(Protocol):
     def cpu(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-OWN_NAMES = "_frt_"  # of what stands beside the parameters in the text of a call: see dispatch.py
 _streams: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("streams")
 
 
@@ -125,8 +125,6 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise TraceError(f"{name}: *{p.name} cannot be fused: name each argument")
-        if p.name.startswith(OWN_NAMES):
-            raise TraceError(f"{name}: {p.name} must have another name: those with {OWN_NAMES} are ours")
         if p.default is not p.empty and not isinstance(p.default, numbers.Real):
             raise TraceError(f"{name}: the default of {p.name} must be a number, got {p.default!r}")
     # Defaults as Python's own numbers: no fractions, not NumPy's.
@@ -205,10 +203,10 @@ def _nested() -> contextlib.AbstractContextManager[None]:
 
 def on_device(function: Callable[..., Any], op: str, device: str) -> Callable[..., Any]:
     """`op.cuda` and `op.cpu`: the same function, refusing tensors that are elsewhere."""
-    signature = inspect.signature(function)
+    signature = functools.cache(lambda: inspect.signature(function))
 
     def insist(*args: Any, **kwargs: Any) -> Any:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in signature().bind(*args, **kwargs).arguments.items():
             where_it_is = _device_of(value)
             if where_it_is is not None and where_it_is.upper() != device:
                 raise TypeError(f"{op}: {name} must be a {device} tensor, got one on {where_it_is}")

@@ -11,22 +11,23 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusionrt import guards, layout, random, rehearsal, settling
 from fusionrt.arguments import as_float
 from fusionrt.array import check_dense, converted, is_foreign
-from fusionrt.autograd import Dispatched, recorded_backward
+from fusionrt.autograd import Dispatched
 from fusionrt.definition import SCALAR, Definition
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
-from fusionrt.recording import Recording
 from fusionrt.sites import alike, keep_other
-from fusionrt.steps import Steps
 from fusionrt.watching import PLAIN, is_recorded, is_watched
+
+if TYPE_CHECKING:
+    from fusionrt.recording import Recording
 
 Args = Sequence[Any]
 EXACT = (torch.bool, torch.int16, torch.int32, torch.int64)  # results of integers that float32 may miss
@@ -127,27 +128,11 @@ class Operator(Definition):
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
             return settling.drawing(plan, draw, self.counters) if draw else plan
+        from fusionrt.recording import in_either_mode  # a program without gradients needs none of it
         if in_this_mode and draw is None:
             recording = self.to_be_recorded(args)
             return settling.settles(lambda *args: recording.apply(*args), recording.settled_apply)
-        recorded = _Recorded(self)
-        steps = self._in_either_mode(recorded, draw)
-
-        def settled() -> Callable[..., Any]:
-            recorded.settle()
-            return steps.with_settled().settled()
-
-        return settling.settles(steps.function(), settled)
-
-    def _in_either_mode(self, recorded: _Recorded, draw: Callable[[], Any] | None) -> Steps:
-        """A call that is recorded where gradients are, of arguments of one kind in one thread."""
-        steps = Steps(len(self.params))
-        drawn = [steps.call(draw)] if draw else []
-        with steps.perhaps():
-            steps.same(steps.call(torch.is_grad_enabled), True)
-            steps.give(steps.call(steps.get(recorded, "apply"), *steps.arguments, *drawn))
-        steps.give(steps.call(settling.planned_once(self), *steps.arguments, *drawn))
-        return steps
+        return in_either_mode(self, draw)
 
     def to_be_recorded(self, args: Args) -> Recording:
         """Of this operator, or of one that leaves a mask as well."""
@@ -156,6 +141,7 @@ class Operator(Definition):
 
     def recording(self, args: Args) -> Recording:
         """Of calls of this kind, by this thread."""
+        from fusionrt.recording import Recording
         plan = self.plan(args)
         needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         recordings = self.local.__dict__.setdefault("recordings", {})
@@ -163,8 +149,7 @@ class Operator(Definition):
         if made is None:
             if len(recordings) >= _PLANS_KEPT:
                 recordings.clear()
-            made = recordings[plan, needed] = Recording(
-                self, args, plan, needed, recorded_backward)
+            made = recordings[plan, needed] = Recording(self, args, plan, needed)
         return made
 
     def draw(self, device: torch.device) -> random.Rng:
@@ -437,25 +422,6 @@ class Operator(Definition):
                 plans.clear()
             plans[key] = self._plan(args[:len(self.params)], min(8, alignment))
         return plans[key](*args)
-
-
-class _Recorded:
-    """`apply` of the recording of a kind of call, which is made when it is asked for: under `torch.no_grad`
-    there may never be one."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.operator = operator
-        self.recording: Recording | None = None
-        self.apply: Callable[..., Any] = self._first
-
-    def _first(self, *args: Any) -> Any:
-        self.recording = self.operator.to_be_recorded(args[:len(self.operator.params)])
-        self.apply = self.recording.apply
-        return self.apply(*args)
-
-    def settle(self) -> None:
-        if self.recording is not None:
-            self.recording.settle()
 
 
 def _rank(dtype: torch.dtype) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusionrt.autograd import Pass, recorded_backward
 from fusionrt.problem import unpack
 from fusionrt.replay import Replay
-from fusionrt.settling import settled
+from fusionrt.settling import planned_once, settled, settles
 from fusionrt.steps import Steps, Value
 
 if TYPE_CHECKING:
@@ -20,30 +21,18 @@ Run = Callable[..., Any]
 NUMBER, UNKNOWN = object(), object()
 
 
-class Pass(NamedTuple):
-    """What a backward pass does: the operator that computes gradients (None: nothing is computed), its
-    inputs (the arguments, some saved outputs, the given gradients), and where each argument's gradient
-    comes from: the place of an input, or None."""
-
-    gradient: Operator | None
-    inputs: list[Any]
-    saved: tuple[int, ...]
-    origin: list[int | None]
-
-
 class Recording(Replay):
     """A recorded kind of call: of this operator, by this plan (so of one thread), where these arguments need
     gradients. `apply` takes the arguments, and random numbers where the operator draws some."""
 
-    def __init__(self, op: Operator, args: Sequence[Any], plan: Run, needed: tuple[bool, ...], general: Run
-                 ) -> None:
+    def __init__(self, op: Operator, args: Sequence[Any], plan: Run, needed: tuple[bool, ...]) -> None:
         self.op, self.needed, self.plan = op, needed, plan
         reads, self.saved_outputs = op.read_by_backward(needed)
         # What is known of an argument that is not saved; None: it is.
         self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
                           (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
         self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
-        super().__init__(op.name, len(op.differentiable), self._forward(), general)
+        super().__init__(op.name, len(op.differentiable), self._forward(), recorded_backward)
 
     def settle(self) -> None:
         self.plan = settled(self.plan)
@@ -127,3 +116,38 @@ class Recording(Replay):
             for known, a in zip(self.described, made.inputs, strict=False)]
         places = dict(zip(self.saved_outputs, read, strict=False))
         return inputs + [steps.item(saved, places[output]) for output in made.saved]
+
+
+class _Recorded:
+    """`apply` of the recording of a kind of call, which is made when it is asked for: under `torch.no_grad`
+    there may never be one."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.recording: Recording | None = None
+        self.apply: Run = self._first
+
+    def _first(self, *args: Any) -> Any:
+        self.recording = self.operator.to_be_recorded(args[:len(self.operator.params)])
+        self.apply = self.recording.apply
+        return self.apply(*args)
+
+    def settle(self) -> None:
+        if self.recording is not None:
+            self.recording.settle()
+
+
+def in_either_mode(operator: Operator, draw: Callable[[], Any] | None) -> Run:
+    """Calls that are recorded where gradients are, of arguments of one kind in one thread."""
+    recorded, steps = _Recorded(operator), Steps(len(operator.params))
+    drawn = [steps.call(draw)] if draw else []
+    with steps.perhaps():
+        steps.same(steps.call(torch.is_grad_enabled), True)
+        steps.give(steps.call(steps.get(recorded, "apply"), *steps.arguments, *drawn))
+    steps.give(steps.call(planned_once(operator), *steps.arguments, *drawn))
+
+    def apart() -> Run:
+        recorded.settle()
+        return steps.with_settled().settled()
+
+    return settles(steps.function(), apart)

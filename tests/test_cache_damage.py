@@ -139,7 +139,7 @@ def test_a_symbolic_link_in_the_place_of_an_entry_is_replaced(tmp_path: Path, ho
 def test_a_planted_temporary_file_is_not_written_through(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.secrets, "token_hex", lambda size: "0" * 16)
+    monkeypatch.setattr(cache.os, "urandom", bytes)
     home.mkdir()
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")

@@ -23,6 +23,7 @@ from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import device, launch, native, scratch
+from fusionrt.runtime.plan import ARRIVED, Allocated, Launched, Plan
 from fusionrt.runtime.source import Field, Params
 
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(device._LaunchConfig), *[ctypes.c_void_p] * 3)
@@ -81,16 +82,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | None = None,
-            returned: tuple[str, ...] = ("out", "total"), more: tuple[native.Launched, ...] = (),
+            returned: tuple[str, ...] = ("out", "total"), more: tuple[Launched, ...] = (),
             still: tuple[Callable[[], int], int] | None = None, also: tuple[str, ...] = ()
             ) -> Callable[..., Any]:
-    outputs = [native.Allocated("out", (4, 2), (1, 4), torch.float32),
-               native.Allocated("total", (), (), torch.float64)]
-    launched = native.Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
+    outputs = [Allocated("out", (4, 2), (1, 4), torch.float32), Allocated("total", (), (), torch.float64)]
+    launched = Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
     functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
     arguments = ["a0", "a1", "a2", "a3", *also]
-    return native.settled(native.Plan(lambda *args: ("general", *args), arguments, outputs, returned,
-                                      [launched, *more], 3, 7, functions, taking, still))
+    return native.settled(Plan(lambda *args: ("general", *args), arguments, outputs, returned,
+                               [launched, *more], 3, 7, functions, taking, still))
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +128,9 @@ def test_asks_whether_a_number_is_still_the_same(driver: Driver) -> None:
 def test_one_output_comes_alone(driver: Driver) -> None:
     x, y = tensors()
     params = Params(FIELDS[:3])
-    run = native.settled(native.Plan(
-        lambda *args: "general", ["a0", "a1"], [native.Allocated("out", (2,), (1,), torch.int8)], ["out"],
-        [native.Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3, 7,
+    run = native.settled(Plan(
+        lambda *args: "general", ["a0", "a1"], [Allocated("out", (2,), (1,), torch.int8)], ["out"],
+        [Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3, 7,
         {"empty": driver.empty, "stream": driver.current}))
 
     out = run(x, y)
@@ -168,7 +168,7 @@ def test_several_launches(driver: Driver) -> None:
     on."""
     x, y = tensors()
     begins_early = device._attribute(device._PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    second = native.Launched(77, 3, 1, 32, 0, Params(FIELDS), (
+    second = Launched(77, 3, 1, 32, 0, Params(FIELDS), (
         "p_total + 48", "out.data_ptr()", "p_a1", "total.data_ptr()", "a3", "a2", 78), 2, begins_early)
     run = settled(driver, returned=("out",), more=(second,))
 
@@ -196,11 +196,10 @@ def test_where_values_stand() -> None:
 
 def test_a_later_output_may_have_the_name_of_an_earlier_one(driver: Driver) -> None:
     params = Params(FIELDS[:2])
-    parts = [native.Allocated("partials", (size,), (1,), torch.float32) for size in (8, 16)]
-    launches = [native.Launched(k, 1, 1, 32, 0, params, ("p_a0", "p_partials"), k) for k in (1, 2)]
-    run = native.settled(native.Plan(lambda *args: "general", ["a0"], parts, [], launches, 3, 7,
-                                     {"empty": driver.empty, "stream": driver.current,
-                                      "scratch": driver.scratch}))
+    parts = [Allocated("partials", (size,), (1,), torch.float32) for size in (8, 16)]
+    launches = [Launched(k, 1, 1, 32, 0, params, ("p_a0", "p_partials"), k) for k in (1, 2)]
+    run = native.settled(Plan(lambda *args: "general", ["a0"], parts, [], launches, 3, 7,
+                              {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}))
 
     assert run(torch.randn(4)) == ()
     assert len({parameters[1] for *_, parameters in driver.launches}) == 2
@@ -238,7 +237,7 @@ def test_blocks_count_themselves_in_memory_of_the_stream(driver: Driver, monkeyp
     monkeypatch.setattr(native.arrivals, "of_stream", lambda device, stream: 1000 * device + stream)
     args: tuple[Any, ...] = (*tensors(), 1.0, 1.0)
     driver.stream = 64
-    run = settled(driver, (*PACKED[:6], native.ARRIVED.format(device=3)))
+    run = settled(driver, (*PACKED[:6], ARRIVED.format(device=3)))
 
     run(*args)
     driver.stream = 0

@@ -461,7 +461,7 @@ def test_numpy():
 @pytest.mark.gpu
 def test_cupy():
     cupy = pytest.importorskip("cupy")
-    x = cupy.random.standard_normal((4, 6))
+    x = cupy.random.RandomState(0).standard_normal((4, 6))
     y = frt.softmax(x, 0, mask=x > -1)
     assert isinstance(y, cupy.ndarray)
     e = cupy.exp(x) * (x > -1)

@@ -13,6 +13,7 @@ import torch
 
 from fusionrt.cpu import pages, team
 from fusionrt.runtime import llvm, native, source
+from fusionrt.runtime.plan import Allocated, Launched, Plan
 
 if TYPE_CHECKING:
     from fusionrt.cpu.calling import Division, Memory
@@ -46,13 +47,13 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
         integers[drawn_at:drawn_at + 2] = native.SEED, native.OFFSET
     formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)
     params = source.Params([source.Field("", format) for format in formats])
-    allocated = [native.Allocated(name, r.shape, r.strides, r.dtype) for name, r in results.items()]
-    allocated += [native.Allocated(m.name, (m.size * (division.tasks if m.each else 1),), (1,), m.dtype)
+    allocated = [Allocated(name, r.shape, r.strides, r.dtype) for name, r in results.items()]
+    allocated += [Allocated(m.name, (m.size * (division.tasks if m.each else 1),), (1,), m.dtype)
                   for m in of_kernel]
     job = _job(division)
-    launched = native.Launched(ctypes.addressof(job), 0, 0, 0, 0, params,
-                               [*pointers, *integers, *numbers], len(allocated), owned=job)
-    return native.settled(native.Plan(
+    launched = Launched(ctypes.addressof(job), 0, 0, 0, 0, params, [*pointers, *integers, *numbers],
+                        len(allocated), owned=job)
+    return native.settled(Plan(
         general, arguments, allocated, list(results), [launched], 0, threading.get_ident(),
         {"empty": pages.empty_strided}, still=(torch.get_num_threads, now) if division.is_parallel else None,
         driver=(_run(), None)))

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
 import struct
 import time
@@ -377,7 +376,7 @@ def _publish(home: _Home, key: str, blob: bytes) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     home.path.mkdir(mode=0o700 if home.is_private else 0o777, parents=True, exist_ok=True)
     # Not tempfile.mkstemp: always 0600, so what root bakes into an image nobody else can read.
-    temporary = home.path / f"{key}.{secrets.token_hex(8)}.tmp"
+    temporary = home.path / f"{key}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     descriptor = os.open(temporary, flags, 0o600 if home.is_private else 0o666)
     try:
@@ -408,7 +407,7 @@ def _remove(path: Path) -> None:
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     elif any(path.iterdir()):
-        path.rename(path.with_name(f"{path.name}.{secrets.token_hex(8)}.kept"))
+        path.rename(path.with_name(f"{path.name}.{os.urandom(8).hex()}.kept"))
     else:
         path.rmdir()
 

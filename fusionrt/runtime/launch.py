@@ -19,22 +19,11 @@ import torch
 from fusionrt import random, settling
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Output, Problem
-from fusionrt.runtime import (
-    accumulators,
-    arrivals,
-    native,
-    planes,
-    pointwise,
-    resident,
-    row_choice,
-    row_layout,
-    row_operands,
-    scratch,
-)
+from fusionrt.runtime import accumulators, arrivals, pointwise, scratch
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime import rows as row_kernels
 from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Launch, split
+from fusionrt.runtime.plan import ARRIVED, RANDOM, Allocated, Launched, Plan
 from fusionrt.runtime.source import Specialisation
 from fusionrt.texts import Lines
 
@@ -70,20 +59,20 @@ class Text(Lines):
         if cuda.device_count() > 1:
             self.scope |= {"current": cuda.current, "elsewhere": _elsewhere}
         self.depends = cuda.has_dependent_launches(call.device)
-        self.allocated: list[native.Allocated] = []
-        self.launched: list[native.Launched] = []
+        self.allocated: list[Allocated] = []
+        self.launched: list[Launched] = []
         self.is_launches_alone = True  # beside allocations there is nothing more to do
 
     def allocate(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
                  ) -> None:
-        self.allocated.append(native.Allocated(name, shape, strides, dtype))
+        self.allocated.append(Allocated(name, shape, strides, dtype))
         known = map(self.name, (tuple(shape), tuple(strides), dtype))
         self.lines.append(f"{name} = empty({', '.join(known)})")
 
     def arrived(self) -> dict[str, str]:
         """Where the blocks of a launch count themselves."""
         self.scope["counter"] = arrivals.counter
-        return {"arrived": native.ARRIVED.format(device=self.call.device)}
+        return {"arrived": ARRIVED.format(device=self.call.device)}
 
     def launch(self, source: Specialisation, grid: int, block: int, values: Mapping[str, str | float],
                shared: int = 0, cluster: int = 1, layers: int = 1, together: bool = False,
@@ -107,7 +96,7 @@ class Text(Lines):
         cuda.allow(function, shared, cluster)
         each = [values.get(v, v) if isinstance(v, str) else v for field in source.values for v in field]
         packed = ", ".join(map(self.spelled, each))
-        launched = native.Launched(function, grid, layers, block, shared, source.params, each,
+        launched = Launched(function, grid, layers, block, shared, source.params, each,
                                    len(self.allocated))
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
@@ -152,17 +141,18 @@ class Text(Lines):
         device = self.call.device
         if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
             return run
-        plan = native.Plan(run, arguments, self.allocated, returned, self.launched, device,
+        plan = Plan(run, arguments, self.allocated, returned, self.launched, device,
                            threading.get_ident(), self.scope,
                            still=(cuda.current, device) if "current" in self.scope else None)
 
-        def on_device(plan: native.Plan) -> Run:
+        def on_device(plan: Plan) -> Run:
+            from fusionrt.runtime import native
             with torch.cuda.device(device):
                 return native.settled(plan)
 
         on = functools.lru_cache(4)(lambda stream: on_device(plan))  # for all who ask
         settling.settles(run, lambda: on(self.scope["stream"](device)))
-        if native.RANDOM in arguments:
+        if RANDOM in arguments:
             settling.settles_drawing(run, lambda drawn, counters: on_device(plan._replace(
                 general=drawn, arguments=arguments[:-1], random=random.taking(device, counters))))
         return run
@@ -185,7 +175,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, Text(call)
     inputs = list(problem.inputs)
     masks = [o.name for o in inputs if o.dtype == MASK]
-    names = [f"a{i}" for i in range(call.n_arguments)] + [native.RANDOM] * problem.draws
+    names = [f"a{i}" for i in range(call.n_arguments)] + [RANDOM] * problem.draws
     for name in masks:
         text.more(f"{name} = rng[2]")
     if problem.then is not None:
@@ -209,10 +199,9 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
             else:
                 text.lines.append(f"{operand.name} = a{result.into}")
                 values[operand.name] = f"p_a{result.into}"
-    if problem.row_dims:
-        _write_rows(text, problem, alignment, values)
-    elif problem.then is not None:
-        _write_joined(text, problem, values)
+    if problem.row_dims or problem.then is not None:
+        from fusionrt.runtime import row_launch  # a dozen modules, for which pointwise ops do not wait
+        row_launch.write(text, problem, alignment, values)
     else:
         # The one that writes full outputs last: they may take the memory of operands.
         for launch in reversed(split(problem)):
@@ -243,7 +232,7 @@ def _write_launch(text: Text, launch: Launch, alignment: int, values: Values) ->
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
     sums = list(zip(reduced, _sum_dtypes(launch), strict=True))
-    _write_sums(text, part, sums, rows, launch.kept, chunks * part.abreast)
+    write_sums(text, part, sums, rows, launch.kept, chunks * part.abreast)
 
 
 def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid: int,
@@ -260,7 +249,7 @@ def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "partials.data_ptr()", **text.arrived()})
 
 
-def _joined(kept: int, chunks: int, alone: bool = False) -> Values:
+def joined(kept: int, chunks: int, alone: bool = False) -> Values:
     return {"chunks": chunks, "kept": kept, "side": accumulators.side(kept, chunks, alone)}
 
 
@@ -278,7 +267,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
         kept, chunks = launch.kept // part.inner, chunks * part.abreast
         each = chunks * part.inner
-        values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": chunks}
+        values = values | {"partials": "partials.data_ptr()", **joined(kept, each), "chunks": chunks}
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
         text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
@@ -288,58 +277,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
             text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
-def _write_joined(text: Text, problem: Problem, values: Values) -> None:
-    """What rows across memory find, what follows from it, and the elements: one launch."""
-    assert problem.then is not None
-    for operand, result in zip((*problem.outputs, *problem.then.outputs), text.call.results, strict=True):
-        text.allocate(operand.name, result.shape, result.strides, result.dtype)
-        values = values | {operand.name: f"{operand.name}.data_ptr()"}
-    values |= {name: values[found] for name, found in problem.found}
-    of_planes = planes.layout(problem)
-    if of_planes is None:
-        _write_resident(text, problem, values)
-        return
-    text.launch(planes.generate(problem), planes.grid(problem, of_planes), of_planes.threads, values,
-                of_planes.part, of_planes.cluster)
-
-
-def _write_resident(text: Text, problem: Problem, values: Values) -> None:
-    made, rows = resident.shape(problem, text.call.device), resident.rows(problem)
-    assert made is not None
-    acc = getattr(torch, problem.acc)
-    n_values = accumulators.n_values(accumulators.groups(problem))
-    text.allocate("partials", (n_values * made.chunks * rows.kept,), (1,), acc)
-    values |= {"partials": "partials.data_ptr()", "chunks": made.chunks, "side": made.side,
-               "packs_kept": made.packs, **text.arrived()}
-    text.launch(resident.generate(problem), made.grid, REDUCE_BLOCK, values, made.shared,
-                together=True)
-
-
-def _write_rows(text: Text, problem: Problem, alignment: int, values: Values) -> None:
-    device = text.call.device
-    layout = row_choice.layout(problem, alignment, cuda.has_clusters(device))
-    source, shared = row_kernels.generate(problem, alignment), row_layout.shared_bytes(problem, layout)
-    at_a_time = text.at_a_time(source, layout.block, layout.blocks, shared, layout.cluster)
-    blocks = row_layout.grid(problem, layout, at_a_time)
-    values |= {"span": row_layout.span(problem, layout),
-               "early": int(row_layout.lets_next_begin(problem, layout)),
-               "ahead": row_layout.rows_ahead(layout, blocks if layout.persistent else at_a_time)}
-    values |= text.arrived()
-    summed = problem.summed
-    of_segments = row_operands.segments(problem)
-    kept, chunks = row_operands.columns(problem), blocks
-    if of_segments is not None:
-        kept, chunks = of_segments.kept, layout.cluster * of_segments.repeats
-        values["segments"] = of_segments.each
-    if summed:
-        text.allocate("partials", (len(summed) * chunks * kept,), (1,), getattr(torch, problem.acc))
-        text.lines.append("p_partials = partials.data_ptr()")
-        values |= {"partials": "p_partials", "chunks": chunks}
-    text.launch(source, blocks * layout.blocks_a_row, layout.block, values, shared, layout.cluster)
-    _write_sums(text, problem, [(k, problem.outputs[k].dtype) for k in summed], None, kept, chunks)
-
-
-def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
+def write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
                 kept: int, chunks: int) -> None:
     """Add the partial sums of outputs (place, dtype), of each `kept` in `chunks`. Their memory has the order
     of the walk until the last lines."""
@@ -349,7 +287,7 @@ def _write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows
         outs: Values = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), 0)
         for n, k in enumerate(group):
             outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
-        values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks, alone)
+        values = outs | {"partials": f"p_partials + {before * size}"} | joined(kept, chunks, alone)
         text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks, alone),
                     accumulators.BLOCK, values, layers=len(group), waits=True)
         before += len(group)
@@ -389,13 +327,9 @@ def _finish_sum(text: Text, part: Problem, k: int, rows: Reduction | None) -> No
 
 def sources(problem: Problem) -> list[Specialisation]:
     """All that a call on 16-byte aligned tensors compiles."""
-    if problem.then is not None:
-        joined = resident if planes.layout(problem) is None else planes
-        return [joined.generate(problem)]
-    if problem.row_dims:
-        sums = [o.dtype for o in problem.sums]
-        return [row_kernels.generate(problem, 16),
-                *(pointwise.generate_sum(problem, dtype) for dtype in dict.fromkeys(sums))]
+    if problem.row_dims or problem.then is not None:
+        from fusionrt.runtime import row_launch
+        return row_launch.sources(problem)
     made = []
     for launch in split(problem):
         part = launch.problem

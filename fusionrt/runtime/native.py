@@ -12,19 +12,15 @@ import ctypes
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
-from fusionrt.random import Taking
-from fusionrt.runtime import arrivals, binding, llvm, scratch, source
+from fusionrt.runtime import arrivals, binding, llvm, scratch
+from fusionrt.runtime.plan import ARRIVED, RANDOM, Launched, Plan
 
 OUTPUTS = 8
 MOST_BYTES = 4096  # of the parameters of all launches
-RANDOM = "rng"  # the last argument, where there is one: seed, offset, and None, as only captures have a state
-SEED, OFFSET, STATE = "rng[0]", "rng[1]", "state"  # of parameters
-ARRIVED = "counter({device}, at)"  # where blocks count themselves, which belongs to a stream
+SEED, OFFSET, STATE = f"{RANDOM}[0]", f"{RANDOM}[1]", "state"  # of parameters
 _ADDRESS = re.compile(r"(?:p_(\w+)|(\w+)\.data_ptr\(\))(?: \+ (\d+))?")
 _log = logging.getLogger(__name__)
 
@@ -48,47 +44,6 @@ _Plan = _struct(
     launches=_address, parameters=_address, n_bytes=_u64, n_returned=_u64, acquire=_object, release=_object,
     get_offset=_object, set_offset=_object, initial_seed=_object, step=_u64, has_stream=_u64,
     own_stream=_u64, asked=_object, answer=_u64, random=_i64, none=_object)
-
-
-class Allocated(NamedTuple):
-    """An output, as `empty_strided` makes it."""
-
-    name: str
-    shape: Sequence[int]
-    strides: Sequence[int]
-    dtype: torch.dtype
-
-
-class Launched(NamedTuple):
-    """A kernel, and its parameters: numbers, or as Python text the addresses of inputs (p_ and the argument's
-    name) and of outputs, and arguments that are numbers."""
-
-    kernel: int
-    grid: int
-    layers: int
-    block: int
-    shared: int
-    params: source.Params
-    packed: Sequence[str | float]
-    n_allocated: int       # outputs that there were by then: a later one may have the name of one of these
-    attribute: Any = None  # of the launch: a CUlaunchAttribute of ctypes
-    owned: Any = None      # the kernel, if nobody else owns it
-
-
-class Plan(NamedTuple):
-    """`general` does the same in Python, and whatever else there is to do."""
-
-    general: Callable[..., Any]
-    arguments: Sequence[str]
-    outputs: Sequence[Allocated]
-    returned: Sequence[str]  # the others are for the kernels alone
-    launched: Sequence[Launched]
-    device: int
-    thread: int  # that it belongs to
-    functions: Mapping[str, Any]  # empty; stream, scratch
-    random: Taking | None = None  # for RANDOM, if that is no argument
-    still: tuple[Callable[[], int], int] | None = None  # what must be so in each call
-    driver: tuple[int | None, int | None] | None = None  # launches, tells of captures; None: CUDA's
 
 
 class _Parameters:
