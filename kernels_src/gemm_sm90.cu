@@ -259,7 +259,6 @@ __device__ __forceinline__ void compute_tiles(const Params& p, unsigned group, u
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLOCK, 1)
 gemm_sm90(const __grid_constant__ Params p) {
-    wait_for_kernel_before();
     const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES + WARPS * DEPTH; ++i)  // full, empty, loaded
@@ -268,6 +267,7 @@ gemm_sm90(const __grid_constant__ Params p) {
     }
     if constexpr (CLUSTER > 1) arrive_in_cluster(), wait_for_cluster();
     else __syncthreads();
+    wait_for_kernel_before();
 
     const unsigned group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one number for a warp
     if (group == GROUPS) {

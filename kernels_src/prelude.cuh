@@ -106,6 +106,10 @@ __device__ __forceinline__ void next_may_begin() {
 }
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
+    if constexpr (READS_FIRST) {
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        return;
+    }
     // A loop of one turn: within a basic block ptxas moved what is loaded by the read-only path to before the wait.
     asm volatile("" ::"r"(threadIdx.x), "r"(blockIdx.x));  // which then have been read
     int blocks;
@@ -126,13 +130,19 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Through the read-only path: outputs are always fresh memory. No cache hints but that of `load_of_line`: none
-// gained anything over plain accesses, and variants with L1::no_allocate were at times 5 to 7 % slower.
+// Through the read-only path, so that ptxas may move them over stores: outputs are always fresh memory. A kernel that
+// reads first needs neither that nor the loop of `wait_for_kernel_before`, a twentieth of a small one's time. No cache
+// hints but that of `load_of_line`: none gained anything over plain accesses, and variants with L1::no_allocate were at
+// times 5 to 7 % slower.
 template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
     unsigned* w = static_cast<unsigned*>(to);
     if constexpr (BYTES > 16) {
         load_bytes<16>(from, to);
         load_bytes<BYTES - 16>(static_cast<const char*>(from) + 16, static_cast<char*>(to) + 16);
+    } else if constexpr (READS_FIRST && BYTES >= 4) {
+        *static_cast<Pack<unsigned, BYTES / 4>*>(to) = *static_cast<const Pack<unsigned, BYTES / 4>*>(from);
+    } else if constexpr (READS_FIRST) {
+        *static_cast<Pack<unsigned char, BYTES>*>(to) = *static_cast<const Pack<unsigned char, BYTES>*>(from);
     } else if constexpr (BYTES == 16) {
         asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(from));
@@ -153,7 +163,10 @@ template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from
 // reads 128 bytes where memory gives 256 (int8 beside float32 results: 83.1 to 82.8 of 80.5 us that a copy takes).
 template <int BYTES> __device__ __forceinline__ void load_of_line(const void* from, void* to) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (BYTES == 4) {
+    if constexpr (READS_FIRST) {
+        load_bytes<BYTES>(from, to);
+        return;
+    } else if constexpr (BYTES == 4) {
         asm volatile("ld.global.nc.L2::256B.u32 %0, [%1];" : "=r"(*static_cast<unsigned*>(to)) : "l"(from));
         return;
     } else if constexpr (BYTES == 2) {

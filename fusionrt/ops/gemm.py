@@ -240,4 +240,5 @@ def _kernel(kind: Kind) -> Kernel:
         f"constexpr bool TOGETHER = {str(tile.together).lower()};",
         *kind.layer.constants(), *multiply(kind.layer.dtype, tile.columns)]
     return Kernel("linear_activation", "gemm_sm90", fields, constants,
-                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1))
+                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1),
+                  reads_first=True)

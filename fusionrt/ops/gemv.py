@@ -92,4 +92,4 @@ def _kernel(kind: Kind) -> Kernel:
         f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
         *kind.layer.constants()]
     return Kernel("linear_activation", "gemv", fields, constants,
-                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=BLOCK)
+                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=BLOCK, reads_first=True)

@@ -18,7 +18,7 @@ class Kernel:
 
     The template's entry is `stem` and takes `Params`, whose members are `fields`, 8-byte ones first.
     `constants` are the lines that this specialisation puts before it; BLOCK, the threads of a block, is one.
-    `cluster`: blocks of a cluster, where the template declares them.
+    `cluster`: blocks of a cluster, where the template declares them. `reads_first`: see `source.arithmetic`.
 
         scale = Kernel("scale", "scale", [pointer("float32_t", "x", const=False), Field("float by", "f")])
         scale(x.device, -(-x.numel() // scale.block), x.data_ptr(), 2.0)
@@ -26,10 +26,10 @@ class Kernel:
 
     def __init__(self, name: str, stem: str, fields: Sequence[Field], constants: Sequence[str] = (), *,
                  acc: str = "float32", significant_bits: int = 24, block: int = 256,
-                 cluster: int = 1) -> None:
+                 cluster: int = 1, reads_first: bool = False) -> None:
         self.name, self.stem, self.block, self.params = name, stem, block, Params(fields)
         self.cluster = cluster
-        self.text = assemble(stem, arithmetic(acc, significant_bits), [
+        self.text = assemble(stem, arithmetic(acc, significant_bits, reads_first), [
             f"constexpr int BLOCK = {block};", *constants, self.params.declaration])
         self._functions: dict[tuple[int, int], int] = {}
 

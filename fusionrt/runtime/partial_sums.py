@@ -29,4 +29,5 @@ def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int
 def _kernel(op: str, acc: str, out: str) -> Kernel:
     return Kernel(op, "sum_partials", accumulators.sum_fields("acc_t", "out_t"),
                   ["using index_t = unsigned long long;", f"using out_t = {out}_t;"],
-                  block=accumulators.BLOCK, acc=acc, significant_bits=SIGNIFICANT_BITS[out])
+                  block=accumulators.BLOCK, acc=acc, significant_bits=SIGNIFICANT_BITS[out],
+                  reads_first=True)

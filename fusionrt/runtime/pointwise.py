@@ -42,6 +42,7 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 # Blocks that stay, where they leave many rows of partial sums, or read bits; up to so many side by side.
 STAYING_BLOCKS, STAYING_TILES, STAYING_TILES_OF_MASKS = MULTIPROCESSORS * 3, 15, 64
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
+READ_FIRST = 3   # operands, at most: of more, batch norm's gradient spilled registers
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 MISALIGNED_WORDS = 16  # of operands, where vectors are narrow
 ALONE, ALONE_THREADS = 64, 1 << 16  # rows that a thread has, at most; threads that are enough then
@@ -214,7 +215,8 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
 
 def _generated(problem: Problem, alignment: int, rows: Reduction | None = None) -> Specialisation:
     stem, lines, params, values = body(problem, alignment, rows)
-    text = assemble(stem, arithmetic(problem.acc, problem.significant_bits), lines)
+    reads_first = stem == "pointwise" and len(problem.inputs) <= READ_FIRST
+    text = assemble(stem, arithmetic(problem.acc, problem.significant_bits, reads_first), lines)
     return Specialisation(text, stem, params, values)
 
 
@@ -556,7 +558,7 @@ def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -
 def generate_sum(problem: Problem, out_dtype: str) -> Specialisation:
     """The kernel that adds the partial sums of reduced outputs of one dtype."""
     params = Params(accumulators.sum_fields(f"{problem.acc}_t", f"{out_dtype}_t"))
-    text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits), [
+    text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits, reads_first=True), [
         "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
         f"constexpr int BLOCK = {accumulators.BLOCK};"])
     outs = tuple(f"out{k}" for k in range(accumulators.SUMS))
@@ -567,5 +569,5 @@ def generate_sum(problem: Problem, out_dtype: str) -> Specialisation:
 def generate_join(problem: Problem) -> Specialisation:
     """The kernel that joins partial values and computes all outputs of rows that lie across memory."""
     params, values, text = accumulators.joining(problem)
-    constants = arithmetic(problem.acc, problem.significant_bits)
+    constants = arithmetic(problem.acc, problem.significant_bits, reads_first=True)
     return Specialisation(assemble("join_partials", constants, text), "join_partials", params, values)

@@ -127,9 +127,18 @@ class Text:
     def _is_wide(self) -> bool:
         return self.problem.domain.numel >= INDEX_LIMIT
 
+    @property
+    def _reads_first(self) -> bool:
+        """Few rows take 2 to 5 % less so; with a weight and a bias 2 to 7 % more in float32, ragged ones 2 %
+        more, at most a quarter."""
+        layouts = [layout(self.problem, self.alignment, clusters) for clusters in (True, False)]
+        return (all(made.kind == "registers" and not made.persistent for made in layouts)
+                and len(weights(self.problem)) < 2 and not self.ragged)
+
     def _written(self, params: Params, constants: Sequence[str]) -> str:
         moments = any(f.kind == "moments" for f in self.first)
-        return assemble("rows", arithmetic(self.problem.acc, self.problem.significant_bits), [
+        of_prelude = arithmetic(self.problem.acc, self.problem.significant_bits, self._reads_first)
+        return assemble("rows", of_prelude, [
             f"using column_t = {self.of_columns.index_t};",
             f"using index_t = {'unsigned long long' if self._is_wide else 'unsigned'};", params.declaration,
             f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
