@@ -13,6 +13,11 @@ def as_float(op: str, name: str, value: Any) -> float:
             return float(value)
         except OverflowError:
             raise ValueError(f"{op}: {name} must be a number that float64 has, got one beyond it") from None
+        except (TypeError, ValueError, RuntimeError):  # in the words of a tensor, of several elements
+            if not hasattr(value, "shape"):
+                raise
+            raise TypeError(f"{op}: {name} must be a number, got a {type(value).__name__} of shape "
+                            f"{tuple(value.shape)}") from None
     raise TypeError(f"{op}: {name} must be a number, got {value!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,11 @@ Run = Callable[..., Any]
 
 def is_on(device: torch.device) -> bool:
     return device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type)
+
+
+def off(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For what computes with operands that were cast."""
+    return torch.autocast(device.type, enabled=False) if is_on(device) else contextlib.nullcontext()
 
 
 def cast(first: torch.Tensor, *more: Any) -> tuple[Any, ...]:

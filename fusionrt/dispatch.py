@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
-from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, keep_other
+from fusionrt.array import check_dense
+from fusionrt.sites import ASKED_NOTHING, EQUAL, NUMBERS, Sites, Way, alike, keep_other
 from fusionrt.texts import compiled
 from fusionrt.watching import dispatch_modes
 
@@ -105,10 +106,14 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
         _frt_known = False
     if _frt_known:
         return _frt_way.run({', '.join(tensors)})
-    _frt_sites.last = None
-    _frt_result = _frt_general({passed})
-    if _frt_sites.last:
-        _frt_remember([{', '.join(tensors)}], [{', '.join(options)}], *_frt_sites.last)
+    _frt_refuse_nested({', '.join(tensors)})
+    _frt_outer, _frt_sites.last = _frt_sites.last, _frt_asked_nothing
+    try:
+        _frt_result = _frt_general({passed})
+    finally:
+        _frt_asked, _frt_sites.last = _frt_sites.last, _frt_outer
+    if _frt_asked:
+        _frt_remember([{', '.join(tensors)}], [{', '.join(options)}], *_frt_asked)
     return _frt_result
 """
 
@@ -121,8 +126,15 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
             keep_other(vars(local).setdefault("others", {}), alike(tensors[0]), local.last)
 
+    def refuse_nested(*given: Any) -> None:
+        """Which has no sizes to look for; sparse ones are for the op to refuse."""
+        for name, tensor in zip(tensors, given, strict=True):
+            if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+                check_dense(public.__name__, name, tensor)
+
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
-             "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints}
+             "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints,
+             "_frt_refuse_nested": refuse_nested, "_frt_asked_nothing": ASKED_NOTHING}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
@@ -149,12 +161,14 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     assert operator.entry_tensors is not None
     each = list(zip(given, operator.entry_tensors, strict=True))
     tensors = [text for text, is_tensor in each if is_tensor]
-    numbers = dict.fromkeys(name for text, is_tensor in each if not is_tensor
-                            for name in compile(text, "<given>", "eval").co_names)
+    # Of each number what type it may have: truth values are not to be others.
+    numbers = {name: "_frt_bool" if f"a{k}" in operator.flags else "_frt_numbers"
+               for k, (text, is_tensor) in enumerate(each) if not is_tensor
+               for name in compile(text, "<given>", "eval").co_names}
     # Of a strided nested tensor the guard asks for sizes that it has not, which ends the process.
     dense = [f"not {text}.is_nested" for text in tensors]
-    known = [*(f"_frt_type({n}) in _frt_numbers" for n in numbers), *filter(None, [condition]), *dense,
-             f"_frt_check({', '.join(tensors)})"]
+    of_numbers = [f"_frt_type({name}) in {types}" for name, types in numbers.items()]
+    known = [*of_numbers, *filter(None, [condition]), *dense, f"_frt_check({', '.join(tensors)})"]
     fits = f"{of_all} if _frt_all else {' and '.join(known)}"
     other = f"""
         if not _frt_known and not {tensors[0]}.is_nested:
@@ -171,7 +185,8 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
     return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
 """
     return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
-                                         "_frt_local": operator.local, "_frt_numbers": NUMBERS})
+                                         "_frt_local": operator.local, "_frt_numbers": NUMBERS,
+                                         "_frt_bool": (bool,)})
 
 
 def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: Mapping[str, Any]) -> Run:

@@ -19,6 +19,8 @@ KEPT = 1024  # kinds of calls
 NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
+ASKED_NOTHING: tuple[()] = ()  # yet
+
 
 # Of a tensor: by which the kinds of calls of a model that differ in their first one are told apart.
 alike = operator.attrgetter("shape", "dtype", "requires_grad")
@@ -43,7 +45,9 @@ class Sites(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, dict[Any, Way]] = {}
         self.numbers: dict[Any, Any] = {}
-        self.last: tuple[Way, list[int]] | None = None  # that was asked for, for which tensors
+        # What the innermost `dispatch.front` asked for first, and for which tensors: a hook, a finalizer that
+        # it runs may ask again. None: there is none, or it is not to know.
+        self.last: tuple[Way, list[int]] | tuple[()] | None = None
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
@@ -53,8 +57,12 @@ class Sites(threading.local):
         except (KeyError, TypeError, AttributeError, RuntimeError):  # also of what is no tensor, or nested
             return None
         way.run = settle(way.run) or way.run
-        self.last = way, list(map(id, tensors))
+        self._tell(way, tensors)
         return way.run
+
+    def _tell(self, way: Way, tensors: Sequence[Any]) -> None:
+        if self.last is ASKED_NOTHING:
+            self.last = way, list(map(id, tensors))
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
@@ -62,7 +70,7 @@ class Sites(threading.local):
                 self.known.clear()
             way = Way(guard_all(guard(*[t for t in tensors if t is not None]), tensors), run)
             keep_other(self.known.setdefault((key, torch.is_grad_enabled()), {}), alike(tensors[0]), way)
-            self.last = way, list(map(id, tensors))
+            self._tell(way, tensors)
         return run
 
     def are_as_before(self, kind: tuple[Any, ...], *numbers: Any) -> bool:

@@ -200,7 +200,7 @@ class Taped(Replay):
     def _other_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
         device = grads[0].device
         if autocast.is_on(device):  # to a dtype that guards do not know; what is saved was cast
-            with torch.autocast(device.type, enabled=False):
+            with autocast.off(device):
                 return self._other_pass(ctx, saved, grads)
         if torch.is_grad_enabled() or is_watched() or is_batched(*grads):
             return self.written.again(ctx, saved, *grads)

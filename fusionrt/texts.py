@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from types import CodeType
 from typing import Any
 
+Run = Callable[..., Any]
 _KEPT = 256
 
 
@@ -55,9 +56,17 @@ class Lines:
         address, plus, added = value.partition(" + ")
         return f"{address} + {self.name(int(added))}" if plus else value
 
-    def function(self, parameters: Sequence[str], *before: str) -> Callable[..., Any]:
-        """`before`: lines that come first."""
-        text = "\n    ".join([f"def run({', '.join(parameters)}):", *before, *self.lines])
+    def function(self, parameters: Sequence[str], *before: str, another: Callable[[], Run] | None = None
+                 ) -> Run:
+        """`before`: lines that come first. `another`: of what has memory of its own, makes one that does the
+        same, as a finalizer or a signal's handler may call this one while it runs."""
+        lines = self.lines
+        if another is not None:
+            self.scope |= {"is_running": False, "another": another}
+            lines = ["global is_running", f"if is_running: return another()({', '.join(parameters)})",
+                     "is_running = True", "try:", *(f"    {line}" for line in lines),
+                     "finally: is_running = False"]
+        text = "\n    ".join([f"def run({', '.join(parameters)}):", *before, *lines])
         exec(compiled(text), self.scope)
-        made: Callable[..., Any] = self.scope["run"]
+        made: Run = self.scope["run"]
         return made

@@ -433,6 +433,59 @@ def test_numbers_in_tensors_are_read_at_each_call(option, device):
                 frt.attention(*operands, **{option: number.clone().requires_grad_()})
 
 
+@pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=str)
+@pytest.mark.parametrize("mask_dtype", [F32, F64, BF16, F16], ids=str)
+def test_masks_and_slopes_of_another_dtype(dtype, mask_dtype, device):
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 2, 5, 8, device=device, dtype=dtype).unbind())
+    mask = torch.randn(5, 5, device=device).to(mask_dtype)
+    mask[0, 1:3] = -math.inf
+    slopes = torch.tensor([0.5, 0.25], device=device, dtype=mask_dtype)
+    for options in ({"mask": mask}, {"mask": mask, "window": (1, 1)}, {"alibi_slopes": slopes},
+                    {"mask": mask, "causal": True}):
+        found = frt.attention(q, k, v, **options)
+        exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        same = {name: t.double() if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+        wanted = frt.attention.reference(*exact, **same)
+        assert found.dtype == dtype
+        tolerance = {F64: 1e-12, F32: 1e-5, F16: 4e-3, BF16: 3e-2}[dtype]
+        assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+        grads = torch.autograd.grad(found.sum(), (q, k, v))
+        theirs = torch.autograd.grad(wanted.sum(), exact)
+        assert_close([g.double() for g in grads], list(theirs), rtol=8 * tolerance, atol=8 * tolerance)
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap", "window"])
+def test_numbers_of_numpys_are_read_at_each_call(option, device):
+    np = pytest.importorskip("numpy")
+    q, k, v = torch.randn(3, 1, 2, 5, 8, device=device).unbind()
+    number = np.array(1) if option == "window" else np.array(0.5)
+    for value in (1, 2):
+        number[...] = value
+        given = np.int64(value) if option == "window" else number
+        expected = frt.attention(q, k, v, **{option: value})
+        assert_close(frt.attention(q, k, v, **{option: given}), expected)
+        assert_close(frt.attention(q, k, v, **{option: value}), expected)
+    frt.attention(q, k, v, window=(1, 2))
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scales_that_are_not_positive(scale, dtype, device):
+    q, k, v = torch.randn(3, 1, 2, 5, 8, device=device, dtype=dtype).unbind()
+    for causal in (False, True):
+        wanted = frt.attention.reference(q.double(), k.double(), v.double(), causal=causal, scale=scale)
+        found = frt.attention(q, k, v, causal=causal, scale=scale)
+        assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_to_another_dtype_than_before(device):
+    q = torch.randn(1, 2, 5, 8, device=device, dtype=BF16)
+    for _ in range(2):
+        for dtype in (BF16, F16):
+            with torch.autocast(device, dtype=dtype):
+                assert frt.attention(q, q, q, window=2).dtype == dtype
+
+
 @pytest.mark.parametrize("args, options, error, text", REFUSED, ids=[text[:40] for *_, text in REFUSED])
 def test_errors(args, options, error, text):
     with pytest.raises(error, match=text):

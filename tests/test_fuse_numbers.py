@@ -163,3 +163,17 @@ def test_names_of_other_alphabets():
     x = torch.randn(3, 4)
     torch.testing.assert_close(torch.func.vmap(größe)(x, x), x * x)
     torch.testing.assert_close(torch.func.grad(lambda v: größe(v, v).sum())(x), 2 * x)
+
+
+def test_a_number_in_the_place_of_a_truth_value_is_refused_each_time(device):
+    @frt.fuse
+    def gated(x, flag=True):
+        return frt.where(flag & (x > 0), x, 0)
+
+    x = torch.randn(5, device=device)
+    for _ in range(3):
+        assert_close(gated(x, True), x.relu())
+        assert not gated(x, False).any()
+        for wrong in (2, 0.5):
+            with pytest.raises(TypeError, match=r"gated: flag is joined by &.*: it must be bool"):
+                gated(x, wrong)

@@ -137,6 +137,20 @@ def test_autocast(device):
         assert (ours - torchs).norm() <= 1e-2 * torchs.norm()
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_backward_pass_under_autocast(reduction, device):
+    """Which had not been on before."""
+    hidden, weight, target, bias = operands(F32, device)
+    for operand in (hidden, weight, bias):
+        operand.requires_grad_()
+    loss = frt.linear_cross_entropy(hidden, weight, target, bias, reduction=reduction).sum()
+    expected = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=reduction == "none")
+    loss = frt.linear_cross_entropy(hidden, weight, target, bias, reduction=reduction).sum()
+    with torch.autocast(device, dtype=BF16):
+        found = torch.autograd.grad(loss, (hidden, weight, bias))
+    torch.testing.assert_close(found, expected)
+
+
 def test_no_rows_and_all_ignored(device):
     hidden, weight, target, bias = operands(F32, device)
     assert frt.linear_cross_entropy(hidden[:0], weight, target[:0], bias).isnan()

@@ -8,6 +8,30 @@ import fusionrt.optim as optim
 from fusionrt.optim import SGD, Adam, AdamW, Lion
 
 
+@pytest.mark.parametrize(("option", "value", "text"), [
+    ("lr", None, "Adam: lr must be a number, got None"),
+    ("lr", "0.1", "Adam: lr must be a number, got '0.1'"),
+    ("lr", torch.ones(2), "Adam: lr must be a number or a tensor of one element"),
+    ("eps", "a", "Adam: eps must be a number, got 'a'"), ("betas", None, "Adam: betas must be two numbers"),
+    ("betas", (1.5, 0.9), r"Adam: betas\[0\] must be in \[0, 1\), got 1.5"),
+    ("clip_grad_norm", -1.0, "Adam: clip_grad_norm must be positive, got -1.0")])
+def test_what_is_put_into_a_group_later(option, value, text):
+    """Nothing is written, in other groups neither."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = Adam([{"params": [param]} for param in params])
+    for param in params:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    kept, optimizer.param_groups[1][option] = optimizer.param_groups[1][option], value
+    with pytest.raises((TypeError, ValueError), match=text):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    optimizer.param_groups[1][option] = kept
+    optimizer.step()
+    assert not any(map(torch.equal, params, before))
+
+
 def test_errors():
     param = torch.nn.Parameter(torch.zeros(3, 4))
     for error, text, call in [
@@ -29,6 +53,10 @@ def test_errors():
          lambda: AdamW([param], clip_grad_norm=0)),
         (ValueError, "AdamW: state_dtype must be None",
          lambda: AdamW([{"params": [param], "state_dtype": 8}])),
+        (TypeError, r"ema_update_: decay must be a number, got a Tensor of shape \(2,\)",
+         lambda: optim.ema_update_([], [], torch.ones(2))),
+        (TypeError, "get_ema_multi_avg_fn: decay must be a number, got 'x'",
+         lambda: optim.get_ema_multi_avg_fn("x")),
         (ValueError, "ema_update_: decay must be in", lambda: optim.ema_update_([], [], 2.0)),
         (TypeError, "ema_update_: the value of pair 0 must be a tensor, got list",
          lambda: optim.ema_update_([torch.zeros(1)], [[1.0]], 0.5)),

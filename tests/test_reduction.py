@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checking import BF16, DTYPES, F32, assert_as_accurate, assert_same_bits, check, evaluate, lost, make
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusionrt as frt
 from fusionrt import stages
@@ -560,3 +561,20 @@ def test_extremes_of_functions_of_16_bits(function, op, dim, device):
         frt.row_reduce(leaf, dim, function, op).sum().backward()
         grads.append(leaf.grad.float())
     torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("op", ["argmax", "argmin"])
+def test_positions_that_a_tracer_saw(op, device):
+    """What it made of them is no other call's."""
+    of = getattr(frt, op)
+
+    def fake(x):
+        with FakeTensorMode() as mode:
+            of(mode.from_tensor(x), -1)
+
+    for n, watch in enumerate((
+            fake, lambda x: torch.func.grad(lambda x: (x * of(x, -1, keepdim=True)).sum())(x),
+            lambda x: torch.inference_mode()(of)(x, -1))):
+        x = torch.randn(4, 1041 + n, device=device)
+        watch(x)
+        assert torch.equal(of(x, -1), getattr(x, op)(-1))

@@ -302,6 +302,17 @@ def test_what_requires_no_gradient_does_not_come_to_in_place(compiled, device):
     torch.testing.assert_close(torch.autograd.grad(found[0], q, g), (expected,))
 
 
+@pytest.mark.parametrize("of", [0, 1])
+def test_what_requires_no_gradient_does_not_come_to(of, device):
+    given = [torch.randn(1, 5, 2, 8, device=device) for _ in range(2)]
+    expected = frt.rotary_embedding(*given)
+    given[of].requires_grad_()
+    for _ in range(3):
+        found = frt.rotary_embedding(*given)
+        assert [t.requires_grad for t in found] == [k == of for k in range(2)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_in_place_needs_elements_apart():
     q, _ = queries()
     with pytest.raises(ValueError, match="inplace needs a q whose elements lie apart in memory"):

@@ -104,6 +104,27 @@ def test_other_calls_in_between(op, calls, x):
                 assert_close(op(x, *args, **options), first, rtol=0, atol=0)
 
 
+def test_a_class_to_ignore_is_an_integer_each_time(x):
+    target = torch.arange(ROWS, device=x.device)
+    for _ in range(3):
+        frt.cross_entropy(x, target, ignore_index=1)
+        for wrong in (True, 1.0):
+            with pytest.raises(TypeError, match="ignore_index must be an integer"):
+                frt.cross_entropy(x, target, ignore_index=wrong)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("op", "call"), {
+    "layer_norm": lambda x: frt.layer_norm(x, COLUMNS), "softmax": frt.softmax, "sum": frt.sum,
+    "linear_relu": lambda x: frt.linear_relu(x, torch.ones(2, COLUMNS), None),
+    "cross_entropy": lambda x: frt.cross_entropy(x, x),
+    "attention_score": lambda x: frt.attention_score(x, x)}.items())
+def test_nested_tensors(op, call):
+    """Which have no sizes, and of which torch speaks of an internal error."""
+    with pytest.raises(TypeError, match=f"{op}: .* must be a dense tensor, got a nested one"):
+        call(torch.nested.nested_tensor([torch.randn(rows, COLUMNS) for rows in (2, 3)]))
+
+
 def test_what_is_equal_may_still_be_refused(x):
     for _ in range(3):
         frt.layer_norm(x, COLUMNS), frt.softmax(x, 1), frt.sum(x, 1)

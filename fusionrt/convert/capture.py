@@ -26,7 +26,7 @@ from fusionrt.convert.passes import PASSES
 from fusionrt.convert.passes.checkpoints import checkpointed
 from fusionrt.convert.replay import device_of_graph, replayed
 from fusionrt.convert.training import trained
-from fusionrt.watching import PLAIN, is_wrapped
+from fusionrt.watching import PLAIN, is_transformed, is_wrapped
 
 Run = Callable[..., Any]
 
@@ -118,9 +118,10 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _is_plain(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether all inputs are ordinary tensors and numbers, and no transform of torch.func is within. Other
-    tensors keep torch's own calls: what they make of ours nobody knows."""
-    if any(map(is_wrapped, (t for n in gm.graph.nodes for t in tensors(value(n))))):
+    """Whether all inputs are ordinary tensors and numbers, and no transform of torch.func is within, nor
+    forward-mode differentiation about. Other tensors keep torch's own calls: what they make of ours nobody
+    knows."""
+    if is_transformed() or any(map(is_wrapped, (t for n in gm.graph.nodes for t in tensors(value(n))))):
         return False
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return len(inputs) == len(example_inputs) and all(

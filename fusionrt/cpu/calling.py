@@ -176,10 +176,11 @@ class Text(Lines):
         given = (self.kernel.scratch, self.kernel.scratch, *self.arguments.addresses, start, stop)
         self.lines.append(f"call({', '.join(map(self.name, given))})")
 
-    def compile(self, n_args: int) -> Callable[..., Any]:
+    def compile(self, n_args: int, another: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """`another` does all this again: see `Lines.function`."""
         names = [f"a{k}" for k in range(n_args)] + ["rng"] * self.problem.draws
         self.lines.append("return " + ", ".join(self.returned))
-        made = self.function(names)
+        made = self.function(names, another=another)
         if not self.is_launch_alone:
             return made
         return settling.settles(made, lambda: self._settled(made, names))

@@ -161,4 +161,4 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     text.memory_of_tasks(tasks * scratch * BUFFER // 8)
     text.pointers += [f"own.data_ptr() + {k * tasks * BUFFER}" for k in range(scratch)]
     text.launch()
-    return text.compile(n_args)
+    return text.compile(n_args, lambda: build(problem, results, n_args))

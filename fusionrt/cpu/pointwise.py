@@ -370,7 +370,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     else:
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()
-    return text.compile(n_args)
+    return text.compile(n_args, lambda: build(problem, results, n_args))
 
 
 def _kept(operand: Operand, sizes: Ints) -> int:

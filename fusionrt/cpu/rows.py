@@ -489,7 +489,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
         text.launch_tasks(tasks, dict.fromkeys(summed, columns))
     else:
         text.launch()
-    return text.compile(n_args)
+    return text.compile(n_args, lambda: build(problem, results, n_args))
 
 
 def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:

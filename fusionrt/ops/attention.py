@@ -21,13 +21,14 @@ from fusionrt.arguments import as_count, as_float, as_int, is_int
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
-from fusionrt.layout import is_among
+from fusionrt.layout import broadcast_shapes, is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
 from fusionrt.ops.attention_path import attend, nothing_attended, repeated
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
 Tensor = torch.Tensor
+FIXED = frozenset({bool, int, float, type(None)})
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -148,8 +149,10 @@ def _number(op: str, name: str, value: Any) -> float:
 
 
 def _is_fixed(asked: tuple[Any, ...]) -> bool:
-    """Whether options say the same in the next call: what a tensor holds may be another number then."""
-    return not any(isinstance(option, Tensor) for option in asked)
+    """Whether options say the same in the next call: what a tensor or an array holds may be another number
+    then."""
+    return all(type(option) in FIXED or (type(option) is tuple and FIXED.issuperset(map(type, option)))
+               for option in asked)
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -290,12 +293,25 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
 
 
 def _check_products(op: str, q: Any, k: Any) -> None:
-    for name, t in (("q", q), ("k", k)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
+    _check_factors(op, ("q", q), ("k", k))
     if q.dim() < 2 or k.dim() != q.dim() or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"{op}: q and k must have shapes (..., S, D) and (..., T, D), got {tuple(q.shape)} "
                          f"and {tuple(k.shape)}")
+
+
+def _check_factors(op: str, *named: tuple[str, Any]) -> None:
+    """Of a matrix product."""
+    (of_first, first), *_ = named
+    for name, t in named:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
+        check_dense(op, name, t)
+        if t.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
+                            f"got {t.dtype}")
+        if t.device != first.device or (t.dtype != first.dtype and not autocast.is_on(t.device)):
+            raise TypeError(f"{op}: {name} must have the dtype and device of {of_first}, {first.dtype} on "
+                            f"{first.device}, got {t.dtype} on {t.device}")
 
 
 @public(example=_product_example)
@@ -326,10 +342,9 @@ def attention_apply(weights: Any, v: Any) -> Any:
     if is_foreign(weights) or is_foreign(v):
         (weights, v), restore = converted(op, {"weights": weights, "v": v})
         return restore(attention_apply(weights, v))
-    for name, t in (("weights", weights), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-    if weights.dim() < 2 or v.dim() < 2 or weights.shape[-1] != v.shape[-2]:
+    _check_factors(op, ("weights", weights), ("v", v))
+    if weights.dim() < 2 or v.dim() < 2 or weights.shape[-1] != v.shape[-2] or (
+            broadcast_shapes([weights.shape[:-2], v.shape[:-2]]) is None):
         raise ValueError(f"{op}: weights and v must have shapes (..., S, T) and (..., T, D), got "
                          f"{tuple(weights.shape)} and {tuple(v.shape)}")
     return weights @ v

@@ -142,8 +142,9 @@ class Call:
         self.dtype = torch.float32 if device_type(q) == "cpu" and q.dtype in HALVES else q.dtype
         self.acc = torch.promote_types(q.dtype, torch.float32)
         self.q, self.k, self.v = self.of_queries(q), self.of_keys(k), self.of_keys(v)
-        mask = mask.to(self.acc) if of_mask and mask is not None else mask
+        mask = mask.to(self.acc) if of_mask and mask is not None else self.no_wider(mask)
         self.mask = None if mask is None else _by_groups(mask, kv_heads)
+        slopes = self.no_wider(slopes)
         self.slopes = None if slopes is None else _by_groups(slopes[..., None, None], kv_heads)
         self.rngs = _rngs(rng, len(self.chunks))
         places = torch.arange(options.offset, options.offset + self.sizes.queries, device=q.device)
@@ -153,6 +154,11 @@ class Call:
         half = None if self.acc == self.dtype else name_of(q.dtype)
         self.form = Form(half, kind_of_mask, options.left >= 0, options.right >= 0, slopes is not None,
                          options.softcap > 0, rng is not None, of_mask)
+
+    def no_wider(self, x: Tensor | None) -> Tensor | None:
+        """float64 would be the dtype of all that follows."""
+        wider = x is not None and x.is_floating_point() and torch.promote_types(x.dtype, self.acc) != self.acc
+        return of_dtype(x, self.acc) if wider and x is not None else x
 
     def of_queries(self, x: Tensor) -> Tensor:
         """(B heads, S group, D) of (B, H, S, D)."""
@@ -194,6 +200,12 @@ class Call:
         return Values(_part(self.mask, chunk), self.positions[chunk.rows], self.columns[chunk.keys],
                       _part(self.slopes, chunk), chunk.keys.start, o.scale, o.left, o.right, o.softcap,
                       o.dropout_p)
+
+
+def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What was finite stays so, when it is rounded to fewer bits."""
+    finite = x.clamp(min=max(torch.finfo(t).min for t in (x.dtype, dtype)))
+    return torch.where(x == -math.inf, x, finite).to(dtype)
 
 
 def _by_groups(x: Tensor, kv_heads: int) -> Tensor:

@@ -9,7 +9,6 @@ costs more than a small attention and changes the choice of all threads.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fusionrt import autocast
 from fusionrt.dtypes import HALVES
-from fusionrt.guards import guard
-from fusionrt.ops.attention_chunks import Options, attention_in_chunks
+from fusionrt.guards import Check, guard
+from fusionrt.ops.attention_chunks import Options, attention_in_chunks, of_dtype
 from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_kernels import CAPABILITY, DIMS
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
@@ -55,14 +55,14 @@ class Kind(NamedTuple):
     dropout_p: float
     recorded: bool         # a gradient is wanted
     scored: bool = False   # softcap or ALiBi, which torch's kernels lack
-    positive: bool = True  # the scale
+    positive: bool = True  # the scale; by others torch's kernels multiply the -inf of what is left out
 
 
 # -- the choice ------------------------------------------------------------------------------------
 
 def candidates(kind: Kind, capability: tuple[int, int], cudnn: int) -> list[str]:
     """Ways for a GPU, the fastest first; the last one can do everything."""
-    if kind.ours or kind.dtype == torch.float64:
+    if kind.ours or kind.dtype == torch.float64 or not kind.positive:
         return ["chunks"]
     preferred = ["cudnn"] if capability[0] in PREFER_CUDNN else []
     ways = ["hopper", *preferred, "flash", "efficient"]
@@ -90,7 +90,7 @@ def _hopper_can(kind: Kind, capability: tuple[int, int], cudnn: int) -> bool:
     long = LONG_NARROW_CAUSAL if kind.causal and kind.head_dim == 64 else LONG
     is_long = kind.queries >= long and kind.keys >= long
     widths = kind.head_dim == kind.value_dim and kind.head_dim in DIMS
-    return (capability == CAPABILITY and kind.dtype in HALVES and widths and kind.positive
+    return (capability == CAPABILITY and kind.dtype in HALVES and widths
             and (_is_special(kind) or (is_long and not kind.recorded)) and not kind.masked
             and not kind.dropout_p)
 
@@ -235,9 +235,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
     run = _ways[way](options, kind)
     is_same = q is given[0] and k is given[1] and v is given[2] and not is_watched()
     if asked is not None and mask is None and slopes is None and is_same:
-        _local.site = guard(q, k, v), (asked, _state()), run
+        _local.site = _check(q, k, v), (asked, _state()), run
         keep_other(vars(_local).setdefault("others", {}), (alike(q), k.shape), _local.site)
     return run(q, k, v, mask, slopes)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> Check:
+    """A guard, which sees whether autocast is on, but not for which dtype."""
+    fits, device = guard(q, k, v), q.device.type
+    if not autocast.is_on(q.device):
+        return fits
+    dtype = torch.get_autocast_dtype(device)
+    return lambda *tensors: torch.get_autocast_dtype(device) == dtype and fits(*tensors)
 
 
 def way_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options
@@ -247,7 +256,8 @@ def way_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
     if q.is_cuda:
         return chosen(q, k, v, kind), kind
     rehearsed = kind.dtype == torch.float64 and device_type(q) == "cuda"  # a meta tensor
-    special = kind.ours or kind.scored or kind.band or kind.dropout_p or (kind.causal and kind.masked)
+    special = (kind.ours or kind.scored or kind.band or kind.dropout_p or not kind.positive
+               or (kind.causal and kind.masked))
     chunked = special or rehearsed or kind.head_dim != kind.value_dim
     return "chunks" if chunked else "torch", kind
 
@@ -355,8 +365,7 @@ def _torch(options: Options, kind: Kind) -> Run:
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, slopes: Any = None) -> Tensor:
         if mask is not None and mask.is_floating_point() and mask.dtype != q.dtype:
-            finite = mask.clamp(min=torch.finfo(q.dtype).min)  # as it was, when it is rounded to fewer bits
-            mask = torch.where(mask == -math.inf, mask, finite).to(q.dtype)
+            mask = of_dtype(mask, q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, options.dropout_p, kind.causal,
                                               scale=options.scale, **grouped)
 

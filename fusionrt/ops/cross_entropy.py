@@ -413,8 +413,8 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
     """
     tensors, key = (input, target, weight), None
     if not torch.compiler.is_dynamo_compiling():
-        key = (ignore_index, reduction, label_smoothing, z_loss, softcap, inplace_backward, weight is None,
-               getattr(input, "shape", None))
+        key = (ignore_index, type(ignore_index), reduction, label_smoothing, z_loss, softcap,
+               inplace_backward, weight is None, getattr(input, "shape", None))
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)

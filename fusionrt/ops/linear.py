@@ -14,6 +14,7 @@ Raises TypeError or ValueError, with the name of the argument, for what does not
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -243,8 +244,8 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
         return [None] * len(tensors)
     with torch.enable_grad():
         # Each its own, where one is passed twice. (Compiled autograd takes views to be of the inputs anew.)
-        given = [id(t) for t in tensors if t is not None]
-        twice = len(set(given)) < len(given)
+        given = [t for t in tensors if t is not None]  # (Dynamo compiles anew for each `id`)
+        twice = any(a is b for a, b in itertools.combinations(given, 2))
         views = [t.view_as(t) if twice and t is not None else t for t in tensors]
         out = function(*views)
     wanted = [t for t, need in zip(views, needed, strict=False) if need and t is not None]

@@ -104,7 +104,8 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     logits = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device="meta")
     call = checked("linear_cross_entropy", logits, target, class_weight, ignore_index, reduction,
                    label_smoothing, z_loss, softcap, "class_weight")._replace(dtype=dtype)
-    losses, shares, grads = _chunked(hidden, weight, bias, call, tuple(needed), grad_output)
+    with autocast.off(hidden.device):  # which would cast what a backward pass reads
+        losses, shares, grads = _chunked(hidden, weight, bias, call, tuple(needed), grad_output)
     found = [g for g in (grads.hidden, grads.weight, grads.bias) if g is not None]
     if grad_output is not None:
         return found

@@ -29,7 +29,7 @@ from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import Run, as_function, found, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
-from fusionrt.watching import seen_by_torch
+from fusionrt.watching import is_watched, seen_by_torch
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
@@ -233,12 +233,13 @@ def _of_nothing(op: str, kind: str, x: torch.Tensor, reduced: tuple[int, ...], k
 
 
 def _indices(n: int, device: torch.device) -> torch.Tensor:
-    held = n <= INDICES_HELD and not torch.compiler.is_dynamo_compiling()
+    held = n <= INDICES_HELD and not is_watched()  # who watches has tensors of its own made
     return (_held_indices if held else _new_indices)(n, device)
 
 
 def _new_indices(n: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(n, dtype=torch.int32 if n <= EXACT_IN_FLOAT else torch.float64, device=device)
+    with torch.inference_mode(False):
+        return torch.arange(n, dtype=torch.int32 if n <= EXACT_IN_FLOAT else torch.float64, device=device)
 
 
 _held_indices = functools.lru_cache(64)(_new_indices)

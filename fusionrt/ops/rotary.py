@@ -65,6 +65,8 @@ def _rotated(tensors: Sequence[Tensor | None], *more: Any) -> list[Tensor | None
     there = [t for t in tensors if t is not None]
     if not there:
         return list(tensors)
+    if len(there) == 2 and torch.is_grad_enabled() and there[0].requires_grad != there[1].requires_grad:
+        return [_one(t, *more) for t in there]  # what requires no gradient does not come to
     results = iter(_both(*there, *more) if len(there) == 2 else (_one(*there, *more),))
     return [None if t is None else next(results) for t in tensors]
 

@@ -68,7 +68,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:
 
         averaged = AveragedModel(model, multi_avg_fn=fusionrt.optim.get_ema_multi_avg_fn(0.999))
     """
-    decay = as_float("ema_update_", "decay", decay)
+    decay = as_float("get_ema_multi_avg_fn", "decay", decay)
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"get_ema_multi_avg_fn: decay must be in [0, 1], got {decay}")
 

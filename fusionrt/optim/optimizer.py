@@ -74,6 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _held: Held | None = None
     _wide: frozenset[torch.Tensor] = frozenset()  # of 16 bits, that had gradients of float32
     _loading: dict[str, Any] | None = None
+    _checked: Sequence[list[Any]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
@@ -99,6 +100,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         most = options["clip_grad_norm"]
         if most is not None and not number(owner, "clip_grad_norm", most) > 0.0:
             raise ValueError(f"{owner}: clip_grad_norm must be positive, got {most}")
+
+    def _check_groups(self) -> None:
+        """What was put into a group since the last step, before anything is written."""
+        now = [list(group.values()) for group in self.param_groups]
+        if len(now) != len(self._checked) or not all(map(_same, now, self._checked)):
+            for group in self.param_groups:
+                self._check(self.defaults | group)
+            self._checked = now
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """torch's names of the states, the first moment's first."""
@@ -128,6 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups()
         try:
             buckets, gathered = self._gathered()
         except WiderGradient:

@@ -130,10 +130,11 @@ class Text(Lines):
         cuda.allow(function, shared, cluster)
         return min(most, cuda.clusters_at_a_time(function, block, shared, cluster) or most)
 
-    def compile(self, arguments: Sequence[str]) -> Run:
+    def compile(self, arguments: Sequence[str], another: Callable[[], Run]) -> Run:
+        """`another` does all this again: see `Lines.function`."""
         device = self.call.device
         elsewhere = f"if current() != {device}: return elsewhere({device}, run, {', '.join(arguments)})"
-        return self.function(arguments, *[elsewhere] * ("current" in self.scope))
+        return self.function(arguments, *[elsewhere] * ("current" in self.scope), another=another)
 
     def settles(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
         """`run`, which is compiled from this, so that it can be machine code if it gives what it allocates;
@@ -208,7 +209,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
             _write_launch(text, launch, alignment, values)
     returned = list(problem.returned) or [o.name for o in problem.outputs]
     text.lines.append("return " + ", ".join(returned))
-    run = text.compile(names)
+    run = text.compile(names, lambda: build(call, alignment, misaligned))
     return text.settles(run, names, returned) if alignment == 16 else run
 
 
