@@ -31,7 +31,7 @@ OPS = {
     "linear_cross_entropy": ("linear_cross_entropy",),
     "linear": (
         "linear_activation", "linear_gelu", "linear_gelu_dropout", "linear_relu", "linear_relu_dropout"),
-    "ffn": ("ffn", "geglu_mlp", "swiglu_mlp"),
+    "ffn": ("ffn", "geglu_mlp", "linear_swiglu", "swiglu_mlp"),
     "embedding": ("embedding_position",),
     "rotary": ("rotary_embedding",),
     "qkv": ("qkv_heads",),
@@ -80,5 +80,5 @@ ALIASES = {
     "flash_attention": "attention",
     "fused_linear_activation": "linear_activation", "fused_linear_relu": "linear_relu",
     "fused_linear_gelu": "linear_gelu", "fused_linear_relu_dropout": "linear_relu_dropout",
-    "fused_linear_gelu_dropout": "linear_gelu_dropout", "fused_swiglu": "swiglu_mlp",
+    "fused_linear_gelu_dropout": "linear_gelu_dropout", "fused_swiglu": "linear_swiglu",
 }

@@ -69,8 +69,8 @@ def reglu(x: Tensor, gate: Tensor) -> Tensor:
     return torch.relu(x) * gate
 
 
-def swish_multiply(x: Tensor, gate: Tensor) -> Tensor:
-    return F.silu(x) * gate
+def swish_multiply(x: Tensor, gate: Tensor, *, activate: str = "x") -> Tensor:
+    return F.silu(x) * gate if activate == "x" else x * F.silu(gate)
 
 
 def mish_scale(x: Tensor, scale: Any) -> Tensor:
@@ -491,6 +491,12 @@ def _gate_and_up(x: Tensor, gate: Tensor, up: Any, gate_bias: Any, up_bias: Any)
     if up is None:
         return F.linear(x, gate, gate_bias).chunk(2, -1)
     return F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+
+
+def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Any = None, *, gate_bias: Any = None,
+                  up_bias: Any = None) -> Tensor:
+    gate, up = _gate_and_up(x, gate_weight, up_weight, gate_bias, up_bias)
+    return F.silu(gate) * up
 
 
 def swiglu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Any, down_weight: Tensor, *, gate_bias: Any = None,

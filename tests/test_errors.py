@@ -279,6 +279,11 @@ CASES = [
         "bias_gelu: approximate must be 'none' or 'tanh', got 'erf'",
     ),
     (
+        lambda: frt.swish_multiply(A, A, activate="y"),
+        ValueError,
+        "swish_multiply: activate must be 'x' or 'gate', got 'y'",
+    ),
+    (
         lambda: frt.geglu(A, A, approximate=None),
         ValueError,
         "geglu: approximate must be 'none' or 'tanh', got None",

@@ -81,6 +81,26 @@ def test_swiglu_is_as_accurate_as_torch(packed, dtype, device):
         assert_same_bits(gated(frt.swiglu_mlp, packed)(*args), out)
 
 
+@dtypes
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_swiglu_without_its_last_layer(biased, packed, dtype, device):
+    x, gate, up, _, *biases, _ = gated_operands(dtype, device)
+
+    def of(function):
+        def run(x, gate, up, gate_bias=None, up_bias=None):
+            if not packed:
+                return function(x, gate, up, gate_bias=gate_bias, up_bias=up_bias)
+            both = torch.cat([gate_bias, up_bias]) if biased else None
+            return function(x, torch.cat([gate, up]), gate_bias=both)
+
+        return run
+
+    check_in_norm(of(frt.linear_swiglu), (x, gate, up, *biases[:2 * biased]),
+                  reference=of(reference.linear_swiglu))
+    assert frt.ops.fused_swiglu is frt.linear_swiglu
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 def test_geglu_with_biases(packed, approximate, device):

@@ -26,6 +26,7 @@ VARIANTS = [
     ("elu", (1.5,), {}),
     ("softplus", (2.0, 3.0), {}),
     *((name, (), {"approximate": "tanh"}) for name in ("bias_gelu", "geglu", "gelu_dropout")),
+    ("swish_multiply", (), {"activate": "gate"}),
     ("prelu_bias", (), {"bias_first": False}),
 ]
 

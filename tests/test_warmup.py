@@ -466,7 +466,7 @@ def compile_everything(architectures: list[str], dtype: str) -> None:
     assert summary.compiled == sum(kernels().values())
     for op in OPS:
         # Attention is torch's as a rule, others are named after the parts that they share.
-        shared = ("norm", "cross_entropy", "loss", "ffn", "separable")
+        shared = ("norm", "cross_entropy", "loss", "ffn", "swiglu", "separable")
         if "attention" not in op and not op.endswith(shared):
             assert any(name.startswith(op) for name in kernels()), op
     for op in pointwise_ops.DIFFERENTIABLE:

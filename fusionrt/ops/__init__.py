@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # what type checkers and editors read
     from fusionrt.ops.embedding import embedding_position as embedding_position
     from fusionrt.ops.ffn import ffn as ffn
     from fusionrt.ops.ffn import geglu_mlp as geglu_mlp
+    from fusionrt.ops.ffn import linear_swiglu as linear_swiglu
     from fusionrt.ops.ffn import swiglu_mlp as swiglu_mlp
     from fusionrt.ops.linear import linear_activation as linear_activation
     from fusionrt.ops.linear import linear_gelu as linear_gelu

@@ -31,6 +31,7 @@ from fusionrt.ops import linear
 from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.linear import check
+from fusionrt.ops.pointwise import swish_multiply
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
 from fusionrt.row_fusion import Run, per_call, row_operator
@@ -276,6 +277,14 @@ def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) ->
     if any(map(is_foreign, arrays.values())):
         found, restore = converted(op, arrays)
         return restore(_gated(op, activation, recompute, dict(zip(arrays, found, strict=True))))
+    width = _width(op, x, gate, up, gate_bias, up_bias)
+    check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
+    make = functools.partial(gating, op, activation)
+    return _block(make, Shape(2, len(inner) // 2), recompute, key, tensors)
+
+
+def _width(op: str, x: Any, gate: Any, up: Any, gate_bias: Any, up_bias: Any) -> int:
+    """Of the gated hidden layer, of operands that fit."""
     check(op, ("x", x), ("gate_weight", gate), ("gate_bias", gate_bias))
     if up is None and (gate.shape[0] % 2 or up_bias is not None):
         came = f"{gate.shape[0]} rows" if up_bias is None else "an up_bias"
@@ -286,10 +295,8 @@ def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) ->
         if up.shape != gate.shape:
             raise ValueError(f"{op}: gate_weight and up_weight must have one shape, got {tuple(gate.shape)} "
                              f"and {tuple(up.shape)}")
-    width = gate.shape[0] // (2 if up is None else 1)
-    check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
-    make = functools.partial(gating, op, activation)
-    return _block(make, Shape(2, len(inner) // 2), recompute, key, tensors)
+    rows: int = gate.shape[0]
+    return rows // 2 if up is None else rows
 
 
 # -- ops -------------------------------------------------------------------------------------------
@@ -332,6 +339,29 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
         resolve("ffn", activation)  # what cannot be a key of `finishing` has an error of its own
     make = functools.partial(finishing, "ffn", activation, False, False, scale is not None)
     return _block(make, shape, recompute, key, tensors)
+
+
+@public(example=lambda make: (make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024)))
+def linear_swiglu(x: Any, gate_weight: Any, up_weight: Any = None, *, gate_bias: Any = None,
+                  up_bias: Any = None) -> Any:
+    """silu(x G^T + g) * (x U^T + u): torch's products and one kernel, `swiglu_mlp` without its last layer.
+
+    x: (..., K), gate_weight, up_weight: (H, K); biases (H,) or None. Without up_weight gate_weight is
+    (2H, K), the gate's rows first, and so is gate_bias.
+    Source: F.silu(F.linear(x, G, g)) * F.linear(x, U, u).
+    Raises TypeError or ValueError, with the argument, for what does not fit.
+
+        linear_swiglu(x, gate.weight, up.weight)
+    """
+    op, arrays = "linear_swiglu", {"x": x, "gate_weight": gate_weight, "up_weight": up_weight,
+                                   "gate_bias": gate_bias, "up_bias": up_bias}
+    if any(map(is_foreign, arrays.values())):
+        (x, gate_weight, up_weight, gate_bias, up_bias), restore = converted(op, arrays)
+        return restore(linear_swiglu(x, gate_weight, up_weight, gate_bias=gate_bias, up_bias=up_bias))
+    _width(op, x, gate_weight, up_weight, gate_bias, up_bias)
+    gate = F.linear(x, gate_weight, gate_bias)
+    both = gate.chunk(2, -1) if up_weight is None else (gate, F.linear(x, up_weight, up_bias))
+    return swish_multiply(*both)
 
 
 GATED = "x down_weight down_bias gate_weight up_weight gate_bias up_bias"  # in the order of `Shape`

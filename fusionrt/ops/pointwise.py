@@ -152,15 +152,24 @@ def reglu(x: Expr, gate: Expr) -> Expr:
     return relu(x) * gate
 
 
-@pointwise
-def swish_multiply(x: Expr, gate: Expr) -> Expr:
-    """silu(x) * gate: the gated activation of LLaMA-style MLPs (SwiGLU). x is the activated one.
+@fuse(name="swish_multiply")
+def _swish_multiply(x: Expr, gate: Expr) -> Expr:
+    return silu(x) * gate
 
-    Source: torch.nn.functional.silu(x) * gate; Shazeer 2020.
+
+@public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)), more=ELEMENTWISE,
+        usual=Usual(_swish_multiply.operator, ("x", "gate"), "activate == 'x'"))
+def swish_multiply(x: Any, gate: Any, *, activate: str = "x") -> Any:
+    """silu(x) * gate: the gated activation of LLaMA-style MLPs (SwiGLU).
+
+    `activate`: which of the two is activated, "x" or "gate". Source: torch.nn.functional.silu(x) * gate;
+    Shazeer 2020. Raises ValueError for another `activate`.
 
         swish_multiply(x, gate)
     """
-    return silu(x) * gate
+    if activate not in ("x", "gate"):
+        raise ValueError(f"swish_multiply: activate must be 'x' or 'gate', got {activate!r}")
+    return _swish_multiply(x, gate) if activate == "x" else _swish_multiply(gate, x)
 
 
 @pointwise(example=lambda make: (make(ROWS, COLUMNS), make()))
