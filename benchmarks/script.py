@@ -30,7 +30,11 @@ def need_gpu() -> None:
 
 def results(name: str, doc: str | None, options: argparse.Namespace, partly: bool = False) -> Results:
     default = None if options.quick or partly else FOLDER / f"{name}.json"
-    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    arguments = list(sys.argv[1:])
+    if "--json" in arguments:  # where the file lay says nothing of what is in it
+        at = arguments.index("--json")
+        del arguments[at:at + 2]
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
     return Results(name, doc, options.json or default, command=command, quick=options.quick,
                    say=functools.partial(print, flush=True))
 
