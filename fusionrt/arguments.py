@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any, TypeGuard
 
+import torch
+
 
 def as_float(op: str, name: str, value: Any) -> float:
     """Of a number, or of what gives one (a tensor of one element); of nothing that is text."""
@@ -45,3 +47,14 @@ def as_count(op: str, name: str, value: Any, least: int = 0) -> int:
     if as_int(op, name, value) < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return value
+
+
+def as_device(op: str, device: Any) -> torch.device:
+    """One that is there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{op}: device must name one, such as 'cpu' or 'cuda:0', got {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{op}: device is {found}, and there is no CUDA device")
+    return found

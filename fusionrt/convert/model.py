@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from fusionrt.arguments import as_device, as_float
 from fusionrt.convert import stats
 from fusionrt.convert.capture import DEFAULT, Options
 from fusionrt.convert.forward import Forward, attach, detach
@@ -95,7 +96,8 @@ class ModelConverter:
         for name in passes or ():
             if name not in PASSES:
                 raise ValueError(f"ModelConverter: no pass is called {name!r}; there are {', '.join(PASSES)}")
-        if accuracy_threshold is not None and not accuracy_threshold >= 0:
+        if accuracy_threshold is not None and not as_float(
+                "ModelConverter", "accuracy_threshold", accuracy_threshold) >= 0:
             raise ValueError("ModelConverter: accuracy_threshold must be at least 0, got "
                              f"{accuracy_threshold}")
         self.validate_accuracy, self.accuracy_threshold = validate_accuracy, accuracy_threshold
@@ -231,9 +233,7 @@ def _placed(model: Module, device: str | torch.device | None) -> Module:
     detach(made)
     if device is None:
         return made
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"auto_convert_model: device is {where}, and there is no CUDA device")
+    where = as_device("auto_convert_model", device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if all(t.device == where for t in [*made.parameters(), *made.buffers()]):

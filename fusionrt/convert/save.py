@@ -31,14 +31,14 @@ def save_converted(converted: Module, path: str | Path) -> tuple[Path, Path]:
     them into the class without fusionrt, `load_converted` with what was converted. Returns both paths.
 
     Raises:
-        TypeError: `converted` is not what `auto_convert_model` returned.
+        TypeError: `converted` is not what `auto_convert_model` returned, or `path` no path.
         ImportError: safetensors is not installed.
 
         save_converted(fast, "models/resnet50")
     """
     record_of(converted)
     tensors = _safetensors("save_converted")
-    weights, facts = _paths(path)
+    weights, facts = _paths("save_converted", path)
     weights.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "fusionrt": str(FORMAT)}
     with whole(weights) as file:
@@ -57,12 +57,18 @@ def load_converted(model: Module, path: str | Path) -> Module:
         FileNotFoundError: one of the two files is not there.
         ValueError: PATH.json is of a later version, or no such file.
         RuntimeError: the weights are of another model.
+        TypeError: `model` is no module, or `path` no path.
         ImportError: safetensors is not installed.
 
         fast = load_converted(torchvision.models.resnet50(), "models/resnet50")
     """
     tensors = _safetensors("load_converted")
-    weights, facts = _paths(path)
+    if not isinstance(model, Module):
+        raise TypeError(f"load_converted: model must be a module, got {type(model).__name__}")
+    weights, facts = _paths("load_converted", path)
+    for file in (weights, facts):
+        if not file.exists():
+            raise FileNotFoundError(f"load_converted: there is no {file}")
     content = _facts(facts)
     tensors.load_model(model, str(weights))
     converter = ModelConverter(validate_accuracy=False, measure=False)
@@ -71,8 +77,10 @@ def load_converted(model: Module, path: str | Path) -> Module:
     return converter.convert_model(model)
 
 
-def _paths(path: str | Path) -> tuple[Path, Path]:
+def _paths(op: str, path: str | Path) -> tuple[Path, Path]:
     """A model's name may hold dots: only the ending of one of the two files is taken off."""
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"{op}: path must be a str or a Path, got {type(path).__name__}")
     stem = str(path).removesuffix(".safetensors").removesuffix(".json")
     return Path(f"{stem}.safetensors"), Path(f"{stem}.json")
 

@@ -323,10 +323,13 @@ def validate_optimization(original: Module, converted: Module, inputs: Any) -> t
     has finished them. Differences of integers are differences too; NaN in one only is infinite.
 
     Raises ValidationError where the results are not of one structure, shape or dtype, TypeError where inputs
-    cannot be copied.
+    cannot be copied, and for what is no module.
 
         difference, speedup = fusionrt.validate_optimization(model, fast, (images,))
     """
+    for name, module in (("original", original), ("converted", converted)):
+        if not isinstance(module, Module):
+            raise TypeError(f"validate_optimization: {name} must be a module, got {type(module).__name__}")
     made = given(inputs, None)
     found, expected = run(converted, made), run(original, made)
     check_structure(found, expected)

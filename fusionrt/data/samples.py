@@ -124,7 +124,8 @@ def _of_each(name: str, value: Any, count: int, dtype: Any, shape: tuple[int, ..
         one = f"{shape[0]} numbers" if shape else "a number" if dtype is not bool else "a bool"
         raise ValueError(f"image_preprocess: {name} must be {one} or of the shape {(count, *shape)} for so "
                          f"many images, got the shape {values.shape}")
-    found = values.astype(dtype)
+    with np.errstate(invalid="ignore"):  # what is no whole number is refused below
+        found = values.astype(dtype)
     if dtype is not np.float64 and (found != values).any():
         kind = "True or False" if dtype is bool else "whole numbers"
         raise ValueError(f"image_preprocess: {name} must be {kind}, got {values.tolist()}"[:200])

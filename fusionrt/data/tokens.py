@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import random
-from fusionrt.arguments import as_float, as_int, is_int
+from fusionrt.arguments import as_device, as_float, as_int, is_int
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import tokens_kernels
 from fusionrt.data.tokens_kernels import MOST_SPECIAL, Batch, Masking, Settings
@@ -69,7 +69,7 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     if shift_right and (bos_id is None or mask_probability):
         what = "bos_id, the first input" if bos_id is None else "no mask_probability: labels are all tokens"
         raise ValueError(f"{OP}: shift_right needs {what}")
-    batch = _batch(ids, offsets, device)
+    batch = _batch(ids, offsets, None if device is None else as_device(OP, device))
     dtype = torch.int32 if batch.ids.dtype == torch.int32 else torch.int64
     _check_ids(dtype, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id, mask_id=mask_id, ignore_index=ignore_index,
                byte_offset=byte_offset)
@@ -143,7 +143,7 @@ def _as_tensor(name: str, value: Any) -> Any:
     return to_torch(value, OP, name)[0] if is_foreign(value) and not isinstance(value, _TEXT) else value
 
 
-def _batch(ids: Any, offsets: Any, device: torch.device | str | None) -> Batch:
+def _batch(ids: Any, offsets: Any, device: torch.device | None) -> Batch:
     ids, offsets = _as_tensor("ids", ids), _as_tensor("offsets", offsets)
     if isinstance(ids, _TEXT):
         ids = [ids]
