@@ -16,7 +16,8 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(description=doc, allow_abbrev=False,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="result file; default: its own of benchmarks/results, and "
                       "none for a part of the rows")
     made.add_argument("--quick", action="store_true", help="a few rows")
@@ -30,7 +31,7 @@ def need_gpu() -> None:
 
 def results(name: str, doc: str | None, options: argparse.Namespace, partly: bool = False) -> Results:
     default = None if options.quick or partly else FOLDER / f"{name}.json"
-    arguments = list(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--json=")]
     if "--json" in arguments:  # where the file lay says nothing of what is in it
         at = arguments.index("--json")
         del arguments[at:at + 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, TypeGuard
 
@@ -15,8 +16,8 @@ def as_float(op: str, name: str, value: Any) -> float:
             return float(value)
         except OverflowError:
             raise ValueError(f"{op}: {name} must be a number that float64 has, got one beyond it") from None
-        except (TypeError, ValueError, RuntimeError):  # in the words of a tensor, of several elements
-            if not hasattr(value, "shape"):
+        except (TypeError, ValueError, RuntimeError):
+            if math.prod(getattr(value, "shape", ())) == 1:
                 raise
             raise TypeError(f"{op}: {name} must be a number, got a {type(value).__name__} of shape "
                             f"{tuple(value.shape)}") from None
@@ -50,7 +51,7 @@ def as_count(op: str, name: str, value: Any, least: int = 0) -> int:
 
 
 def as_device(op: str, device: Any) -> torch.device:
-    """One that is there."""
+    """No GPU where there is none."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):

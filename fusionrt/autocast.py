@@ -40,5 +40,5 @@ def chosen(sites: Sites, key: tuple[Any, ...], tensors: Sequence[Any], choose: C
         return sites.keep(key, tensors, choose())
     key = *key, torch.get_autocast_dtype(device.type)
     run = sites.find(key, tensors) or sites.keep(key, tensors, choose())
-    sites.last = None
+    sites.keep_secret()
     return run

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt.array import check_dense
-from fusionrt.sites import ASKED_NOTHING, EQUAL, NUMBERS, Sites, Way, alike, keep_other
+from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, keep_other
 from fusionrt.texts import compiled
 from fusionrt.watching import dispatch_modes
 
@@ -55,10 +55,10 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     names = ", ".join(given)
     made: Any = _written(operator, operator.name, numbered, given, general, names,
                          of_all=f"_frt_check({names})")
-    made.__code__ = made.__code__.replace(
-        co_varnames=(*signature.parameters, *made.__code__.co_varnames[len(params):]))
+    own = (f".{name}" for name in made.__code__.co_varnames[len(params):])  # as no parameter can be called
+    made.__code__ = made.__code__.replace(co_varnames=(*signature.parameters, *own))
     made.__kwdefaults__ = {p.name: p.default for p in params
-                           if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+                           if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} or None
     return cast(Run, made)
 
 
@@ -107,11 +107,11 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     if _frt_known:
         return _frt_way.run({', '.join(tensors)})
     _frt_refuse_nested({', '.join(tensors)})
-    _frt_outer, _frt_sites.last = _frt_sites.last, _frt_asked_nothing
+    _frt_outer = _frt_sites.listen()
     try:
         _frt_result = _frt_general({passed})
     finally:
-        _frt_asked, _frt_sites.last = _frt_sites.last, _frt_outer
+        _frt_asked = _frt_sites.heard(_frt_outer)
     if _frt_asked:
         _frt_remember([{', '.join(tensors)}], [{', '.join(options)}], *_frt_asked)
     return _frt_result
@@ -134,7 +134,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints,
-             "_frt_refuse_nested": refuse_nested, "_frt_asked_nothing": ASKED_NOTHING}
+             "_frt_refuse_nested": refuse_nested}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
@@ -157,7 +157,7 @@ def _are_ints(values: tuple[Any, ...]) -> bool:
 def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter], given: Sequence[str],
              general: Run, passed: str, *, of_all: str = "False", condition: str = "") -> Run:
     """`given`: what the operator is, in terms of the parameters; `passed`: what `general` is. Our own names
-    must be none of a user's parameters."""
+    must be none of the parameters'."""
     assert operator.entry_tensors is not None
     each = list(zip(given, operator.entry_tensors, strict=True))
     tensors = [text for text, is_tensor in each if is_tensor]

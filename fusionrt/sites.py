@@ -19,7 +19,7 @@ KEPT = 1024  # kinds of calls
 NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
-ASKED_NOTHING: tuple[()] = ()  # yet
+_NOTHING_YET: Any = object()
 
 
 # Of a tensor: by which the kinds of calls of a model that differ in their first one are told apart.
@@ -45,9 +45,7 @@ class Sites(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, dict[Any, Way]] = {}
         self.numbers: dict[Any, Any] = {}
-        # What the innermost `dispatch.front` asked for first, and for which tensors: a hook, a finalizer that
-        # it runs may ask again. None: there is none, or it is not to know.
-        self.last: tuple[Way, list[int]] | tuple[()] | None = None
+        self._heard: Any = None
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
@@ -60,9 +58,24 @@ class Sites(threading.local):
         self._tell(way, tensors)
         return way.run
 
+    def listen(self) -> Any:
+        """Hear the first way that is asked for, and for which tensors: hooks and finalizers that a call runs
+        may ask again. Gives what `heard` takes, as whoever runs the call may listen too."""
+        outer, self._heard = self._heard, _NOTHING_YET
+        return outer
+
+    def heard(self, outer: Any) -> tuple[Way, list[int]] | None:
+        """What was heard since."""
+        found, self._heard = self._heard, outer
+        return None if found is _NOTHING_YET else found
+
+    def keep_secret(self) -> None:
+        """Who listens is not to know the way."""
+        self._heard = None
+
     def _tell(self, way: Way, tensors: Sequence[Any]) -> None:
-        if self.last is ASKED_NOTHING:
-            self.last = way, list(map(id, tensors))
+        if self._heard is _NOTHING_YET:
+            self._heard = way, list(map(id, tensors))
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard

@@ -439,6 +439,8 @@ def test_masks_and_slopes_of_another_dtype(dtype, mask_dtype, device):
     q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 2, 5, 8, device=device, dtype=dtype).unbind())
     mask = torch.randn(5, 5, device=device).to(mask_dtype)
     mask[0, 1:3] = -math.inf
+    mask[2, 1] = -torch.finfo(mask_dtype).max
+    mask[3, 2] = torch.finfo(mask_dtype).max
     slopes = torch.tensor([0.5, 0.25], device=device, dtype=mask_dtype)
     for options in ({"mask": mask}, {"mask": mask, "window": (1, 1)}, {"alibi_slopes": slopes},
                     {"mask": mask, "causal": True}):
@@ -458,14 +460,16 @@ def test_masks_and_slopes_of_another_dtype(dtype, mask_dtype, device):
 def test_numbers_of_numpys_are_read_at_each_call(option, device):
     np = pytest.importorskip("numpy")
     q, k, v = torch.randn(3, 1, 2, 5, 8, device=device).unbind()
-    number = np.array(1) if option == "window" else np.array(0.5)
+    number = np.array(0.5)
     for value in (1, 2):
         number[...] = value
-        given = np.int64(value) if option == "window" else number
         expected = frt.attention(q, k, v, **{option: value})
-        assert_close(frt.attention(q, k, v, **{option: given}), expected)
-        assert_close(frt.attention(q, k, v, **{option: value}), expected)
-    frt.attention(q, k, v, window=(1, 2))
+        numbers = [np.int64(value)] if option == "window" else [number, np.float64(value), np.float32(value)]
+        for given in numbers:
+            assert_close(frt.attention(q, k, v, **{option: given}), expected)
+            assert_close(frt.attention(q, k, v, **{option: value}), expected)
+    in_pairs = frt.attention(q, k, v, window=(1, 2))  # which NumPy's numbers compare with one by one
+    assert_close(in_pairs, frt.attention.reference(q, k, v, window=(1, 2)))
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])

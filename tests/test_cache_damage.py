@@ -139,7 +139,7 @@ def test_a_symbolic_link_in_the_place_of_an_entry_is_replaced(tmp_path: Path, ho
 def test_a_planted_temporary_file_is_not_written_through(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.os, "urandom", bytes)
+    monkeypatch.setattr(cache, "_random", lambda: "0" * 16)
     home.mkdir()
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")

@@ -284,6 +284,11 @@ CASES = [
         "swish_multiply: activate must be 'x' or 'gate', got 'y'",
     ),
     (
+        lambda: frt.swish_multiply("a", A, activate="gate"),
+        TypeError,
+        "swish_multiply: x must be a tensor, an array or a number, got str",
+    ),
+    (
         lambda: frt.geglu(A, A, approximate=None),
         ValueError,
         "geglu: approximate must be 'none' or 'tanh', got None",

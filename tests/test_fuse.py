@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -260,6 +261,33 @@ def test_names_of_arguments_are_free(device):
     assert_close(plan(*args), plan.function(*args), rtol=1e-4, atol=1e-4)
     named = frt.fuse(name="a name")(lambda x: x + 1)
     assert_close(named(args[0]), args[0] + 1)
+
+
+def test_names_of_arguments_under_a_debugger(device):
+    """Which reads and writes back what is local."""
+    @frt.fuse
+    def total(x, _frt_known, /, _frt_check, *, _frt_run=2.0):
+        return x + _frt_known * 3 + _frt_check * 5 + _frt_run
+
+    def tracer(frame, event, arg):
+        assert frame.f_locals is not None
+        return tracer
+
+    x = new(5, device=device)
+    expected = total.function(x, x * 2, x * 4)
+    before = sys.gettrace()
+    for watching in (None, tracer):
+        for _ in range(3):
+            sys.settrace(watching)
+            try:
+                found = total(x, x * 2, _frt_check=x * 4)
+            finally:
+                sys.settrace(before)
+            assert_close(found, expected)
+    with pytest.raises(TypeError, match="'_frt_check'"):
+        total(x, x)
+    with pytest.raises(TypeError, match="positional"):
+        total(x, x, x, x)
 
 
 def test_a_function_of_numbers_alone_and_unused_arguments(device):

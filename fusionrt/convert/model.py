@@ -96,8 +96,9 @@ class ModelConverter:
         for name in passes or ():
             if name not in PASSES:
                 raise ValueError(f"ModelConverter: no pass is called {name!r}; there are {', '.join(PASSES)}")
-        if accuracy_threshold is not None and not as_float(
-                "ModelConverter", "accuracy_threshold", accuracy_threshold) >= 0:
+        least = 0 if accuracy_threshold is None else as_float(
+            "ModelConverter", "accuracy_threshold", accuracy_threshold)
+        if not least >= 0:
             raise ValueError("ModelConverter: accuracy_threshold must be at least 0, got "
                              f"{accuracy_threshold}")
         self.validate_accuracy, self.accuracy_threshold = validate_accuracy, accuracy_threshold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,9 +80,9 @@ def load_converted(model: Module, path: str | Path) -> Module:
 
 def _paths(op: str, path: str | Path) -> tuple[Path, Path]:
     """A model's name may hold dots: only the ending of one of the two files is taken off."""
-    if not isinstance(path, (str, Path)):
+    if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{op}: path must be a str or a Path, got {type(path).__name__}")
-    stem = str(path).removesuffix(".safetensors").removesuffix(".json")
+    stem = str(os.fspath(path)).removesuffix(".safetensors").removesuffix(".json")
     return Path(f"{stem}.safetensors"), Path(f"{stem}.json")
 
 

@@ -190,6 +190,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         attention(q, k, v, causal=True)
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
     """
+    scale = float(scale) if isinstance(scale, float) else scale  # NumPy's, which is fixed, too
     op, asked = "attention", (causal, scale, dropout_p, training, enable_gqa, window, softcap)
     run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     if run is not None:
@@ -245,6 +246,7 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
     kv_heads = k.shape[2] // dim
     q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2)
                for t, n in ((q, num_heads), (k, kv_heads), (v, kv_heads)))
+    scale = float(scale) if isinstance(scale, float) else scale
     asked = causal, scale, dropout_p, training, enable_gqa, window, softcap
     run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     out = _attention(op, q, k, v, mask, alibi_slopes, asked) if run is None else run(q, k, v)

@@ -204,8 +204,8 @@ class Call:
 
 def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What was finite stays so, when it is rounded to fewer bits."""
-    finite = x.clamp(min=max(torch.finfo(t).min for t in (x.dtype, dtype)))
-    return torch.where(x == -math.inf, x, finite).to(dtype)
+    found, most = x.to(dtype), torch.finfo(dtype).max
+    return torch.where(x.isinf(), found, found.clamp(-most, most))
 
 
 def _by_groups(x: Tensor, kv_heads: int) -> Tensor:

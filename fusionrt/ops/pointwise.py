@@ -157,6 +157,11 @@ def _swish_multiply(x: Expr, gate: Expr) -> Expr:
     return silu(x) * gate
 
 
+@fuse(name="swish_multiply")
+def _multiply_swish(x: Expr, gate: Expr) -> Expr:
+    return x * silu(gate)
+
+
 @public(example=lambda make: (make(ROWS, COLUMNS), make(ROWS, COLUMNS)), more=ELEMENTWISE,
         usual=Usual(_swish_multiply.operator, ("x", "gate"), "activate == 'x'"))
 def swish_multiply(x: Any, gate: Any, *, activate: str = "x") -> Any:
@@ -169,7 +174,7 @@ def swish_multiply(x: Any, gate: Any, *, activate: str = "x") -> Any:
     """
     if activate not in ("x", "gate"):
         raise ValueError(f"swish_multiply: activate must be 'x' or 'gate', got {activate!r}")
-    return _swish_multiply(x, gate) if activate == "x" else _swish_multiply(gate, x)
+    return (_swish_multiply if activate == "x" else _multiply_swish)(x, gate)
 
 
 @pointwise(example=lambda make: (make(ROWS, COLUMNS), make()))

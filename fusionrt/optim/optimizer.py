@@ -104,10 +104,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """What was put into a group since the last step, before anything is written."""
         now = [list(group.values()) for group in self.param_groups]
-        if len(now) != len(self._checked) or not all(map(_same, now, self._checked)):
-            for group in self.param_groups:
-                self._check(self.defaults | group)
-            self._checked = now
+        for group, values, before in itertools.zip_longest(
+                self.param_groups, now, self._checked[:len(now)], fillvalue=()):
+            if not _same(values, before):
+                self._check(self.defaults | dict(group))
+        self._checked = now
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """torch's names of the states, the first moment's first."""
@@ -307,7 +308,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         storage = [{k: group[k] for k in _STORAGE} for group in getattr(self, "param_groups", ())]
         super().__setstate__(state)
-        self._held = None
+        self._held, self._checked = None, ()
         for number, group in enumerate(self.param_groups):
             if self._loading is not None:
                 group.update(storage[number])

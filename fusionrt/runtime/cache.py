@@ -376,7 +376,7 @@ def _publish(home: _Home, key: str, blob: bytes) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     home.path.mkdir(mode=0o700 if home.is_private else 0o777, parents=True, exist_ok=True)
     # Not tempfile.mkstemp: always 0600, so what root bakes into an image nobody else can read.
-    temporary = home.path / f"{key}.{os.urandom(8).hex()}.tmp"
+    temporary = home.path / f"{key}.{_random()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     descriptor = os.open(temporary, flags, 0o600 if home.is_private else 0o666)
     try:
@@ -402,12 +402,17 @@ def _discard(path: Path) -> None:
         _remove(path)
 
 
+def _random() -> str:
+    """Of a name that nobody has. (`secrets` takes a millisecond to import.)"""
+    return os.urandom(8).hex()
+
+
 def _remove(path: Path) -> None:
     """Frees the name. A directory that holds something is nothing of ours: it stays, beside it."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     elif any(path.iterdir()):
-        path.rename(path.with_name(f"{path.name}.{os.urandom(8).hex()}.kept"))
+        path.rename(path.with_name(f"{path.name}.{_random()}.kept"))
     else:
         path.rmdir()
 

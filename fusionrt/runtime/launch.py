@@ -96,8 +96,7 @@ class Text(Lines):
         cuda.allow(function, shared, cluster)
         each = [values.get(v, v) if isinstance(v, str) else v for field in source.values for v in field]
         packed = ", ".join(map(self.spelled, each))
-        launched = Launched(function, grid, layers, block, shared, source.params, each,
-                                   len(self.allocated))
+        launched = Launched(function, grid, layers, block, shared, source.params, each, len(self.allocated))
         self.lines += [f"try: pack{k}(buffer{k}, 0, {packed})",
                        f"except OverflowError: pack{k}(buffer{k}, 0, *converted{k}({packed}))"]
         launch, last = ("launch_together", "") if together else ("launch", ", 0")
@@ -142,9 +141,8 @@ class Text(Lines):
         device = self.call.device
         if not self.is_launches_alone or not {o.name for o in self.allocated}.issuperset(returned):
             return run
-        plan = Plan(run, arguments, self.allocated, returned, self.launched, device,
-                           threading.get_ident(), self.scope,
-                           still=(cuda.current, device) if "current" in self.scope else None)
+        plan = Plan(run, arguments, self.allocated, returned, self.launched, device, threading.get_ident(),
+                    self.scope, still=(cuda.current, device) if "current" in self.scope else None)
 
         def on_device(plan: Plan) -> Run:
             from fusionrt.runtime import native
@@ -250,7 +248,7 @@ def _write_joined_parts(text: Text, launch: Launch, source: Specialisation, grid
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "partials.data_ptr()", **text.arrived()})
 
 
-def joined(kept: int, chunks: int, alone: bool = False) -> Values:
+def _joined(kept: int, chunks: int, alone: bool = False) -> Values:
     return {"chunks": chunks, "kept": kept, "side": accumulators.side(kept, chunks, alone)}
 
 
@@ -268,7 +266,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
         kept, chunks = launch.kept // part.inner, chunks * part.abreast
         each = chunks * part.inner
-        values = values | {"partials": "partials.data_ptr()", **joined(kept, each), "chunks": chunks}
+        values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": chunks}
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
         text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
@@ -279,7 +277,7 @@ def _write_across(text: Text, launch: Launch, source: Specialisation, grid: int,
 
 
 def write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
-                kept: int, chunks: int) -> None:
+               kept: int, chunks: int) -> None:
     """Add the partial sums of outputs (place, dtype), of each `kept` in `chunks`. Their memory has the order
     of the walk until the last lines."""
     size = chunks * kept * getattr(torch, part.acc).itemsize
@@ -288,7 +286,7 @@ def write_sums(text: Text, part: Problem, sums: Sequence[tuple[int, str]], rows:
         outs: Values = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), 0)
         for n, k in enumerate(group):
             outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
-        values = outs | {"partials": f"p_partials + {before * size}"} | joined(kept, chunks, alone)
+        values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks, alone)
         text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks, alone),
                     accumulators.BLOCK, values, layers=len(group), waits=True)
         before += len(group)

@@ -42,7 +42,7 @@ REDUCE_BLOCKS = MULTIPROCESSORS * 16
 # Blocks that stay, where they leave many rows of partial sums, or read bits; up to so many side by side.
 STAYING_BLOCKS, STAYING_TILES, STAYING_TILES_OF_MASKS = MULTIPROCESSORS * 3, 15, 64
 MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
-READ_FIRST = 3   # operands, at most: of more, batch norm's gradient spilled registers
+MOST_READ_FIRST = 3  # operands: of more, batch norm's gradient spilled registers
 COUNTED = 512    # elements that 64 Philox counters serve: see prelude.cuh
 MISALIGNED_WORDS = 16  # of operands, where vectors are narrow
 ALONE, ALONE_THREADS = 64, 1 << 16  # rows that a thread has, at most; threads that are enough then
@@ -215,7 +215,7 @@ def generate(problem: Problem, alignment: int, rows: Reduction | None = None) ->
 
 def _generated(problem: Problem, alignment: int, rows: Reduction | None = None) -> Specialisation:
     stem, lines, params, values = body(problem, alignment, rows)
-    reads_first = stem == "pointwise" and len(problem.inputs) <= READ_FIRST
+    reads_first = stem == "pointwise" and len(problem.inputs) <= MOST_READ_FIRST
     text = assemble(stem, arithmetic(problem.acc, problem.significant_bits, reads_first), lines)
     return Specialisation(text, stem, params, values)
 

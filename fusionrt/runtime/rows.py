@@ -129,8 +129,9 @@ class Text:
 
     @property
     def _reads_first(self) -> bool:
-        """Few rows take 2 to 5 % less so; with a weight and a bias 2 to 7 % more in float32, ragged ones 2 %
-        more, at most a quarter."""
+        """Whether loads are plain ones, as where rows are in registers and have at most one weight: few rows
+        take 2 to 5 % less. With weight and bias they take 2 to 7 % more in float32; ragged ones 2 %, at most
+        a quarter."""
         layouts = [layout(self.problem, self.alignment, clusters) for clusters in (True, False)]
         return (all(made.kind == "registers" and not made.persistent for made in layouts)
                 and len(weights(self.problem)) < 2 and not self.ragged)

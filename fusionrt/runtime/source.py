@@ -51,7 +51,7 @@ def _assembled(stem: str, constants: str, functions: str) -> str:
 
 def arithmetic(acc: str, significant_bits: int, reads_first: bool = False) -> list[str]:
     """What the prelude needs to know: the dtype of the arithmetic, of how many bits results are to be, and
-    whether a thread has read all that it needs before it writes."""
+    whether loads stand before stores in the text, so that nobody need move them there."""
     return [f"using acc_t = {'double' if acc == 'float64' else 'float'};",
             f"constexpr int SIGNIFICANT_BITS = {significant_bits};",
             f"constexpr bool READS_FIRST = {'true' if reads_first else 'false'};"]
