@@ -16,10 +16,12 @@ import threading
 import pytest
 import torch
 
+import fusionrt
 from fusionrt.sites import Sites
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 F16, BF16, F32, F64 = DTYPES
+needs_nvrtc = pytest.mark.skipif(not fusionrt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checking import needs_nvrtc
 from click.testing import CliRunner, Result
 
 import fusionrt
@@ -18,7 +19,6 @@ from fusionrt.runtime import cache, compiler
 from fusionrt.terminal import for_users
 
 ROOT = Path(fusionrt.__file__).parents[1]
-needs_nvrtc = pytest.mark.skipif(not fusionrt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from checking import BF16, DTYPES, F16, F32, F64, assert_same_bits, check, evaluate, lost, wide
+from checking import BF16, DTYPES, F16, F32, F64, assert_same_bits, check, evaluate, lost, needs_nvrtc, wide
 from torch.nn import functional as F
 
 import fusionrt as frt
@@ -209,6 +209,7 @@ def test_derivatives(kind, options, shape, device):
         assert torch.autograd.gradgradcheck(function, args, fast_mode=True)
 
 
+@needs_nvrtc
 def test_derivatives_of_one_gradient_compile():
     """Their second pass uses what the first one found, not what that was computed from."""
     x, weight, v = (torch.empty(*shape, dtype=F64, device="meta", requires_grad=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checking import captured
+from checking import captured, needs_nvrtc
 from machine_code import reads_too_early
 
-import fusionrt as frt
 from fusionrt import ops
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch
 
 SOURCES = Path(__file__).parents[1] / "kernels_src"
-needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 
 
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.stem)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checking import needs_nvrtc
 
 import fusionrt as frt
 from fusionrt import doctor as examine
 from fusionrt.runtime import cache, compiler, source
 
 doctor_module = sys.modules["fusionrt.diagnosis"]
-needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_same_bits, lost
+from checking import BF16, F32, F64, assert_same_bits, lost, needs_nvrtc
 from test_embedding import COLUMNS, WORDS, exact_sums, ids, table
 
 import fusionrt as frt
@@ -50,6 +50,7 @@ def test_sums_by_index(kind, dtype, device):
         assert_same_bits(found, sum_by_index(grad, index, count, 0.5, -1))
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_kernels_compile_without_spills(dtype, vec, columns, norm, arch):
     assert_no_spills(kernels, arch)
 
 
+@needs_nvrtc
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("gradient", [False, True])
@@ -111,6 +113,7 @@ def test_teams_fill_whole_rounds():
         assert teams / held > 0.95 * -(-teams // held)
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_sorting_compiles_without_spills(arch):
     passes = (False, True, False), (True, True, False), (True, False, True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F16, F32, check, lost
+from checking import BF16, F16, F32, check, lost, needs_nvrtc
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
@@ -30,6 +30,7 @@ def test_who_has_its_columns_alone(shape, dim, expected):
     assert pointwise.is_alone(problem, rows, pointwise.vector_width(problem, 16)) == expected
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("op", OPS)

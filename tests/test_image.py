@@ -8,7 +8,7 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
-from checking import assert_same_bits
+from checking import assert_same_bits, needs_nvrtc
 from torch.nn import functional as F
 
 from fusionrt.data import image_preprocess, random_parameters
@@ -414,6 +414,7 @@ def recipes():
         yield Recipe(**{**every, **more})
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
 def test_kernels_do_not_spill(arch):
     for recipe in recipes():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checking import needs_nvrtc
 
 import fusionrt
 from fusionrt import kernels, op_names, ops
@@ -91,7 +92,7 @@ def test_a_name_that_an_op_and_a_module_share_is_the_ops() -> None:
     assert run(NAMES_OF_OPS) == "fusionrt.ops.pointwise fusionrt.ops.reduction fusionrt.ops.activations"
 
 
-@pytest.mark.skipif(not fusionrt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
+@needs_nvrtc
 def test_compiling_needs_no_more_of_cupy_than_the_binding() -> None:
     code = ("import sys; from concurrent.futures import ThreadPoolExecutor\n"
             "from fusionrt.runtime import compiler\n"

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from checking import needs_nvrtc
 from test_optim import apart, copies, give_gradients, parameters
 
 import fusionrt.optim as optim
@@ -403,6 +404,7 @@ def without_spills(arch, dtypes, state_dtypes):
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), (kernel.name, found)
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
 def test_kernels_compile_without_spills(arch):
     without_spills(arch, ["float32"], [None, "8bit"])

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_as_accurate, captured, derivatives, wide
+from checking import BF16, F16, F32, F64, assert_as_accurate, captured, derivatives, needs_nvrtc, wide
 from torch.testing import assert_close
 
 import fusionrt as frt
@@ -243,6 +243,7 @@ FORMS += [Form("bfloat16", table, None, 4, table is not None, False, forward, Tr
           for table in (None, "bfloat16") for forward in (True, False)]
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("form, arch", [*((form, "sm_90") for form in FORMS),
                                         *((form, arch) for form in (FORMS[0], FORMS[1], FORMS[12], FORMS[13])
                                           for arch in ("sm_75", "sm_80", "sm_100", "sm_120"))], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F16, F32, check, check_in_norm, lost
+from checking import BF16, F16, F32, check, check_in_norm, lost, needs_nvrtc
 from test_row_layout import norm, problems
 from torch.nn import functional as F
 
@@ -62,6 +62,7 @@ def test_drawn_numbers_and_first_maxima_go_by_packs_of_their_own():
     assert not any(is_ragged(p, 16) for p in needed)
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F32, F64, assert_same_bits, check, dtypes, lost
+from checking import BF16, F32, F64, assert_same_bits, check, dtypes, lost, needs_nvrtc
 
 import fusionrt as frt
 from fusionrt import deferred, reference
@@ -421,6 +421,7 @@ def test_arrays():
     np.testing.assert_array_equal(copy, frt.rotary_embedding(q).numpy())
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     "form",

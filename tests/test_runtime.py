@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checking import assert_same_bits
+from checking import assert_same_bits, needs_nvrtc
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -258,6 +258,7 @@ def test_a_new_shape_of_a_loaded_kernel_can_be_captured(rows):
     assert_close(y, torch.sigmoid(more[0] + more[1]) * (13 + rows))
 
 
+@needs_nvrtc
 def test_a_translation_unit_is_loaded_with_all_its_kernels(monkeypatch):
     with rehearsal.collecting() as needed:
         frt.relu(torch.empty(1 << 20, device="meta"))

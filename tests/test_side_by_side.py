@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_same_bits, check, lost
+from checking import BF16, F16, F32, F64, assert_same_bits, check, lost, needs_nvrtc
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
@@ -62,6 +62,7 @@ def test_what_keeps_its_rows():
     assert side_by_side(*problems(frt.bias_gelu, x, *of(BF16, (1,)))) == [1]  # one sum of all
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pointwise_ops
 import pytest
 import torch
+from checking import needs_nvrtc
 from machine_code import reads_too_early
 
 import fusionrt as frt
@@ -20,7 +21,6 @@ from fusionrt.precompile import Summary, native, warmup
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import cache, compiler, device, launch, source
 
-needs_nvrtc = pytest.mark.skipif(not frt.EXTENSION_LOADED, reason="no CuPy or no NVRTC")
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

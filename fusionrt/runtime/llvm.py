@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ def machine(effort: int = 2) -> Any:
 
 def compiled(text: str, symbol: str, effort: int = 2) -> int:
     """The address of a function of a module, whose code lives as long as the process."""
+    if sys.version_info < (3, 11):  # which has the first in headers alone; without names they do the same
+        text = text.replace("@PyObject_Vectorcall(", "@PyObject_VectorcallDict(")
     binding, engine = library(), _engine(text, effort)
     missing = [name for name in _DECLARED.findall(text) if binding.address_of_symbol(name) is None]
     if missing:  # to go on would end the process
