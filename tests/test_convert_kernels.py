@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from checking import needs_nvrtc
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,6 +109,7 @@ def test_an_op_that_cannot_be_rehearsed_hides_no_other(hopper):
         assert texts(kernels.needed(gm, GPU)) == whole and len(whole) == 2
 
 
+@needs_nvrtc
 def test_all_are_compiled_from_the_first_that_is_missing(hopper):
     with torch.no_grad():
         gm, _ = captured(Block().eval(), torch.randn(8, WIDTH))
@@ -126,6 +128,7 @@ def test_all_are_compiled_from_the_first_that_is_missing(hopper):
     assert called(2) == 3
 
 
+@needs_nvrtc
 def test_nothing_is_rehearsed_where_nothing_is_missing(hopper, monkeypatch):
     with torch.no_grad():
         gm, _ = captured(Block().eval(), torch.randn(8, WIDTH))
@@ -145,6 +148,7 @@ def test_nothing_is_rehearsed_where_nothing_is_missing(hopper, monkeypatch):
     assert kernels.compiled_side_by_side(gm, run, None) is run
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("name", ["needed", "Thread", "autocast"])
 def test_a_fault_fails_no_call(hopper, monkeypatch, name):
     with torch.no_grad():

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm, evaluate
+from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm, evaluate, needs_nvrtc
 from torch.nn import functional as F
 
 import fusionrt as frt
@@ -332,6 +332,7 @@ def test_what_was_folded_lives_as_long_as_the_weight():
     assert len(folding._folded) == before
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_120"])
 def test_kernel_compiles(arch):
     for of in (("float32",) * 5, (None, "float16", "float32", None, "bfloat16")):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
+from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm, needs_nvrtc
 from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, pixels, planned_anew
 
 import fusionrt as frt
@@ -210,6 +210,7 @@ def together(form):
             for w, c in most]
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
@@ -228,6 +229,7 @@ def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("dtype, taps, vec", [("bfloat16", 49, 2), ("float16", 121, 2), ("float64", 49, 1),
                                               ("float32", 121, 1)], ids=str)
 def test_long_rows_of_taps_compile(dtype, taps, vec):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, assert_same_bits, check_in_norm
+from checking import BF16, F16, F32, assert_same_bits, check_in_norm, needs_nvrtc
 from depthwise_walk import (
     GEOMETRIES,
     LONG,
@@ -141,6 +141,7 @@ def test_blocks_share_the_work(dtype):
 
 # --- the kernels
 
+@needs_nvrtc
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_90", "sm_100") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES if a != "sm_75"])

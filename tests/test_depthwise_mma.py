@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, check_in_norm
+from checking import BF16, F16, F32, check_in_norm, needs_nvrtc
 from depthwise_walk import (
     GEOMETRIES,
     LONG,
@@ -134,6 +134,7 @@ def test_cuts_fit():
 ALONE = Finish(normcdf(VALUE * channel(0) + channel(1)) * (VALUE + channel(2)), ("float16",) * 3, False)
 
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm
+from checking import BF16, F16, F32, F64, assert_same_bits, check_in_norm, needs_nvrtc
 from depthwise_walk import (
     GEOMETRIES,
     LONG,
@@ -217,6 +217,7 @@ def test_slices_are_whole_lines_of_memory():
 
 # --- the kernels
 
+@needs_nvrtc
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])

@@ -270,6 +270,7 @@ def test_every_fault_has_a_cure(fault: Callable[..., None], name: str, detail: s
     assert report.summary.startswith(f"{count} problem")
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("fault", [cupy_missing, nvrtc_missing])
 def test_without_a_gpu_missing_packages_are_warnings(
         fault: Callable[..., None], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from checking import needs_nvrtc
 from torch.nn import functional as F
 
 import fusionrt as frt
@@ -260,6 +261,7 @@ def gradients(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> Non
     torch.autograd.grad(y, args, torch.empty_like(y))
 
 
+@needs_nvrtc
 @pytest.mark.parametrize(("call", "is_machine_code"), [
     (lambda: frt.add_relu(empty(64, 64), empty(64, 64)), True),
     (lambda: frt.sum(empty(512, 512)), True),  # the parts of all blocks are memory for the kernel alone

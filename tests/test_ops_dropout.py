@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from checking import BF16, F16, F32, F64, assert_same_bits, make
+from checking import BF16, F16, F32, F64, assert_same_bits, make, needs_nvrtc
 from pointwise_ops import RANDOM
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -109,6 +109,7 @@ def test_gradient_of_a_dropped_bias(shape, dtype, device):
     torch.testing.assert_close(found[1].double(), total, rtol=tolerance, atol=1e-4)
 
 
+@needs_nvrtc
 def test_lanes_that_share_what_they_draw():
     """Where vectors are two Philox counters and rows whole blocks of them; on every GPU without spills."""
     backward = _bias_dropout_add.operator.gradient(

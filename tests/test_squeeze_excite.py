@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from checking import BF16, F16, F32, assert_same_bits
+from checking import BF16, F16, F32, assert_same_bits, needs_nvrtc
 from torch.nn import functional as F
 
 from fusionrt.convert import squeeze_excite as module
@@ -35,6 +35,7 @@ def test_large_weights_are_cut_into_many_parts():
     assert module._cut(513, 8000, 1, CLUSTER).packs < 513 == module.MOST_PACKS + 1
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("cluster", [CLUSTER, LARGE_CLUSTER])

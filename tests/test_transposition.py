@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import BF16, F16, F32
+from checking import BF16, F16, F32, needs_nvrtc
 
 from fusionrt.ops import transposition
 from fusionrt.runtime import compiler
@@ -38,6 +38,7 @@ def test_few_channels_and_many_elements():
     assert torch.equal(transposition.contiguous(last)[-1], last[-1])
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
 @pytest.mark.parametrize("kind", [(2, 2), (2, 1), (4, 1)], ids=str)
 def test_kernel_compiles(kind, arch):
