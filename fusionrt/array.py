@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusionrt.dtypes import FLOATS
 from fusionrt.expr import Expr
 
 Restore = Callable[[torch.Tensor], Any]
@@ -67,6 +68,16 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         found = "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"{op}: {name} must be a dense tensor, got {found}")
+
+
+def check_floating(op: str, name: str, value: Any) -> None:
+    """Refuse what is no dense tensor of a floating dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(value).__name__}")
+    check_dense(op, name, value)
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
+                        f"got {value.dtype}")
 
 
 def check_writeable(op: str, **tensors: Any) -> None:

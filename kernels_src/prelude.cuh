@@ -108,13 +108,12 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (READS_FIRST) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        return;
+    } else {  // a loop of one turn: within a basic block ptxas moved loads by the read-only path to before the wait
+        asm volatile("" ::"r"(threadIdx.x), "r"(blockIdx.x));  // which then have been read
+        int blocks;
+        do asm volatile("griddepcontrol.wait;\n\tmov.u32 %0, %%nctaid.x;" : "=r"(blocks)::"memory");
+        while (blocks < 0);
     }
-    // A loop of one turn: within a basic block ptxas moved what is loaded by the read-only path to before the wait.
-    asm volatile("" ::"r"(threadIdx.x), "r"(blockIdx.x));  // which then have been read
-    int blocks;
-    do asm volatile("griddepcontrol.wait;\n\tmov.u32 %0, %%nctaid.x;" : "=r"(blocks)::"memory");
-    while (blocks < 0);
 #endif
 }
 
@@ -130,10 +129,9 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Through the read-only path, so that ptxas may move them over stores: outputs are always fresh memory. A kernel that
-// reads first needs neither that nor the loop of `wait_for_kernel_before`, a twentieth of a small one's time. No cache
-// hints but that of `load_of_line`: none gained anything over plain accesses, and variants with L1::no_allocate were at
-// times 5 to 7 % slower.
+// Through the read-only path, so that ptxas may move them over stores (outputs are fresh memory); one that reads first
+// needs neither that nor the loop of the wait, 5 % of a small kernel. No cache hints but that of `load_of_line`: others
+// gained nothing, and L1::no_allocate lost up to 7 %.
 template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from, void* to) {
     unsigned* w = static_cast<unsigned*>(to);
     if constexpr (BYTES > 16) {
@@ -163,10 +161,8 @@ template <int BYTES> __device__ __forceinline__ void load_bytes(const void* from
 // reads 128 bytes where memory gives 256 (int8 beside float32 results: 83.1 to 82.8 of 80.5 us that a copy takes).
 template <int BYTES> __device__ __forceinline__ void load_of_line(const void* from, void* to) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (READS_FIRST) {
-        load_bytes<BYTES>(from, to);
-        return;
-    } else if constexpr (BYTES == 4) {
+    if constexpr (READS_FIRST) return load_bytes<BYTES>(from, to);
+    else if constexpr (BYTES == 4) {
         asm volatile("ld.global.nc.L2::256B.u32 %0, [%1];" : "=r"(*static_cast<unsigned*>(to)) : "l"(from));
         return;
     } else if constexpr (BYTES == 2) {

@@ -15,7 +15,6 @@ import pytest
 import torch
 from convert_net import Net, X, assert_same, installed_passes, one_thread, replaced_by, small_net  # noqa: F401  (fixtures)
 from torch import nn
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -567,38 +566,3 @@ def test_export_of_a_partial_forward():
     model.forward = functools.partial(nn.Linear.forward, model)
     fast = frt.auto_convert_model(model, example_inputs=x)
     torch.testing.assert_close(torch.export.export(fast, (x,)).module()(x), model(x))
-
-
-def test_forward_mode_differentiation():
-    """By torch's own calls, as in torch.func."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())
-    x, tangent = torch.randn(2, 2, 8)
-    ours = frt.auto_convert_model(model, example_inputs=(x,))
-    found = []
-    for each in (model, ours):
-        with forward_ad.dual_level():
-            found.append(forward_ad.unpack_dual(each(forward_ad.make_dual(x, tangent))))
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(ours(x), model(x))
-
-
-def test_gradients_within_a_forward_pass_compile_once():
-    """As of force fields: Dynamo traces what our ops do backward, and asks for nothing that changes."""
-    class Field(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            with torch.enable_grad():
-                at = x.detach().requires_grad_()
-                force, = torch.autograd.grad(F.softplus(self.linear(at)).sum(), at, create_graph=True)
-            return force + x
-
-    model = Field()
-    ours = frt.auto_convert_model(model, example_inputs=(torch.randn(4, 8),))
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for _ in range(12):
-            x = torch.randn(4, 8)
-            torch.testing.assert_close(ours(x), model(x))
-            ours(x).sum().backward()

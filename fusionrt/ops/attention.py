@@ -18,7 +18,7 @@ import torch
 
 from fusionrt import autocast
 from fusionrt.arguments import as_count, as_float, as_int, is_int
-from fusionrt.array import check_dense, converted, is_foreign
+from fusionrt.array import check_floating, converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.layout import broadcast_shapes, is_among
@@ -37,12 +37,7 @@ Window = int | tuple[int | None, int | None] | None
 def _check_operands(op: str, q: Any, k: Any, v: Any, shapes: str) -> None:
     """Types, dtypes, devices and ranks."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-        check_dense(op, name, t)
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
-                            f"got {t.dtype}")
+        check_floating(op, name, t)
         if t.dim() != q.dim() or t.dim() != shapes.count(",") + 1:
             raise ValueError(f"{op}: {name} must have the shape {shapes}, got {tuple(t.shape)}")
         if t.dtype != q.dtype or t.device != q.device:
@@ -305,12 +300,7 @@ def _check_factors(op: str, *named: tuple[str, Any]) -> None:
     """Of a matrix product."""
     (of_first, first), *_ = named
     for name, t in named:
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-        check_dense(op, name, t)
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
-                            f"got {t.dtype}")
+        check_floating(op, name, t)
         if t.device != first.device or (t.dtype != first.dtype and not autocast.is_on(t.device)):
             raise TypeError(f"{op}: {name} must have the dtype and device of {of_first}, {first.dtype} on "
                             f"{first.device}, got {t.dtype} on {t.device}")

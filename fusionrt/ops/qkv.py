@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from fusionrt.arguments import as_int
-from fusionrt.array import converted, is_foreign
+from fusionrt.array import check_floating, converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
-from fusionrt.dtypes import FLOATS
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import check_angles, checked_dim, checked_positions, checked_tables
@@ -173,11 +172,7 @@ def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: A
 
 def _checked_width(op: str, qkv: Any, num_heads: int, kv_heads: int) -> int:
     """Columns of a head."""
-    if not isinstance(qkv, Tensor):
-        raise TypeError(f"{op}: qkv must be a tensor or an array, got {type(qkv).__name__}")
-    if qkv.dtype not in FLOATS:
-        raise TypeError(f"{op}: qkv must have a floating dtype (float16, bfloat16, float32, float64), got "
-                        f"{qkv.dtype}")
+    check_floating(op, "qkv", qkv)
     if as_int(op, "num_heads", num_heads) < 1 or as_int(op, "num_kv_heads", kv_heads) < 1:
         raise ValueError(f"{op}: num_heads and num_kv_heads must be at least 1, got {num_heads} and "
                          f"{kv_heads}")

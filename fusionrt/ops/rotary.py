@@ -16,7 +16,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.arguments import as_float, as_int
-from fusionrt.array import check_dense, check_writeable, converted, is_foreign
+from fusionrt.array import check_floating, check_writeable, converted, is_foreign
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.layout import is_among, lie_apart
@@ -207,12 +207,7 @@ def _check_tensors(op: str, q: Any, k: Any, layout: str) -> None:
     for name, t in {"q": q, "k": k}.items():
         if t is None and name == "k":
             continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or an array, got {type(t).__name__}")
-        check_dense(op, name, t)
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} must have a floating dtype (float16, bfloat16, float32, float64), "
-                            f"got {t.dtype}")
+        check_floating(op, name, t)
     shape = "(B, S, H, D)" if layout == "bshd" else "(B, H, S, D)"
     if q.dim() not in (3, 4):
         raise ValueError(f"{op}: q must have the shape {shape}, with or without B, got {tuple(q.shape)}")
