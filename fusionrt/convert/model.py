@@ -96,9 +96,8 @@ class ModelConverter:
         for name in passes or ():
             if name not in PASSES:
                 raise ValueError(f"ModelConverter: no pass is called {name!r}; there are {', '.join(PASSES)}")
-        least = 0 if accuracy_threshold is None else as_float(
-            "ModelConverter", "accuracy_threshold", accuracy_threshold)
-        if not least >= 0:
+        allowed = 0.0 if accuracy_threshold is None else accuracy_threshold
+        if not as_float("ModelConverter", "accuracy_threshold", allowed) >= 0:
             raise ValueError("ModelConverter: accuracy_threshold must be at least 0, got "
                              f"{accuracy_threshold}")
         self.validate_accuracy, self.accuracy_threshold = validate_accuracy, accuracy_threshold

@@ -28,7 +28,7 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
 Tensor = torch.Tensor
-FIXED = frozenset({bool, int, float, type(None)})
+FIXED = frozenset({bool, int, float, type(None)})  # types of options of which each object stays what it is
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -146,8 +146,8 @@ def _number(op: str, name: str, value: Any) -> float:
 def _is_fixed(asked: tuple[Any, ...]) -> bool:
     """Whether options say the same in the next call: what a tensor or an array holds may be another number
     then."""
-    return all(type(option) in FIXED or (type(option) is tuple and FIXED.issuperset(map(type, option)))
-               for option in asked)
+    return all(type(option) in FIXED or isinstance(option, float)  # NumPy's as well
+               or (type(option) is tuple and FIXED.issuperset(map(type, option))) for option in asked)
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -185,7 +185,6 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         attention(q, k, v, causal=True)
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
     """
-    scale = float(scale) if isinstance(scale, float) else scale  # NumPy's, which is fixed, too
     op, asked = "attention", (causal, scale, dropout_p, training, enable_gqa, window, softcap)
     run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     if run is not None:
@@ -241,7 +240,6 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
     kv_heads = k.shape[2] // dim
     q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2)
                for t, n in ((q, num_heads), (k, kv_heads), (v, kv_heads)))
-    scale = float(scale) if isinstance(scale, float) else scale
     asked = causal, scale, dropout_p, training, enable_gqa, window, softcap
     run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
     out = _attention(op, q, k, v, mask, alibi_slopes, asked) if run is None else run(q, k, v)

@@ -157,8 +157,9 @@ class Call:
 
     def no_wider(self, x: Tensor | None) -> Tensor | None:
         """float64 would be the dtype of all that follows."""
-        wider = x is not None and x.is_floating_point() and torch.promote_types(x.dtype, self.acc) != self.acc
-        return of_dtype(x, self.acc) if wider and x is not None else x
+        if x is None or not x.is_floating_point() or torch.promote_types(x.dtype, self.acc) == self.acc:
+            return x
+        return of_dtype(x, self.acc)
 
     def of_queries(self, x: Tensor) -> Tensor:
         """(B heads, S group, D) of (B, H, S, D)."""

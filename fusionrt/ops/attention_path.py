@@ -198,7 +198,7 @@ def repeated(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> Run | None:
                 return None
         run: Run = site[2]
         return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else run
-    except (AttributeError, TypeError, KeyError):  # none was made, or no tensors came
+    except (AttributeError, TypeError, KeyError, ValueError):  # none was made, or what came is no option
         return None
 
 
