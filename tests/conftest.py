@@ -165,12 +165,12 @@ def covering(combinations: list[dict], together: int) -> list[int]:
 @pytest.fixture
 def launches(monkeypatch):
     """Names of the kernels that calls are built with."""
-    from fusionrt.runtime import launch
-    built, real = [], launch.Text.launch
+    from fusionrt.runtime.plan_text import PlanText
+    built, real = [], PlanText.launch
 
     def launched(self, source, *args, **more):
         built.append(source.entry)
         return real(self, source, *args, **more)
 
-    monkeypatch.setattr(launch.Text, "launch", launched)
+    monkeypatch.setattr(PlanText, "launch", launched)
     return built

@@ -440,7 +440,8 @@ def test_masks_and_slopes_of_another_dtype(dtype, mask_dtype, device):
     mask = torch.randn(5, 5, device=device).to(mask_dtype)
     mask[0, 1:3] = -math.inf
     mask[2, 1] = -torch.finfo(mask_dtype).max
-    mask[3, 2] = torch.finfo(mask_dtype).max
+    # torch's kernels keep logarithms of float32, which near 65504 give gradients to .4 %
+    mask[3, 2] = 30 if mask_dtype == F16 else torch.finfo(mask_dtype).max
     slopes = torch.tensor([0.5, 0.25], device=device, dtype=mask_dtype)
     for options in ({"mask": mask}, {"mask": mask, "window": (1, 1)}, {"alibi_slopes": slopes},
                     {"mask": mask, "causal": True}):

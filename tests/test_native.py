@@ -23,7 +23,7 @@ from fusionrt import settling
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import device, launch, native, scratch
+from fusionrt.runtime import device, launch, native, plan_text, scratch
 from fusionrt.runtime.plan import ARRIVED, Allocated, Launched, Plan
 from fusionrt.runtime.source import Field, Params
 
@@ -288,10 +288,10 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     answers = {"function": 1, "allow": None, "has_dependent_launches": True, "multiprocessors": 132,
                "has_clusters": True, "clusters_at_a_time": 0, "device_count": 2}
     attribute = SimpleNamespace(attribute=(ctypes.c_uint * 18)())
-    monkeypatch.setattr(launch.cuda, "DependentLaunch", lambda *_: attribute)
+    monkeypatch.setattr(device, "DependentLaunch", lambda *_: attribute)
     for name, answer in answers.items():
-        monkeypatch.setattr(launch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(launch, "empty_strided", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
+        monkeypatch.setattr(device, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(plan_text, "empty_strided", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(native, "_driver", lambda: (1, 1))
     monkeypatch.setattr(native.arrivals, "of_stream", lambda *_: 1)
     monkeypatch.setattr(scratch, "piece", lambda *_: 4096)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import reference, rehearsal
-from fusionrt.runtime import compiler, launch
+from fusionrt.runtime import compiler, device, launch
 from fusionrt.runtime import device as cuda
 
 ROOT = Path(__file__).parents[1]
@@ -337,7 +337,7 @@ def test_devices_do_not_mix_and_can_be_insisted_on():
 
 @gpu
 def test_empty_tensors_launch_nothing(monkeypatch):
-    monkeypatch.setattr(launch.cuda, "function", None)
+    monkeypatch.setattr(device, "function", None)
     op = scaled(19)
     for shape in ((0, 4), (3, 0), (0,)):
         args = inputs(*shape)

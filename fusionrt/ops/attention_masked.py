@@ -4,7 +4,7 @@ A boolean mask becomes zeros and -inf in its own shape, in one pass that also fi
 its rows lets pass. Queries without any would come out of the kernel as NaN: another kernel, which reads that
 number and no more, writes zeros there and makes their gradients zeros. The host is not asked. A mask that is
 added stays finite where it is: rows of the least numbers, as models fill them, would be -inf in 16 bits, or
-in a kernel that multiplies them by log2(e).
+in a kernel that multiplies them by log2(e), and the greatest would be NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt.dtypes import name_of
-from fusionrt.expr import Expr, maximum, where
+from fusionrt.expr import Expr, clamp, where
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.rowwise import LOWEST_PASSED, row_max
 from fusionrt.runtime.kernel import Kernel
@@ -62,7 +62,9 @@ def _prepare(boolean: bool) -> Any:
     def expression(mask: Expr, columns: Expr, like: Expr, lowest: float) -> Any:
         passed = mask != (0 if boolean else -math.inf)
         first = -row_max(where(passed, -columns, -math.inf))
-        return where(passed, 0 if boolean else maximum(mask, lowest), -math.inf), first
+        added = where(passed, 0, -math.inf) if boolean else where(
+            abs(mask) < math.inf, clamp(mask, lowest, -lowest), mask)
+        return added, first
 
     return row_operator(expression, ("mask", "columns", "like", "lowest"), name="attention_mask", like="like")
 

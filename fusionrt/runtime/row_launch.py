@@ -17,11 +17,12 @@ from fusionrt.runtime import (
 )
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK
-from fusionrt.runtime.launch import Text, Values, write_sums
+from fusionrt.runtime.plan_text import PlanText, Values
+from fusionrt.runtime.pointwise_launch import write_sums
 from fusionrt.runtime.source import Specialisation
 
 
-def write(text: Text, problem: Problem, alignment: int, values: Values) -> None:
+def write(text: PlanText, problem: Problem, alignment: int, values: Values) -> None:
     if problem.row_dims:
         _write_rows(text, problem, alignment, values)
     else:
@@ -37,7 +38,7 @@ def sources(problem: Problem) -> list[Specialisation]:
     return [rows.generate(problem, 16), *(pointwise.generate_sum(problem, dtype) for dtype in sums)]
 
 
-def _write_joined(text: Text, problem: Problem, values: Values) -> None:
+def _write_joined(text: PlanText, problem: Problem, values: Values) -> None:
     """What rows across memory find, what follows from it, and the elements: one launch."""
     assert problem.then is not None
     for operand, result in zip((*problem.outputs, *problem.then.outputs), text.call.results, strict=True):
@@ -52,7 +53,7 @@ def _write_joined(text: Text, problem: Problem, values: Values) -> None:
                 of_planes.part, of_planes.cluster)
 
 
-def _write_resident(text: Text, problem: Problem, values: Values) -> None:
+def _write_resident(text: PlanText, problem: Problem, values: Values) -> None:
     made, kept = resident.shape(problem, text.call.device), resident.rows(problem).kept
     assert made is not None
     acc = getattr(torch, problem.acc)
@@ -64,7 +65,7 @@ def _write_resident(text: Text, problem: Problem, values: Values) -> None:
                 together=True)
 
 
-def _write_rows(text: Text, problem: Problem, alignment: int, values: Values) -> None:
+def _write_rows(text: PlanText, problem: Problem, alignment: int, values: Values) -> None:
     device = text.call.device
     layout = row_choice.layout(problem, alignment, cuda.has_clusters(device))
     source, shared = rows.generate(problem, alignment), row_layout.shared_bytes(problem, layout)

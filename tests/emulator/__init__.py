@@ -33,7 +33,7 @@ import torch
 import fusionrt
 from fusionrt import rehearsal, settling
 from fusionrt.op import Operator
-from fusionrt.runtime import arrivals, launch, native, scratch
+from fusionrt.runtime import arrivals, launch, native, plan_text, scratch
 from fusionrt.runtime import device as cuda
 
 from .machine import ARCHITECTURE, NUMBER, KernelFault, Machine, missing
@@ -105,7 +105,7 @@ def _patch_driver(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(native, "_driver", machine.addresses)
     patch.setattr(arrivals, "_free", {})
     patch.setattr(scratch, "_pieces", {})
-    patch.setattr(launch, "empty_strided", machine.memory.empty_strided)
+    patch.setattr(plan_text, "empty_strided", machine.memory.empty_strided)
 
 
 def _patch_torch(machine: Machine, patch: pytest.MonkeyPatch) -> None:
