@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusionrt.guards import Check
 from fusionrt.sites import Sites
 
 Run = Callable[..., Any]
@@ -34,11 +35,18 @@ def cast(first: torch.Tensor, *more: Any) -> tuple[Any, ...]:
 
 def chosen(sites: Sites, key: tuple[Any, ...], tensors: Sequence[Any], choose: Callable[[], Run]) -> Run:
     """What `choose` gives for tensors that were cast, kept by `sites`: where torch casts, by the dtype as
-    well, of which guards know nothing, nor does whoever remembers what the sites were asked last."""
-    device = tensors[0].device
-    if not is_on(device):
+    well."""
+    as_now = casting_as_now(tensors[0].device)
+    if as_now is None:
         return sites.keep(key, tensors, choose())
-    key = *key, torch.get_autocast_dtype(device.type)
-    run = sites.find(key, tensors) or sites.keep(key, tensors, choose())
-    sites.keep_secret()
-    return run
+    key = *key, torch.get_autocast_dtype(tensors[0].device.type)
+    return sites.find(key, tensors) or sites.keep(key, tensors, choose(), as_now)
+
+
+def casting_as_now(device: torch.device) -> Check | None:
+    """Whether torch casts to the dtype to which it does now, whatever the arguments; a guard sees whether it
+    casts at all. None: it does not."""
+    if not is_on(device):
+        return None
+    kind, dtype = device.type, torch.get_autocast_dtype(device.type)
+    return lambda *_: torch.get_autocast_dtype(kind) == dtype

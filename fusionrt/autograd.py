@@ -49,7 +49,7 @@ def recorded_backward(recording: Recording, ctx: Any, saved: Sequence[Any], grad
     watched = is_watched()
     plain = not (watched or torch.is_grad_enabled() or rehearsal.is_on())
     own = saved
-    if op.masking:
+    if op.leaves_mask:
         *own, mask = saved
         rng = 0, 0, mask
     if watched or any(g is not None and is_batched(g) for g in grads):  # is_grads_batched=True

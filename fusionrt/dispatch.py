@@ -17,19 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch.autograd import forward_ad
 
 from fusionrt.array import check_dense
-from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, keep_other
+from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, all_alike, keep
 from fusionrt.texts import compiled
-from fusionrt.watching import dispatch_modes
+from fusionrt.watching import SCOPE, UNGUARDED
 
 if TYPE_CHECKING:
     from fusionrt.op import Operator
 
 Run = Callable[..., Any]
-# Whether torch must see each operation. Guards know other watchers, but not every mode.
-_SEEN = "_frt_is_compiling() or _frt_forward_ad._current_level >= 0 or _frt_modes()"
+_SEEN = f"_frt_is_compiling() or {UNGUARDED}"  # whether torch must see each operation
 
 
 def is_number(parameter: inspect.Parameter) -> bool:
@@ -100,7 +98,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
         {last} = _frt_local.last
         _frt_known = {' and '.join(known)}
         if not _frt_known and not {tensors[0]}.is_nested:
-            {last} = _frt_local.last = _frt_local.others[_frt_alike({tensors[0]})]
+            {last} = _frt_local.last = _frt_local.others[_frt_alike({', '.join(tensors)})]
             _frt_known = {' and '.join(known)}
     except _frt_errors:
         _frt_known = False
@@ -124,7 +122,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
         counted = hasattr(way.run, "settled")  # by sites, until it is
         if is_known_again and not counted and asked == list(map(id, tensors)):
             local.last = (*options, *kinds, torch.is_grad_enabled(), way)
-            keep_other(vars(local).setdefault("others", {}), alike(tensors[0]), local.last)
+            keep(vars(local).setdefault("others", {}), all_alike(*tensors), local.last)
 
     def refuse_nested(*given: Any) -> None:
         """Which has no sizes to look for; sparse ones are for the op to refuse."""
@@ -134,7 +132,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
 
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints,
-             "_frt_refuse_nested": refuse_nested}
+             "_frt_refuse_nested": refuse_nested, "_frt_alike": all_alike}
     return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
 
 
@@ -186,16 +184,15 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
 """
     return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
                                          "_frt_local": operator.local, "_frt_numbers": NUMBERS,
-                                         "_frt_bool": (bool,)})
+                                         "_frt_bool": (bool,), "_frt_alike": alike})
 
 
 def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: Mapping[str, Any]) -> Run:
     """The function `entry` of this text, by its name."""
     known: dict[str, Any] = {
-        "_frt_is_compiling": torch.compiler.is_dynamo_compiling, "_frt_forward_ad": forward_ad,
-        "_frt_modes": dispatch_modes,
-        "_frt_errors": (AttributeError, TypeError, KeyError), "_frt_alike": alike, "inf": math.inf,
-        "torch": torch,
+        **SCOPE, "_frt_is_compiling": torch.compiler.is_dynamo_compiling,
+        "_frt_errors": (AttributeError, TypeError, KeyError, RuntimeError),  # what nested ones raise too
+        "inf": math.inf, "torch": torch,
         **{f"_frt_default_{p.name}": p.default for p in params}, **scope}
     exec(compiled(text), known)
     made = known["entry"]

@@ -38,6 +38,10 @@ def _of_some_twice(check: Check, firsts: Sequence[int]) -> Check:
     return checked
 
 
+def both(check: Check, other: Check) -> Check:
+    return lambda *args: check(*args) and other(*args)
+
+
 def guard_all(check: Check, args: Sequence[Any]) -> Check:
     """A predicate of all arguments of a call like this one: `check` of its tensors, its types of numbers."""
     made: Check = _with_numbers(tuple(None if isinstance(a, torch.Tensor) else type(a) for a in args))(check)

@@ -29,7 +29,7 @@ WHOLE = 4096            # elements: of a multiple all vectors are whole, in all 
 class Masking(Operator):
     """An operator of one full output, and second the mask in which its gradients need to know `truth`."""
 
-    masking = True
+    leaves_mask = True
 
     def __init__(self, of: Operator, truth: Expr, gradients: Mapping[int, Expr], spared: Collection[int]
                  ) -> None:
@@ -74,7 +74,7 @@ class Masking(Operator):
         return self._variant("order", tuple(order), *order).launch(copies, *rng)
 
 
-def masking(op: Operator, args: Args) -> Masking | None:
+def leaving_mask(op: Operator, args: Args) -> Masking | None:
     """The operator that leaves a mask for the gradients of those arguments that need one, where that is to
     be had and shortens the work."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -85,7 +85,7 @@ def masking(op: Operator, args: Args) -> Masking | None:
         return None
     needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if needed not in op.masked:
-        op.masked[needed] = _masking(op, needed)
+        op.masked[needed] = _leaving_mask(op, needed)
     made = op.masked[needed]
     if made is None or not made.spared:
         return made
@@ -93,7 +93,7 @@ def masking(op: Operator, args: Args) -> Masking | None:
     return made if shape in sizes else None
 
 
-def _masking(op: Operator, needed: tuple[bool, ...]) -> Masking | None:
+def _leaving_mask(op: Operator, needed: tuple[bool, ...]) -> Masking | None:
     if len(op.outputs) != 1 or op.targets != (None,) or not op.differentiable[0] or not any(needed):
         return None
     gradient, n = op.gradient(needed, (True,)), len(op.params)

@@ -23,18 +23,35 @@ from fusionrt.definition import SCALAR, Definition
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast, substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
-from fusionrt.sites import alike, keep_other
+from fusionrt.sites import Way, alike, keep
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 
 if TYPE_CHECKING:
     from fusionrt.recording import Recording
 
 Args = Sequence[Any]
+Run = Callable[..., Any]
 EXACT = (torch.bool, torch.int16, torch.int32, torch.int64)  # results of integers that float32 may miss
 # A number is what a traced graph can hold of an operator.
 OPERATORS: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
 _handles = itertools.count()
-_PLANS_KEPT = 4096  # a thread; with more shapes than that alive, plans are built anew
+
+
+class Remembered(threading.local):
+    """What a thread knows of an operator's calls: a plan's buffers belong to one thread. Of what is asked in
+    each call also the last one, and those by the first tensor, as a model calls an op for several shapes in
+    turn: to see that a call is like another takes a fifth of the time that a key does."""
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[Any, ...], Run] = {}
+        self.misaligned: dict[tuple[Any, ...], Run] = {}
+        self.calls: dict[tuple[Any, ...], Way] = {}
+        self.site: tuple[bool, guards.Check, Run] | None = None  # of the entry function: see `dispatch.entry`
+        self.others: dict[tuple[Any, ...], tuple[bool, guards.Check, Run]] = {}
+        self.launches: dict[Run, Way] = {}  # by plan
+        self.launched: Way | None = None
+        self.others_launched: dict[tuple[Any, ...], Way] = {}
+        self.recordings: dict[tuple[Run, tuple[bool, ...]], Recording] = {}
 
 
 class Operator(Definition):
@@ -42,19 +59,19 @@ class Operator(Definition):
 
     def __init__(self, *definition: Any) -> None:
         super().__init__(*definition)
-        self.local = threading.local()  # plans: a plan's buffers belong to one thread
+        self.local = Remembered()
         self.handle = next(_handles)
         OPERATORS[self.handle] = self
         self.untold: frozenset[int] = frozenset()  # outputs that a call does not give
         self.into: Mapping[int, int] = {}  # output -> the argument whose memory it takes: see `over`
         self._variants: dict[tuple[Any, ...], Operator] = {}
         self.masked: dict[tuple[bool, ...], Any] = {}  # see mask.py
+        self.entry_tensors: list[bool] | None = None  # which arguments the entry function takes for tensors
 
     def __repr__(self) -> str:
         return f"<fusionrt operator {self.name}({', '.join(self.params)})>"
 
-    entry_tensors: list[bool] | None = None  # which arguments the entry function takes for tensors
-    masking = False               # whether a call gives a mask as well, which its gradients read
+    leaves_mask = False           # a call gives one as well, which its gradients read
 
     def derived(self, *definition: Any) -> Operator:
         return Operator(*definition)
@@ -73,8 +90,10 @@ class Operator(Definition):
         made = self._variants.get((name, key))
         if made is None:
             made = copy.copy(self)
-            vars(made).update({name: value}, local=threading.local(), _variants={})
+            vars(made).update({name: value}, local=Remembered(), _variants={})
             vars(made).pop("digest", None)
+            if name == "outputs":  # gradients of others, too
+                vars(made).update(_gradients={}, _behind={}, _reads={}, masked={})
             self._variants[name, key] = made
         return made
 
@@ -86,9 +105,9 @@ class Operator(Definition):
         self._refuse_sparse(args)
         if not watched:  # a traced call has symbolic sizes, which a key would make constants
             key = call_key(args)
-            known = self.local.__dict__.setdefault("sites", {}).get(key)
+            known = self.local.calls.get(key)
             if known is not None:
-                return self._resume(key, known, args)
+                return self._resume(known, args)
         if any(map(is_foreign, args)):
             return self._call_foreign(args)
         tensors = self._check_types(args)
@@ -98,27 +117,24 @@ class Operator(Definition):
             return Dispatched.call(self.handle, *args)
         run = self.way(args)
         if tensors[0].device.type != "meta":
-            if len(self.local.sites) >= _PLANS_KEPT:
-                self.local.sites.clear()
-            self.local.sites[key] = guards.guard(*tensors), run
+            keep(self.local.calls, key, Way(guards.guard(*tensors), run))
         return run(*args)
 
-    def _resume(self, key: tuple[Any, ...], known: tuple[Any, Any], args: Args) -> Any:
+    def _resume(self, known: Way, args: Args) -> Any:
         """A kind of call that was made before, but not last: the entry function's next guess."""
-        check, run = known
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if not check(*tensors):  # made under another dispatch state: autocast, inference mode
-            check = guards.guard(*tensors)
+        tensors, run = [a for a in args if isinstance(a, torch.Tensor)], known.run
+        if not known.check(*tensors):  # made under another dispatch state: autocast, inference mode
+            known.check = guards.guard(*tensors)
         settled = settling.settle(run)
-        self.local.sites[key] = check, settled or run
         if settled is not None:
+            known.run, check = settled, known.check
             usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
             site = (False, check, settled) if usual else (True, guards.guard_all(check, args), settled)
             self.local.site = site
-            keep_other(self.local.__dict__.setdefault("others", {}), alike(tensors[0]), site)
+            keep(self.local.others, alike(tensors[0]), site)
         return run(*args)
 
-    def way(self, args: Args, in_this_mode: bool = False) -> Callable[..., Any]:
+    def way(self, args: Args, in_this_mode: bool = False) -> Run:
         """The plan, with what a call of these arguments needs beside it: random numbers, a gradient;
         `in_this_mode`: where gradients are recorded as they are now, or not."""
         self._refuse_sparse(args)
@@ -128,29 +144,10 @@ class Operator(Definition):
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
             return settling.drawing(plan, draw, self.counters) if draw else plan
-        from fusionrt.recording import in_either_mode  # a program without gradients needs none of it
+        from fusionrt import recording  # a program without gradients needs none of it
         if in_this_mode and draw is None:
-            recording = self.to_be_recorded(args)
-            return settling.settles(lambda *args: recording.apply(*args), recording.settled_apply)
-        return in_either_mode(self, draw)
-
-    def to_be_recorded(self, args: Args) -> Recording:
-        """Of this operator, or of one that leaves a mask as well."""
-        from fusionrt.mask import masking
-        return (masking(self, args) or self).recording(args)
-
-    def recording(self, args: Args) -> Recording:
-        """Of calls of this kind, by this thread."""
-        from fusionrt.recording import Recording
-        plan = self.plan(args)
-        needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        recordings = self.local.__dict__.setdefault("recordings", {})
-        made = recordings.get((plan, needed))
-        if made is None:
-            if len(recordings) >= _PLANS_KEPT:
-                recordings.clear()
-            made = recordings[plan, needed] = Recording(self, args, plan, needed)
-        return made
+            return recording.recorded(self, args)
+        return recording.in_either_mode(self, draw)
 
     def draw(self, device: torch.device) -> random.Rng:
         return random.draw(device, self.counters)
@@ -163,46 +160,43 @@ class Operator(Definition):
     def apply(self, args: Args, rng: random.Rng | None) -> Any:
         """Run with given random numbers, and record a gradient if one will be needed."""
         if is_recorded(*args):
-            return self.recording(args).apply(*args, *((rng,) if self.streams else ()))
+            from fusionrt.recording import recording_of
+            return recording_of(self, args).apply(*args, *((rng,) if self.streams else ()))
         return self.launch(args, rng)
 
     def launch(self, args: Args, rng: random.Rng | None = None) -> Any:
         """Run, without autograd: a tensor, or a tuple of several."""
-        last = self.local.__dict__.get("launched")
-        plan = last[1] if last is not None and not rehearsal.is_on() and last[0](*args) else self._found(args)
+        last = self.local.launched
+        is_like_last = last is not None and not rehearsal.is_on() and last.check(*args)
+        plan = last.run if last is not None and is_like_last else self._found(args)
         return plan(*args, rng) if self.streams else plan(*args)
 
-    def _found(self, args: Args) -> Callable[..., Any]:
+    def _found(self, args: Args) -> Run:
         """The plan; of one that was found before, also by which to begin at the next launch, and at later
-        ones with such a first tensor: to see that it fits takes a fifth of a key."""
-        tensors, local = [a for a in args if isinstance(a, torch.Tensor)], self.local.__dict__
-        known = local.setdefault("others_launched", {}).get(alike(tensors[0]))
-        if known is not None and not rehearsal.is_on() and known[0](*args):
-            self.local.launched = known
-            found: Callable[..., Any] = known[1]
-            return found
-        plan, fits = self.plan(args), local.setdefault("fits", {})
-        if plan not in fits:
-            if len(fits) >= _PLANS_KEPT:
-                fits.clear()
-            fits[plan] = guards.guard_all(guards.guard(*tensors), args), plan
+        ones with such a first tensor."""
+        tensors, local = [a for a in args if isinstance(a, torch.Tensor)], self.local
+        other = local.others_launched.get(alike(tensors[0]))
+        if other is not None and not rehearsal.is_on() and other.check(*args):
+            local.launched = other
+            return other.run
+        plan = self.plan(args)
+        known = local.launches.get(plan)
+        if known is None:
+            keep(local.launches, plan, Way(guards.guard_all(guards.guard(*tensors), args), plan))
             return plan
-        check, run = fits[plan]
-        settled = settling.settle(run)
+        settled = settling.settle(known.run)
         if settled is not None:
-            self.local.launched = fits[plan] = check, settled
-            keep_other(local["others_launched"], alike(tensors[0]), (check, settled))
+            known.run, local.launched = settled, known
+            keep(local.others_launched, alike(tensors[0]), known)
         return plan
 
-    def plan(self, args: Args) -> Callable[..., Any]:
+    def plan(self, args: Args) -> Run:
         """A callable of the arguments (and random numbers), made once for each kind of call."""
-        plans = self.local.__dict__.setdefault("plans", {})
         key = call_key(args)
-        plan = plans.get(key)
+        plan = self.local.plans.get(key)
         if plan is None or rehearsal.is_on():
-            if len(plans) >= _PLANS_KEPT:
-                plans.clear()
-            plan = plans[key] = self._plan(args, 16)
+            plan = self._plan(args, 16)
+            keep(self.local.plans, key, plan)
         return plan
 
     def _resolving(self, *args: Any) -> Any:
@@ -336,7 +330,7 @@ class Operator(Definition):
 
     # -- plans -----------------------------------------------------------------------------------
 
-    def _plan(self, args: Args, alignment: int) -> Callable[..., Any]:
+    def _plan(self, args: Args, alignment: int) -> Run:
         shape, _ = self.check(args)
         if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
             return lambda *args: self._resolving(*args)  # an object of its own for each kind of call
@@ -363,7 +357,7 @@ class Operator(Definition):
         return self._variant("outputs", roots, *roots)
 
     def build(self, args: Args, shape: layout.Ints, outputs: Sequence[torch.Tensor], alignment: int
-              ) -> Callable[..., Any]:
+              ) -> Run:
         order = self.walk(args, shape, outputs)
         made = [self.output(k, o, args, shape, order) for k, o in enumerate(outputs)]
         promoted = self.compute_dtype(args)
@@ -398,7 +392,7 @@ class Operator(Definition):
             return None
 
     def compile(self, args: Args, shape: layout.Ints, problem: Problem, outputs: Sequence[Output],
-                alignment: int) -> Callable[..., Any]:
+                alignment: int) -> Run:
         """A callable of the arguments (and random numbers) on the device that they are on."""
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         if device.type == "meta":
@@ -415,13 +409,12 @@ class Operator(Definition):
         """The same call for pointers that are not multiples of 16 bytes."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         alignment = min((t.data_ptr() & -t.data_ptr() for t in tensors if t.data_ptr()), default=16)
-        plans = self.local.__dict__.setdefault("misaligned", {})
         key = (alignment, *call_key(args[:len(self.params)]))
-        if key not in plans:
-            if len(plans) >= _PLANS_KEPT:
-                plans.clear()
-            plans[key] = self._plan(args[:len(self.params)], min(8, alignment))
-        return plans[key](*args)
+        plan = self.local.misaligned.get(key)
+        if plan is None:
+            plan = self._plan(args[:len(self.params)], min(8, alignment))
+            keep(self.local.misaligned, key, plan)
+        return plan(*args)
 
 
 def _rank(dtype: torch.dtype) -> int:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusionrt.autograd import Pass, recorded_backward
+from fusionrt.mask import leaving_mask
 from fusionrt.problem import unpack
 from fusionrt.replay import Replay
 from fusionrt.settling import planned_once, settled, settles
+from fusionrt.sites import keep
 from fusionrt.steps import Steps, Value
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class Recording(Replay):
         # What is known of an argument that is not saved; None: it is.
         self.described = [NUMBER if not isinstance(a, torch.Tensor) else None if read else
                           (a.shape, a.dtype, a.device) for a, read in zip(args, reads, strict=True)]
-        self.order: Any = UNKNOWN if op.streams or op.masking else None  # of the walk, see `Operator.drawn`
+        # Of the walk: see `Operator.drawn`.
+        self.order: Any = UNKNOWN if op.streams or op.leaves_mask else None
         super().__init__(op.name, len(op.differentiable), self._forward(), recorded_backward)
 
     def settle(self) -> None:
@@ -51,9 +54,9 @@ class Recording(Replay):
         steps.set(ctx, "materialize_grads", False)
         out = steps.call(self.plan, *given)
         masks = []
-        if op.masking:
+        if op.leaves_mask:
             out, masks = steps.item(out, 0), [steps.item(out, 1)]
-        several = len(op.outputs) - op.masking > 1
+        several = len(op.outputs) - op.leaves_mask > 1
         results = [steps.item(out, k) for k in range(len(op.outputs))] if several else [out]
         if self.order is UNKNOWN:
             steps.call(self.see, steps.tuple(*args), out)
@@ -92,7 +95,7 @@ class Recording(Replay):
         outs: dict[int, Value] = {}
         if made.gradient is not None:
             if made.gradient.streams:
-                mask = steps.item(of_saved, len(saved) - 1) if op.masking else None
+                mask = steps.item(of_saved, len(saved) - 1) if op.leaves_mask else None
                 inputs.append(steps.item(kept, 0) if mask is None else steps.tuple(0, 0, mask))
             out = steps.call(made.gradient.plan(made.inputs), *inputs)
             outs = {i: steps.item(out, k) for k, i in enumerate(own)} if len(own) > 1 else {own[0]: out}
@@ -118,6 +121,28 @@ class Recording(Replay):
         return inputs + [steps.item(saved, places[output]) for output in made.saved]
 
 
+def recording_of(op: Operator, args: Sequence[Any]) -> Recording:
+    """That of calls of this kind, by this thread."""
+    plan, known = op.plan(args), op.local.recordings
+    needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    made = known.get((plan, needed))
+    if made is None:
+        made = Recording(op, args, plan, needed)
+        keep(known, (plan, needed), made)
+    return made
+
+
+def _to_be_recorded(op: Operator, args: Sequence[Any]) -> Recording:
+    """Of this operator, or of one that leaves a mask as well."""
+    return recording_of(leaving_mask(op, args) or op, args)
+
+
+def recorded(op: Operator, args: Sequence[Any]) -> Run:
+    """Calls of this kind where gradients are recorded."""
+    recording = _to_be_recorded(op, args)
+    return settles(lambda *args: recording.apply(*args), recording.settled_apply)
+
+
 class _Recorded:
     """`apply` of the recording of a kind of call, which is made when it is asked for: under `torch.no_grad`
     there may never be one."""
@@ -128,7 +153,7 @@ class _Recorded:
         self.apply: Run = self._first
 
     def _first(self, *args: Any) -> Any:
-        self.recording = self.operator.to_be_recorded(args[:len(self.operator.params)])
+        self.recording = _to_be_recorded(self.operator, args[:len(self.operator.params)])
         self.apply = self.recording.apply
         return self.apply(*args)
 

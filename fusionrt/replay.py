@@ -19,14 +19,11 @@ from torch.autograd import forward_ad
 from fusionrt.guards import guard
 from fusionrt.settling import Again, is_capturing, settle, settles
 from fusionrt.steps import Steps, Value
-from fusionrt.watching import dispatch_modes, transforms_active
+from fusionrt.watching import OF_BACKWARD
 
 Run = Callable[..., Any]
 _KEPT = 8  # backward passes of one kind of call in one thread, as gradients come in several layouts
 _KEPT_BY_ALL = 4 * _KEPT
-# Guards see other watchers, but no keys of modes and transforms in the thread of a device.
-WATCHERS = ((torch.is_grad_enabled, False), (dispatch_modes, 0), (transforms_active, False))
-
 
 NONE = Steps(0)
 
@@ -122,7 +119,7 @@ class Replay:
         if passes:
             with steps.perhaps():
                 steps.equal(steps.get(forward_ad, "_current_level"), -1)
-                for watcher, usual in WATCHERS:
+                for watcher, usual in OF_BACKWARD:
                     steps.equal(steps.call(watcher), usual)
                 here = steps.call(threading.get_ident)
                 for known in passes:

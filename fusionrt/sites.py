@@ -8,35 +8,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from fusionrt.guards import Check, guard, guard_all
+from fusionrt.guards import Check, both, guard, guard_all
 from fusionrt.settling import settle
-from fusionrt.watching import dispatch_modes
+from fusionrt.watching import unguarded
 
 Run = Callable[..., Any]
-KEPT = 1024  # kinds of calls
+KEPT = 4096  # kinds of calls that a thread remembers
 NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
 _NOTHING_YET: Any = object()
 
-
 # Of a tensor: by which the kinds of calls of a model that differ in their first one are told apart.
 alike = operator.attrgetter("shape", "dtype", "requires_grad")
 
 
-def keep_other(others: dict[Any, Any], kind: tuple[Any, ...], known: Any) -> None:
-    """What a thread knows of a kind of call, for calls that come after some of other kinds."""
-    if len(others) >= KEPT:
-        others.clear()
-    others[kind] = known
+def all_alike(first: Any, *others: Any) -> tuple[Any, ...]:
+    """The same of calls that differ in the others' shapes; each may be None."""
+    return (*alike(first), *[None if t is None else t.shape for t in others])
+
+
+def keep(known: dict[Any, Any], kind: Any, value: Any) -> None:
+    """What is known of a kind of call, while there are not too many of them."""
+    if len(known) >= KEPT:
+        known.clear()
+    known[kind] = value
 
 
 class Sites(threading.local):
     """For ops that check, then choose between ways: what a thread has chosen for the kinds of calls that it
     made. A kind is a `key` of whatever is no tensor, whether gradients are recorded, which the guard does not
-    look at, what the first tensor is like, and the guard of the tensors.
+    look at, what the tensors are like, and the guard of the tensors.
 
         run = sites.find(key, tensors) or sites.keep(key, tensors, choose(*tensors))
         return run(*tensors)
@@ -49,8 +52,8 @@ class Sites(threading.local):
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
-            way = self.known[key, torch.is_grad_enabled()][alike(tensors[0])]
-            if forward_ad._current_level >= 0 or dispatch_modes() or not way.check(*tensors):
+            way = self.known[key, torch.is_grad_enabled()][all_alike(*tensors)]
+            if unguarded() or not way.check(*tensors):
                 return None
         except (KeyError, TypeError, AttributeError, RuntimeError):  # also of what is no tensor, or nested
             return None
@@ -69,20 +72,19 @@ class Sites(threading.local):
         found, self._heard = self._heard, outer
         return None if found is _NOTHING_YET else found
 
-    def keep_secret(self) -> None:
-        """Who listens is not to know the way."""
-        self._heard = None
-
     def _tell(self, way: Way, tensors: Sequence[Any]) -> None:
         if self._heard is _NOTHING_YET:
             self._heard = way, list(map(id, tensors))
 
-    def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run) -> Run:
+    def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run, also: Check | None = None) -> Run:
+        """`also`: what else must be so, of the tensors and of torch, of which guards know nothing."""
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
-            if len(self.known) >= KEPT:
-                self.known.clear()
-            way = Way(guard_all(guard(*[t for t in tensors if t is not None]), tensors), run)
-            keep_other(self.known.setdefault((key, torch.is_grad_enabled()), {}), alike(tensors[0]), way)
+            check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
+            way = Way(check if also is None else both(check, also), run)
+            kind = key, torch.is_grad_enabled()
+            if kind not in self.known:
+                keep(self.known, kind, {})
+            keep(self.known[kind], all_alike(*tensors), way)
             self._tell(way, tensors)
         return run
 
@@ -91,12 +93,11 @@ class Sites(threading.local):
         temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
         if not all(type(n) in EQUAL for n in numbers):
             return False
-        if len(self.numbers) >= KEPT:
-            self.numbers.clear()
         try:
-            before, self.numbers[kind] = self.numbers.get(kind), numbers
+            before = self.numbers.get(kind)
         except TypeError:  # an option that cannot be a key
             return False
+        keep(self.numbers, kind, numbers)
         return before == numbers
 
 

@@ -11,10 +11,17 @@ from torch.autograd import forward_ad
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Who watches of whom no guard knows; as text too, for where one more call would be too much.
+UNGUARDED = "_frt_forward_ad._current_level >= 0 or _frt_modes()"
+SCOPE = {"_frt_forward_ad": forward_ad, "_frt_modes": dispatch_modes}
+unguarded: Callable[[], bool] = eval(f"lambda: {UNGUARDED}", dict(SCOPE))
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 tracing_state: Callable[[], object | None] = torch._C._get_tracing_state
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func
+# Of a backward pass, with what each says as a rule: of the thread of a device a guard sees no keys of modes
+# and transforms.
+OF_BACKWARD = ((torch.is_grad_enabled, False), (dispatch_modes, 0), (transforms_active, False))
 
 
 def is_watched() -> bool:

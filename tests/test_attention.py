@@ -1,13 +1,13 @@
 """Attention: results and gradients on every way, queries without a key, dropout, what is refused."""
 
+import importlib
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import DIM, heads, same
-from checking import BF16, F16, F32, F64, captured, frames
+from checking import BF16, F16, F32, F64, captured, forget, frames
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -356,7 +356,7 @@ def test_a_call_like_the_last_one(device):
     """It skips the checks: whatever changes has to be seen."""
     q, k, v = heads(40, 40, 40, device=device)
     first = frt.attention(q, k, v)
-    assert path.repeated(q, k, v, (False, None, 0.0, True, False, None, None)) is not None
+    assert "attend" not in frames(lambda: frt.attention(q, k, v))
     assert_close(frt.attention(q, k, v), first)
     assert not torch.equal(frt.attention(q, k, v, causal=True), first)
     assert_close(frt.attention(q, k, v, scale=0.1), frt.attention.reference(q, k, v, scale=0.1))
@@ -514,7 +514,7 @@ def test_kinds_in_turn_are_known_again(device):
 def only(way, monkeypatch):
     monkeypatch.setattr(path, "candidates", lambda *_: [way])
     monkeypatch.setattr(path, "_chosen", {})
-    monkeypatch.setattr(path, "_local", threading.local())
+    forget(monkeypatch, importlib.import_module("fusionrt.ops.attention"))
     monkeypatch.setattr(path, "_torch_agrees", lambda *_: True)
 
 

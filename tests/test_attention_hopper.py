@@ -1,13 +1,13 @@
 """Hopper's attention kernels: results and gradients, queries without a key, memory, registers."""
 
+import importlib
 import itertools
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import heads, same
-from checking import BF16, F16, captured
+from checking import BF16, F16, captured, forget
 
 import fusionrt as frt
 from fusionrt.ops import attention_kernels as kernels
@@ -25,7 +25,7 @@ def hopper(monkeypatch):
         pytest.skip("no Hopper GPU")
     monkeypatch.setattr(path, "candidates", lambda *_: ["hopper"])
     monkeypatch.setattr(path, "_chosen", {})
-    monkeypatch.setattr(path, "_local", threading.local())
+    forget(monkeypatch, importlib.import_module("fusionrt.ops.attention"))
 
 
 OPTIONS = {

@@ -96,7 +96,7 @@ def test_what_is_called_on_a_gpu(options, called, monkeypatch):
     options = {"dtype": BF16, "dim": 64, "length": 300, "disabled": None, **options}
     disabled, dtype, dim, length = (options.pop(name) for name in ("disabled", "dtype", "dim", "length"))
     if disabled:
-        monkeypatch.setattr(torch.backends.cuda, f"{disabled}_sdp_enabled", lambda: False)
+        monkeypatch.setattr(torch._C, f"_get_{disabled}_sdp_enabled", lambda: False)
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(2, length, 8, dim, dtype=dtype, device="cuda").transpose(1, 2)
         if "mask" in options:

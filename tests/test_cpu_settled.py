@@ -32,7 +32,7 @@ def settles_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def last_run(name: str) -> Any:
     """What the thread calls for the op of this name that it called last."""
     names = name, f"{name}_by_inverse"
-    found = [o.local for o in OPERATORS.values() if o.name in names and "site" in o.local.__dict__]
+    found = [o.local for o in OPERATORS.values() if o.name in names and o.local.site]
     return found[-1].site[-1]
 
 

@@ -517,7 +517,7 @@ def test_of_a_backward_pass(soon: None, rows: int) -> None:
     for one, other in zip(first, last, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     recorded = [r for o in OPERATORS.values() if o.name == "layer_norm"
-                for r in o.local.__dict__.get("recordings", {}).values() if r.is_settled]
+                for r in o.local.recordings.values() if r.is_settled]
     plans = [plan for r in recorded for plan in (r.plan, *(
         called for known in r.passes for called in known.steps.called))]
     assert len(plans) >= 2 and all(isinstance(plan, BuiltinFunctionType) for plan in plans)
@@ -544,4 +544,4 @@ def test_masks_are_those_of_other_calls(soon: None) -> None:
 
 
 def operator_of(name: str) -> Any:
-    return next(o for o in OPERATORS.values() if o.name == name and "site" in o.local.__dict__)
+    return next(o for o in OPERATORS.values() if o.name == name and o.local.site)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import guards, replay, settling
+from fusionrt.recording import recording_of
 
 
 def randn(*shape, device, requires_grad=True):
@@ -27,7 +28,7 @@ def test_the_second_pass_repeats_the_first(device):
         grad_output = randn(5, 7, device=device, requires_grad=False)
         grads = torch.autograd.grad(scaled_product(x, y, by), (x, y), grad_output)
         assert_close(grads, torch.autograd.grad(x * y * by, (x, y), grad_output))
-    assert len(scaled_product.operator.recording((x, y, 2.0)).passes) == 1
+    assert len(recording_of(scaled_product.operator, (x, y, 2.0)).passes) == 1
 
 
 @pytest.mark.parametrize("change", [
@@ -50,7 +51,7 @@ def test_calls_of_several_kinds_take_turns(device):
                 assert_close(torch.autograd.grad(scaled_product(x, y, 2.0), (x, y), g),
                              torch.autograd.grad(x * y * 2, (x, y), g))
     for x, y in kinds:
-        assert len(scaled_product.operator.recording((x, y, 2.0)).passes) == 2
+        assert len(recording_of(scaled_product.operator, (x, y, 2.0)).passes) == 2
 
 
 def test_other_arguments_need_a_gradient(device):
@@ -72,7 +73,7 @@ def test_one_tensor_in_two_places_is_known_again(device):
         out = scaled_product(x, x, 2.0)
         grad_output = randn(4, 6, device=device, requires_grad=False)
         assert_close(torch.autograd.grad(out, x, grad_output), torch.autograd.grad(x * x * 2, x, grad_output))
-    assert len(scaled_product.operator.recording((x, x, 2.0)).passes) == 1
+    assert len(recording_of(scaled_product.operator, (x, x, 2.0)).passes) == 1
 
 
 def test_some_outputs_have_no_gradient(device):
@@ -150,7 +151,7 @@ def test_threads_that_meet_a_kind_at_once(settles):
         x = torch.randn(n, n, dtype=F64, requires_grad=True)
         seeds = torch.randn(n, n, dtype=F64), torch.randn(n, n, dtype=F64).t()
         out = frt.gelu(x)
-        recording = frt.gelu.operator.recording((x,))
+        recording = recording_of(frt.gelu.operator, (x,))
         both, wrong = threading.Barrier(2), []
 
         def work(g, x=x, out=out, both=both, wrong=wrong, recording=recording):
@@ -187,7 +188,7 @@ def test_threads_that_are_no_more_shut_nobody_out():
     for t in threads:
         t.join()
     torch.autograd.grad(out.sum(), x, retain_graph=True)
-    passes = frt.gelu.operator.recording((x,)).passes
+    passes = recording_of(frt.gelu.operator, (x,)).passes
     assert len(passes) <= replay._KEPT_BY_ALL and passes[-1].thread == threading.get_ident()
 
 

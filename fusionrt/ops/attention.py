@@ -23,7 +23,7 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.layout import broadcast_shapes, is_among
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks
-from fusionrt.ops.attention_path import attend, nothing_attended, repeated
+from fusionrt.ops.attention_path import Run, attend, nothing_attended, sites
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
@@ -156,7 +156,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(1, 8, ROWS, 64), make(1, 8, ROWS, 64), make(1, 8, ROWS, 64)
 
 
-@public(example=_example)
+@public(example=_example, asks=(sites, "q k v"))
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None,
               dropout_p: float = 0.0, training: bool = True, enable_gqa: bool = False, window: Window = None,
               alibi_slopes: Any = None, softcap: float | None = None) -> Any:
@@ -186,7 +186,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
     """
     op, asked = "attention", (causal, scale, dropout_p, training, enable_gqa, window, softcap)
-    run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
+    run = _known(q, k, v, mask, alibi_slopes, asked)
     if run is not None:
         return run(q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes}
@@ -197,6 +197,13 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
                                  alibi_slopes=alibi_slopes, softcap=softcap))
     _check_operands(op, q, k, v, "(B, H, S, D)")
     return _attention(op, q, k, v, mask, alibi_slopes, asked)
+
+
+def _known(q: Any, k: Any, v: Any, mask: Any, alibi_slopes: Any, asked: tuple[Any, ...]) -> Run | None:
+    """The way of calls like this one, if there were any."""
+    if torch.compiler.is_dynamo_compiling() or mask is not None or alibi_slopes is not None:
+        return None
+    return sites.find(asked, (q, k, v)) if _is_fixed(asked) else None
 
 
 def _attention(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, alibi_slopes: Any, asked: tuple[Any, ...]
@@ -241,7 +248,7 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
     q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2)
                for t, n in ((q, num_heads), (k, kv_heads), (v, kv_heads)))
     asked = causal, scale, dropout_p, training, enable_gqa, window, softcap
-    run = repeated(q, k, v, asked) if _is_fixed(asked) and mask is None and alibi_slopes is None else None
+    run = _known(q, k, v, mask, alibi_slopes, asked)
     out = _attention(op, q, k, v, mask, alibi_slopes, asked) if run is None else run(q, k, v)
     return out.transpose(1, 2).flatten(2)
 

@@ -9,7 +9,6 @@ costs more than a small attention and changes the choice of all threads.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,16 +17,17 @@ from torch.nn import functional as F
 
 from fusionrt import autocast
 from fusionrt.dtypes import HALVES
-from fusionrt.guards import Check, guard
+from fusionrt.guards import Check, both
 from fusionrt.ops.attention_chunks import Options, attention_in_chunks, of_dtype
 from fusionrt.ops.attention_hopper import hopper_attention
 from fusionrt.ops.attention_kernels import CAPABILITY, DIMS
 from fusionrt.ops.attention_masked import laid_out, masked_attention, regular
 from fusionrt.rehearsal import device_type
-from fusionrt.sites import alike, keep_other
-from fusionrt.watching import is_watched, transforms_active
+from fusionrt.sites import Sites
+from fusionrt.watching import is_watched, seen_by_torch, transforms_active
 
 Tensor = torch.Tensor
+_C = torch._C  # torch's public functions of these names take three times as long
 PREFER_CUDNN = (9, 10)     # major architectures: those of torch's own preference
 # Keys from which on our Hopper kernel is faster than cuDNN's: benchmarks/attention.py.
 LONG, LONG_NARROW_CAUSAL = 4096, 8192
@@ -137,12 +137,16 @@ def _torch_agrees(way: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropo
     return bool(can_use(cuda.SDPAParams(q, k, v, None, dropout_p, causal, grouped)))
 
 
+def _of_user() -> tuple[bool, bool, bool]:
+    """Whether cuDNN's kernels, flash and efficient ones are enabled."""
+    return (_C._get_cudnn_sdp_enabled() and not _C._get_deterministic_algorithms(),
+            _C._get_flash_sdp_enabled(), _C._get_mem_efficient_sdp_enabled())
+
+
 def _machine(index: int | None) -> tuple[tuple[int, int], int, tuple[str, ...]]:
     """The architecture, the version of cuDNN, and the ways that the user has disabled."""
-    cuda = torch.backends.cuda
-    enabled = {"cudnn": cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled(),
-               "flash": cuda.flash_sdp_enabled(), "efficient": cuda.mem_efficient_sdp_enabled()}
-    return (*_hardware(index), tuple(way for way, is_on in enabled.items() if not is_on))
+    enabled = zip(("cudnn", "flash", "efficient"), _of_user(), strict=True)
+    return (*_hardware(index), tuple(way for way, is_on in enabled if not is_on))
 
 
 # Dynamo evaluates it while it traces. `torch.compiler.assume_constant_result` would import Dynamo.
@@ -178,37 +182,8 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, kind: Kind) -> str:
 
 # -- calls -----------------------------------------------------------------------------------------
 
-_local = threading.local()
 Run = Callable[..., Tensor]    # of q, k, v, a mask and slopes
-
-
-def repeated(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> Run | None:
-    """What to run if the call is of the kind of this thread's last one, or of the last one with such a q and
-    k, without a mask and slopes; `asked` says for what else. Checks, options and choice take five times as
-    long as this."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    try:
-        if q.is_nested or k.is_nested or v.is_nested:
-            return None
-        site, now = _local.site, (asked, _state())
-        if not (site[0](q, k, v) and site[1] == now):
-            site = _local.site = _local.others[alike(q), k.shape]  # to itself, to an encoder
-            if not (site[0](q, k, v) and site[1] == now):
-                return None
-        run: Run = site[2]
-        return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else run
-    except (AttributeError, TypeError, KeyError, ValueError):  # none was made, or what came is no option
-        return None
-
-
-_C = torch._C  # torch's public functions of these names take three times as long
-
-
-def _state() -> tuple[bool, ...]:
-    """Of torch, what decides beside the tensors."""
-    return (torch.is_grad_enabled(), _C._get_cudnn_sdp_enabled(), _C._get_flash_sdp_enabled(),
-            _C._get_mem_efficient_sdp_enabled(), _C._get_deterministic_algorithms())
+sites = Sites()                # by the options; of calls without a mask and slopes
 
 
 def nothing_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -221,8 +196,8 @@ def nothing_attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options,
-           asked: tuple[Any, ...] | None = None) -> Tensor:
-    """As `attention_in_chunks`, by the way that suits best. `asked`: for `repeated`."""
+           key: tuple[Any, ...] | None = None) -> Tensor:
+    """As `attention_in_chunks`, by the way that suits best. `key`: of the options, for `sites`."""
     given = q, k, v
     if not q.numel() or not v.numel():
         return nothing_attended(q, k, v, mask)
@@ -233,20 +208,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor 
         q, k, v = (regular(t) for t in (q, k, v))
     way, kind = way_of(q, k, v, mask, slopes, options)
     run = _ways[way](options, kind)
-    is_same = q is given[0] and k is given[1] and v is given[2] and not is_watched()
-    if asked is not None and mask is None and slopes is None and is_same:
-        _local.site = _check(q, k, v), (asked, _state()), run
-        keep_other(vars(_local).setdefault("others", {}), (alike(q), k.shape), _local.site)
+    is_same = q is given[0] and k is given[1] and v is given[2]
+    if key is not None and mask is None and slopes is None and is_same and not seen_by_torch(q, k, v):
+        return sites.keep(key, given, run, _as_now(q.device))(*given)
     return run(q, k, v, mask, slopes)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> Check:
-    """A guard, which sees whether autocast is on, but not for which dtype."""
-    fits, device = guard(q, k, v), q.device.type
-    if not autocast.is_on(q.device):
-        return fits
-    dtype = torch.get_autocast_dtype(device)
-    return lambda *tensors: torch.get_autocast_dtype(device) == dtype and fits(*tensors)
+def _as_now(device: torch.device) -> Check:
+    """Whether operands are aligned, and all that is no tensor's still decides the same."""
+    user, casting = _of_user(), autocast.casting_as_now(device)
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return _of_user() == user and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+
+    return check if casting is None else both(check, casting)
 
 
 def way_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, options: Options

@@ -414,7 +414,7 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
     tensors, key = (input, target, weight), None
     if not torch.compiler.is_dynamo_compiling():
         key = (ignore_index, type(ignore_index), reduction, label_smoothing, z_loss, softcap,
-               inplace_backward, weight is None, getattr(input, "shape", None))
+               inplace_backward)
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)

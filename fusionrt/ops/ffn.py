@@ -269,8 +269,7 @@ def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) ->
     inner = (gate, gate_bias) if up is None else (gate, up, gate_bias, up_bias)
     tensors, key = (x, down, down_bias, *inner), None
     if not torch.compiler.is_dynamo_compiling():
-        given = tuple(t is None for t in arrays.values())
-        key = (op, activation, recompute, given, *linear.shapes(x, gate, down))
+        key = (op, activation, recompute)
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
@@ -321,8 +320,7 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
     tensors, key = (x, weight2, bias2, weight1, bias1), None
     if not torch.compiler.is_dynamo_compiling():
         activation = by_value("ffn", activation)
-        key = ("ffn", activation, dropout_p, training, recompute, bias1 is None, bias2 is None,
-               *linear.shapes(x, weight1, weight2))
+        key = ("ffn", activation, dropout_p, training, recompute)
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)

@@ -287,7 +287,7 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
     tensors, key = (x, weight, bias, residual), None
     if not torch.compiler.is_dynamo_compiling():
         activation = by_value(op, activation)
-        key = (op, activation, dropout_p, training, bias is None, residual is None, *shapes(x, weight))
+        key = (op, activation, dropout_p, training)
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
@@ -353,10 +353,6 @@ def reads_result(operator: Operator, parts: int = 1) -> bool:
 
 def _first(operator: Operator, parts: int) -> tuple[bool, ...]:
     return tuple(k < parts for k in range(len(operator.params)))
-
-
-def shapes(*values: Any) -> list[Any]:
-    return [getattr(value, "shape", None) for value in values]
 
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ is released.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -27,46 +28,61 @@ def build(call: Call, alignment: int, misaligned: Run) -> Run:
 
 def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     problem, text = call.problem, PlanText(call)
-    inputs = list(problem.inputs)
-    masks = [o.name for o in inputs if o.dtype == MASK]
     names = [f"a{i}" for i in range(call.n_arguments)] + [RANDOM] * problem.draws
-    for name in masks:
-        text.more(f"{name} = rng[2]")
-    if problem.then is not None:
-        here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
-        inputs += [o for o in problem.then.inputs if o.name not in here]
-    given = [*(o.name for o in inputs), *(f"a{o.into}" for o in call.results if o.into is not None)]
-    pointers = {name: f"p_{name}" for name in given}
-    values: Values = {**pointers, "row_size": float(problem.row_size)}
-    text.lines += [f"{value} = {name}.data_ptr()" for name, value in pointers.items()]
-    if alignment == 16 and pointers:
-        text.scope["misaligned"] = misaligned
-        text.lines.append(f"if ({' | '.join(pointers.values())}) & 15: return misaligned({', '.join(names)})")
+    for operand in problem.inputs:
+        if operand.dtype == MASK:
+            text.more(f"{operand.name} = rng[2]")
+    values: Values = {**_addresses(text, alignment, misaligned, names), "row_size": float(problem.row_size)}
     if problem.streams:
         values |= {"seed": "rng[0]", "random_offset": "rng[1]", "random_state": "state"}
         text.lines.append("state = 0 if rng[2] is None else rng[2].data_ptr()")
-    for operand, result, reduced in zip(problem.outputs, call.results, problem.reduced, strict=False):
-        if not reduced:
-            if result.into is None:
-                text.allocate(operand.name, result.shape, result.strides, result.dtype)
-                values[operand.name] = f"{operand.name}.data_ptr()"
-            else:
-                text.lines.append(f"{operand.name} = a{result.into}")
-                values[operand.name] = f"p_a{result.into}"
-    _kind(problem).write(text, problem, alignment, values)
+    values |= _full_outputs(text)
+    _writer(problem).write(text, problem, alignment, values)
     returned = list(problem.returned) or [o.name for o in problem.outputs]
     text.lines.append("return " + ", ".join(returned))
     run = text.compile(names, lambda: build(call, alignment, misaligned))
     return text.settles(run, names, returned) if alignment == 16 else run
 
 
+def _addresses(text: PlanText, alignment: int, misaligned: Run, names: Sequence[str]) -> Values:
+    """Of what is given; those that are not multiples of 16 bytes are another plan's."""
+    call, problem = text.call, text.call.problem
+    inputs = list(problem.inputs)
+    if problem.then is not None:
+        here = {*(o.name for o in inputs), *(name for name, _ in problem.found)}
+        inputs += [o for o in problem.then.inputs if o.name not in here]
+    given = [*(o.name for o in inputs), *(f"a{o.into}" for o in call.results if o.into is not None)]
+    pointers: Values = {name: f"p_{name}" for name in given}
+    text.lines += [f"{value} = {name}.data_ptr()" for name, value in pointers.items()]
+    if alignment == 16 and pointers:
+        text.scope["misaligned"] = misaligned
+        text.lines.append(f"if ({' | '.join(pointers.values())}) & 15: return misaligned({', '.join(names)})")
+    return pointers
+
+
+def _full_outputs(text: PlanText) -> Values:
+    """Allocates those that are not reduced, or takes them from the arguments whose memory they take."""
+    values: Values = {}
+    problem = text.call.problem
+    for operand, result, reduced in zip(problem.outputs, text.call.results, problem.reduced, strict=False):
+        if reduced:
+            continue
+        if result.into is None:
+            text.allocate(operand.name, result.shape, result.strides, result.dtype)
+            values[operand.name] = f"{operand.name}.data_ptr()"
+        else:
+            text.lines.append(f"{operand.name} = a{result.into}")
+            values[operand.name] = f"p_a{result.into}"
+    return values
+
+
 def sources(problem: Problem) -> list[Specialisation]:
     """All that a call on 16-byte aligned tensors compiles."""
-    made: list[Specialisation] = _kind(problem).sources(problem)
+    made: list[Specialisation] = _writer(problem).sources(problem)
     return made
 
 
-def _kind(problem: Problem) -> ModuleType:
+def _writer(problem: Problem) -> ModuleType:
     if problem.row_dims or problem.then is not None:
         from fusionrt.runtime import row_launch  # a dozen modules, for which pointwise ops do not wait
         return row_launch
