@@ -7,7 +7,7 @@ there are any: a library's kernels are prepared once a process. The first ones a
 parameter is met first, and those of files whose tests have taken little time: a run that is cut off has seen
 a little of everything. The next one with the same verdicts goes on with the tests that have none. Verdicts,
 each with the seconds it took: `clean`; `reported` and of which kernels, where the sanitizer wrote something,
-which lies beside the verdicts; `failed`, for any other reason; `died`, with the process.
+which lies beside the verdicts; `failed`, for which other reason; `died`, with the process.
 """
 
 from __future__ import annotations
@@ -204,11 +204,13 @@ class Serving:
     """A plugin of pytest's that runs the tests that it is told of, and says how each went."""
 
     def __init__(self, log: Path) -> None:
-        self.log, self.failed = log, False
+        self.log, self.failed = log, ""
         self.told, self.says = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # which pytest captures
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.failed = self.failed or report.failed
+        if report.failed:
+            said = getattr(getattr(report.longrepr, "reprcrash", None), "message", "") or report.longreprtext
+            self.failed = self.failed or f"failed {said.partition(chr(10))[0][:150]}"
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         import torch
@@ -216,12 +218,12 @@ class Serving:
         if torch.cuda.is_available():
             torch.cuda.init()  # after which the log has its first line
         for line in self.told:
-            item, before, self.failed = items[line.strip()], self._size(), False
+            item, before, self.failed = items[line.strip()], self._size(), ""
             self._say("begins")
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             broken, reported = self._is_broken(), self._size() > before
-            verdict = "failed" if self.failed or broken else self._reported(before) if reported else "clean"
-            self._say(verdict)
+            failed = self.failed or ("failed" if broken else "")
+            self._say(failed or (self._reported(before) if reported else "clean"))
             if broken:  # nothing more can be computed in this process
                 os._exit(1)
         os._exit(0)
