@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
+import struct
 from typing import Any, TypeGuard
 
 import torch
+
+
+BEYOND = (OverflowError, struct.error)  # of integers that float64 has not, where one is packed
 
 
 def as_float(op: str, name: str, value: Any) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from fusionrt.arguments import BEYOND
 from fusionrt.array import check_dense
 from fusionrt.sites import EQUAL, NUMBERS, Sites, Way, alike, all_alike, keep
 from fusionrt.texts import compiled
@@ -180,9 +181,16 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
         _frt_known = {fits}{other}
     except _frt_errors:
         _frt_known = False
-    return _frt_run({', '.join(given)}) if _frt_known else _frt_general({passed})
+    if not _frt_known:
+        return _frt_general({passed})
+    try:
+        return _frt_run({', '.join(given)})
+    except _frt_beyond:
+        _frt_refuse([{', '.join(given)}])
+        raise
 """
     return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
+                                         "_frt_beyond": BEYOND, "_frt_refuse": operator.check_types,
                                          "_frt_local": operator.local, "_frt_numbers": NUMBERS,
                                          "_frt_bool": (bool,), "_frt_alike": alike})
 

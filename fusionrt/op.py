@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusionrt import guards, layout, random, rehearsal, settling
-from fusionrt.arguments import as_float
+from fusionrt.arguments import BEYOND, as_float
 from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched
 from fusionrt.definition import SCALAR, Definition
@@ -107,10 +107,14 @@ class Operator(Definition):
             key = call_key(args)
             known = self.local.calls.get(key)
             if known is not None:
-                return self._resume(known, args)
+                try:
+                    return self._resume(known, args)
+                except BEYOND:
+                    self.check_types(args)
+                    raise
         if any(map(is_foreign, args)):
             return self._call_foreign(args)
-        tensors = self._check_types(args)
+        tensors = self.check_types(args)
         if watched or any(type(t) not in PLAIN for t in tensors):
             if torch.compiler.is_dynamo_compiling():
                 Dispatched.allow()
@@ -138,7 +142,7 @@ class Operator(Definition):
         """The plan, with what a call of these arguments needs beside it: random numbers, a gradient;
         `in_this_mode`: where gradients are recorded as they are now, or not."""
         self._refuse_sparse(args)
-        tensors = self._check_types(args)
+        tensors = self.check_types(args)
         streams = bool(self.streams)
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
@@ -218,7 +222,7 @@ class Operator(Definition):
             if isinstance(a, torch.Tensor):
                 check_dense(self.name, name, a)
 
-    def _check_types(self, args: Args) -> list[torch.Tensor]:
+    def check_types(self, args: Args) -> list[torch.Tensor]:
         tensors = []
         for name, a in zip(self.params, args, strict=True):
             if isinstance(a, torch.Tensor):

@@ -348,11 +348,25 @@ def group_norm(x: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
     return _finished(F.group_norm(x, num_groups, weight, bias, eps), residual, epilogue)
 
 
-mse_loss = F.mse_loss
-l1_loss = F.l1_loss
-smooth_l1_loss = F.smooth_l1_loss
-huber_loss = F.huber_loss
-kl_div = F.kl_div
+# With the ops' parameters: third in torch's stand the deprecated `size_average` and `reduce`.
+def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    return F.mse_loss(input, target, reduction=reduction)
+
+
+def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    return F.l1_loss(input, target, reduction=reduction)
+
+
+def smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
+    return F.smooth_l1_loss(input, target, reduction=reduction, beta=beta)
+
+
+def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0) -> Tensor:
+    return F.huber_loss(input, target, reduction, delta)
+
+
+def kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Tensor:
+    return F.kl_div(input, target, reduction=reduction, log_target=log_target)
 
 
 def bce_with_logits(input: Tensor, target: Tensor, weight: Any = None, reduction: str = "mean",

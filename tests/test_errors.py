@@ -584,3 +584,17 @@ def test_epilogues_of_nothing():
     for epilogue in (lambda v: 1.0, lambda v: frt.exp(v * 0 + 1) * 0 + 1):
         assert torch.equal(frt.softmax(x, epilogue=epilogue), torch.ones(4, 8))
         assert torch.equal(frt.layer_norm(x, 8, epilogue=epilogue), torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda n: frt.leaky_relu(torch.ones(3), n), "leaky_relu: negative_slope must be"),
+    (lambda n: frt.layer_norm(torch.ones(3), 3, eps=n), "layer_norm: eps must be"),
+    (lambda n: frt.batch_norm(torch.ones(2, 3), torch.zeros(3), torch.ones(3), training=True, momentum=n),
+     "batch_norm: momentum must be"),
+])
+def test_numbers_beyond_float64_in_each_call(call, text):
+    """The first call of a kind, one like the last, and one that comes after others."""
+    for _ in range(4):
+        with pytest.raises(ValueError, match=f"{text} a number that float64 has, got one beyond it"):
+            call(10**400)
+        call(2)

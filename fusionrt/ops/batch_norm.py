@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.arguments import as_int, check_number
+from fusionrt.arguments import as_float, as_int, check_number
 from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
@@ -168,6 +168,8 @@ def _check_momentum(momentum: Any, num_batches_tracked: Any) -> None:
                          "num_batches_tracked")
     if not isinstance(momentum, (int, float, torch.Tensor, type(None))):
         raise TypeError(f"batch_norm: momentum must be a number or None, got {momentum!r}")
+    if isinstance(momentum, int):
+        as_float("batch_norm", "momentum", momentum)
 
 
 @torch.no_grad()
@@ -281,6 +283,8 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
         _check_running(op, x, running_mean, running_var, not use_input_stats, eps)
         if use_input_stats and running_mean is not None and not isinstance(momentum, (int, float)):
             raise ValueError(f"{op}: momentum must be a number, got {momentum!r}")
+        if isinstance(momentum, int):
+            as_float(op, "momentum", momentum)
         running, tracked = (running_mean, running_var), running_mean is not None
         if not use_input_stats:
             found = _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)
