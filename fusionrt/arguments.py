@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-
 BEYOND = (OverflowError, struct.error)  # of integers that float64 has not, where one is packed
 
 
