@@ -1,9 +1,13 @@
-"""What `help` says of the ops."""
+"""What `help` says of the ops, and of the packages: which file has which idea."""
 
+import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
+import fusionrt
 from fusionrt import catalogue
 from fusionrt.catalogue import OPS
 from fusionrt.op_names import OPS as FAMILIES
@@ -41,3 +45,18 @@ def test_what_all_elementwise_ops_say_stands_behind_the_text():
         text, *example = inspect.getdoc(sub_relu).split("\n\n    ")
         assert text.startswith("relu(a - b).\n\n") and text.endswith(f"\n\n{catalogue.ELEMENTWISE}")
         assert example == (["sub_relu(x, y)"] if "x" in said else [])
+
+
+@pytest.mark.parametrize("package", [
+    "fusionrt", "fusionrt.ops", "fusionrt.runtime", "fusionrt.cpu", "fusionrt.nn", "fusionrt.optim",
+    "fusionrt.data", "fusionrt.convert", "fusionrt.bench"])
+def test_a_package_names_each_of_its_files_once(package):
+    """The list of files is the map of a newcomer: none is missing, none is there twice."""
+    folder = Path(fusionrt.__file__).parent.joinpath(*package.split(".")[1:])
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py"} - {"__init__"}
+    there |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    said = inspect.getdoc(importlib.import_module(package))
+    listed = said[said.lower().index("one file an idea"):]
+    named = re.findall(r"`(\w+)`", listed)
+    assert there - set(named) == set()
+    assert [name for name in there if named.count(name) != 1] == []
