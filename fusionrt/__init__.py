@@ -48,7 +48,7 @@ _HOME = {
     "CUDA_AVAILABLE": "fusionrt.diagnosis:cuda_available()",
     "EXTENSION_LOADED": "fusionrt.diagnosis:compiler_available()",
 }
-_SUBMODULES = ("bench", "convert", "data", "kernels", "nn", "ops", "optim", "reference")
+_SUBMODULES = ("bench", "convert", "data", "deferred", "kernels", "nn", "ops", "optim", "reference")
 
 __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from fusionrt import bench as bench
     from fusionrt import convert as convert
     from fusionrt import data as data
+    from fusionrt import deferred as deferred
     from fusionrt import kernels as kernels
     from fusionrt import nn as nn
     from fusionrt import ops as ops

@@ -34,6 +34,22 @@ def test_begins_with_a_sentence_and_ends_with_an_example(name):
     assert all(word in inspect.getdoc(OPS[name]).lower() for word in ("raises", "float", "shape"))
 
 
+PUBLIC = [(f"{package.__name__}.{name}", getattr(package, name))
+          for package in (fusionrt.ops, fusionrt.nn, fusionrt.optim, fusionrt.data, fusionrt.bench,
+                          fusionrt.convert)
+          for name in package.__all__ if callable(getattr(package, name))]
+
+
+@pytest.mark.parametrize(("name", "one"), PUBLIC, ids=[name for name, _ in PUBLIC])
+def test_names_in_a_docstring_are_found_after_importing_the_package(name, one):
+    """`fusionrt.deferred.examine` was not, until something else had imported its module."""
+    for said in re.findall(r"\bfusionrt((?:\.[a-zA-Z_]\w*)+)", inspect.getdoc(one)):
+        found, first = fusionrt, said.split(".")[1]
+        assert first in fusionrt.__all__
+        for part in said.split(".")[1:]:
+            found = getattr(found, part)
+
+
 def test_what_all_elementwise_ops_say_stands_behind_the_text():
     """Also where no example ends it."""
     for said in ("relu(a - b).", "relu(a - b).\n\n    Source: none.\n\n        sub_relu(x, y)\n    "):
