@@ -66,8 +66,8 @@ OPS = Catalogue()
 ELEMENTWISE = """\
 Shapes: tensors, arrays and numbers that broadcast, as in torch. Dtypes: float16 and bfloat16 (computed in
 float32), float32, float64; the result has torch's promoted one. Raises ValueError where shapes do not
-broadcast or devices differ, TypeError for what is neither tensor, array nor number, or where no tensor is
-of floating point; they name the argument."""
+broadcast, devices differ or an option is none of those above, TypeError for what is neither tensor, array
+nor number, or where no tensor is of floating point; they name the argument."""
 # Of the examples: any size that is not small gives the same kernels. They differ, to be told apart.
 ROWS, COLUMNS = 8192, 4096
 

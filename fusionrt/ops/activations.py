@@ -17,7 +17,7 @@ from fusionrt.expr import Expr, node, normcdf, reciprocal, tanh_softplus, where
 def relu(x: Expr) -> Expr:
     """max(x, 0); NaN passes, the derivative at 0 is 0.
 
-    Source: torch.nn.functional.relu. Raises TypeError for integer tensors.
+    Source: torch.nn.functional.relu.
 
         relu(torch.tensor([-1.0, 2.0]))  # [0., 2.]
     """
@@ -59,7 +59,7 @@ def gelu(x: Expr) -> Expr:
 
 @pointwise
 def gelu_tanh(x: Expr) -> Expr:
-    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), written as x * sigmoid(2 u).
+    """0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as x * sigmoid(2 u).
 
     Source: torch.nn.functional.gelu(approximate="tanh"). At most 4.8e-4 from `gelu`.
 

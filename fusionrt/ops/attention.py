@@ -5,8 +5,9 @@ ALiBi and softcap of 16-bit types to kernels of our own on Hopper; gradients of 
 compute with all scores in memory to chunks. Memory is O(S) beside the operands, or a chunk of scores.
 Queries that may attend to no key have a result of zeros, and gradients of zeros, on every way.
 
-Shapes: of heads (B, H, S, D), of parts as each says. Dtypes: float16, bfloat16, float32, float64, the same
-for q, k and v. Raises TypeError or ValueError, with the name of the argument, for what does not fit.
+Shapes: q (B, H, S, D), k (B, H, T, D), v (B, H, T, E), the result (B, H, S, E), where an op names no others.
+Dtypes: float16, bfloat16, float32, float64, the same for q, k and v. Raises TypeError or ValueError, with the
+name of the argument, for what does not fit.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _example(make: Make) -> tuple[Any, ...]:
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None,
               dropout_p: float = 0.0, training: bool = True, enable_gqa: bool = False, window: Window = None,
               alibi_slopes: Any = None, softcap: float | None = None) -> Any:
-    """dropout(softmax(softcap(q k^T scale) + mask + alibi)) v, of shape (B, H, S, D).
+    """dropout(softmax(softcap(q k^T scale) + mask + alibi)) v, of shape (B, H, S, E), E the width of v.
 
     q: (B, H, S, D); k: (B, H, T, D), v: (B, H, T, E), of q's floating dtype, with any strides. `enable_gqa`:
     k and v may have fewer heads, of which H is a multiple: consecutive query heads share one. scale:
@@ -180,7 +181,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     and of a floating-point mask; none of alibi_slopes, no second ones. Under autocast operands are cast as
     torch casts those of its own. Where torch's kernel is used, its random numbers are, and its backward pass
     may add in another order each time; `torch.use_deterministic_algorithms` is heeded.
-    TypeError and ValueError for arguments that do not fit. Source: F.scaled_dot_product_attention.
+    Source: F.scaled_dot_product_attention.
 
         attention(q, k, v, causal=True)
         attention(q, k, v, causal=True, window=4096, enable_gqa=True)
@@ -227,11 +228,11 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
                         scale: float | None = None, dropout_p: float = 0.0, training: bool = True,
                         enable_gqa: bool = False, window: Window = None, alibi_slopes: Any = None,
                         softcap: float | None = None) -> Any:
-    """attention of heads that lie side by side: of q (B, S, E), split into `num_heads`; of shape (B, S, E).
+    """`attention` of heads that lie side by side: q (B, S, E) is `num_heads` of them.
 
-    k: (B, T, E), v: (B, T, F), F a multiple of the number of heads too; the result is (B, S, F). With
-    `enable_gqa` k and v may have fewer heads of the same widths. The heads are views, and merged without a
-    copy as a rule. Everything else as in `attention`, which has no second derivatives either.
+    k: (B, T, E), v: (B, T, F), of as many heads; the result: (B, S, F). With `enable_gqa` k and v may have
+    fewer heads of the same widths, and the result has num_heads of v's. The heads are views, and merged
+    without a copy as a rule. Everything else as in `attention`, which has no second derivatives either.
 
         multihead_attention(x @ wq, x @ wk, x @ wv, 16, causal=True)
     """

@@ -217,7 +217,7 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
     the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to. `recompute`: a
     convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
     Source: torch.nn.functional.batch_norm, torch.nn.BatchNorm2d (Ioffe & Szegedy 2015).
-    Raises TypeError or ValueError for what does not fit, for one value a channel in training as torch does.
+    In training one value a channel is a ValueError, as in torch.
 
         batch_norm(x, running_mean, running_var, weight, bias, training=True, epilogue=fusionrt.relu)
     """
@@ -271,7 +271,7 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
     x: (N, C, ...) with at least one more dimension, residual: x's shape, the others (C,). Running statistics,
     where given, move by `momentum` towards the means, over the instances, of mean and unbiased variance;
     without `use_input_stats` they are what is taken. Source: torch.nn.functional.instance_norm.
-    Raises TypeError or ValueError for what does not fit, for one element a channel as torch does.
+    One element a channel is a ValueError, as in torch.
 
         instance_norm(x, weight=weight, bias=bias, epilogue=fusionrt.relu)
     """
@@ -313,8 +313,7 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
 
     x: (N, C, ...), residual: x's shape, weight and bias: (C,). Source: torch.nn.functional.group_norm
-    (Wu & He 2018). Raises ValueError where num_groups does not divide C or a shape does not fit, and for one
-    value a group as torch does.
+    (Wu & He 2018). num_groups divides C. One value a group is a ValueError, as in torch.
 
         group_norm(x, 32, weight, bias, epilogue=fusionrt.silu)
     """

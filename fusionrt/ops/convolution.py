@@ -60,10 +60,9 @@ def conv_activation(x: Any, weight: Any, bias: Any = None, activation: Any = Non
 
     x: (N, C, ...), weight: (C', C / groups, ...), bias: (C',), residual: the result's shape. `activation`:
     None, the name of one of the catalogue ("relu", "gelu", "silu", ...), or a function of one traced value,
-    as `fuse` takes them; define it once, outside of a loop. The mask is that of torch's generator's state,
-    computed anew in the backward pass.
+    as `fuse` takes them; define it once, outside of a loop. The dropout mask is drawn from torch's
+    generator, and computed anew in the backward pass.
     Source: residual + F.dropout(activation(F.conv2d(x, weight, bias, ...)), dropout_p, training).
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         conv_activation(x, weight, bias, "silu", padding=1)
     """
@@ -78,7 +77,7 @@ def conv_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, tra
     """dropout(gelu(convolution(x) + bias), p). Arguments as in `conv_activation`.
 
     Source: F.dropout(F.gelu(F.conv2d(x, weight, bias, ...)), p, training).
-    Raises ValueError for p outside [0, 1].
+    `p`: from 0 to 1.
 
         conv_gelu_dropout(torch.randn(2, 8, 16, 16), torch.randn(4, 8, 3, 3), torch.zeros(4), 0.1)
     """
@@ -101,7 +100,6 @@ def conv_bn_act(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: 
     the norm is folded into the weights, once for each version of these. `recompute`: in training, a
     convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
     Source: activation(F.batch_norm(F.conv2d(x, weight, bias, ...), ...) + residual).
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         conv_bn_act(x, weight, None, mean, var, gamma, beta, padding=1)
     """
@@ -184,7 +182,7 @@ def conv_group_norm(x: Any, weight: Any, bias: Any, num_groups: int, gn_weight: 
     x: (N, C, ...), weight: (C', C / groups, ...), residual: the result's shape, bias, gn_weight, gn_bias:
     (C',) or None; `activation` as in `conv_activation`.
     Source: activation(F.group_norm(F.conv2d(x, weight, bias, ...), num_groups, ...) + residual).
-    Raises ValueError where num_groups does not divide C', and as `conv_bn_act`.
+    `num_groups` divides C'.
 
         conv_group_norm(x, weight, None, 32, gamma, beta, activation="silu", padding=1)
     """
@@ -218,7 +216,7 @@ def depthwise_conv2d(x: Any, weight: Any, bias: Any = None, activation: Any = No
 
     x: (N, C, H, W), weight: (C, 1, kH, kW), or (m C, 1, kH, kW), m results a channel; bias: (m C,). Our own
     kernels compute it, with bias and activation, for channels_last x on a GPU, m = 1, strides of 1 and 2 (2
-    without a dilation), up to 121 taps (float64: 49) and a padding smaller than the kernel; torch's what else
+    without a dilation), up to 121 taps (float64: 49) and a padding smaller than the kernel; torch what else
     there is. Of our kernels the gradient of weights may be NaN where x is not finite in a pixel of the last
     rows or columns that few results read, or none.
 

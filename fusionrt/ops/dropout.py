@@ -83,7 +83,7 @@ def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: 
     """dropout(gelu(x), p).
 
     `approximate`: "none" (erf) or "tanh". Source: F.dropout(F.gelu(x), p, training).
-    Raises ValueError for p outside [0, 1] or another `approximate`.
+    `p`: from 0 to 1.
 
         gelu_dropout(torch.randn(8, 512), 0.1)
     """
@@ -98,7 +98,7 @@ def gelu_dropout(x: Any, p: float = 0.5, training: bool = True, *, approximate: 
 def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(relu(x), p).
 
-    Source: F.dropout(F.relu(x), p, training). Raises ValueError for p outside [0, 1].
+    Source: F.dropout(F.relu(x), p, training). `p`: from 0 to 1.
 
         relu_dropout(torch.randn(8, 512), 0.1)
     """
@@ -111,7 +111,7 @@ def relu_dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
 def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x, p) + residual.
 
-    Source: F.dropout(x, p, training) + residual. Raises ValueError for p outside [0, 1].
+    Source: F.dropout(x, p, training) + residual. `p`: from 0 to 1.
 
         dropout_add(torch.randn(8, 512), torch.randn(8, 512), 0.1)
     """
@@ -124,7 +124,7 @@ def dropout_add(x: Any, residual: Any, p: float = 0.5, training: bool = True) ->
 def bias_dropout_add(x: Any, bias: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
     """dropout(x + bias, p) + residual; x and residual of shape (..., D), bias (D,).
 
-    Source: F.dropout(x + bias, p, training) + residual. Raises ValueError for p outside [0, 1].
+    Source: F.dropout(x + bias, p, training) + residual. `p`: from 0 to 1.
 
         bias_dropout_add(torch.randn(8, 512), torch.zeros(512), torch.randn(8, 512), 0.1)
     """

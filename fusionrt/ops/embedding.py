@@ -367,9 +367,9 @@ def embedding_position(tokens: Any, weight: Any, position_weight: Any = None, *,
 
     tokens: int32 or int64 of shape (..., S). weight: (V, C) of a floating dtype, which position_weight (P, C)
     and token_type_weight (T, C) share; each of these may be absent. position_ids: (S,) or of tokens' shape; 0
-    ... S - 1 unless given. token_type: of tokens' shape or (S,); 0 unless given. The result is (..., S, C).
+    to S - 1 unless given. token_type: of tokens' shape or (S,); 0 unless given. The result is (..., S, C).
     layer_norm: (weight, bias) or (weight, bias, eps), each of shape (C,) or None; eps is 1e-5. dropout_p: in
-    [0, 1], of no effect without `training`; the mask is that of torch's generator's state. `padding_idx`: a
+    [0, 1], of no effect without `training`; the mask is drawn from torch's generator. `padding_idx`: a
     row of weight that gets no gradient; negative ones count from the end.
 
     Computed in float32 (float64 for doubles) and rounded once; on a CPU, and where rows are long, before a

@@ -6,9 +6,10 @@ the operands: the first product and the hidden layer; with `recompute` the first
 layer alone where derivatives follow from it (relu, with dropout as well). Eager torch keeps the first two and
 a mask, of gated blocks the activated gate. What is kept is let go as soon as the backward pass has read it.
 
-Shapes: x (..., K), weights (hidden, K) and (N, hidden), results (..., N). Dtypes: float16, bfloat16, float32,
-float64, the same for all; autocast as in `linear_activation`. All tensors have first and second derivatives.
-Raises TypeError or ValueError, with the name of the argument, for what does not fit.
+Shapes: x (..., K), weights (hidden, K) and (N, hidden), results (..., N), of `linear_swiglu` (..., hidden).
+Dtypes: float16, bfloat16, float32, float64, the same for all; autocast as in `linear_activation`. All tensors
+have first and second derivatives. Raises TypeError or ValueError, with the name of the argument, for what
+does not fit.
 """
 
 from __future__ import annotations
@@ -313,7 +314,6 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
     `activation`, the mask: as in `linear_activation`. `recompute`: the backward pass computes the hidden
     layer, of shape (..., H), again from the product x W1^T, and only that is kept.
     Source: F.linear(F.dropout(activation(F.linear(x, weight1, bias1)), dropout_p, training), weight2, bias2).
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         ffn(x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, "gelu", dropout_p=0.1)
     """
@@ -347,7 +347,6 @@ def linear_swiglu(x: Any, gate_weight: Any, up_weight: Any = None, *, gate_bias:
     x: (..., K), gate_weight, up_weight: (H, K); biases (H,) or None. Without up_weight gate_weight is
     (2H, K), the gate's rows first, and so is gate_bias.
     Source: F.silu(F.linear(x, G, g)) * F.linear(x, U, u).
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         linear_swiglu(x, gate.weight, up.weight)
     """
@@ -378,7 +377,6 @@ def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, ga
     Without up_weight gate_weight is (2H, K), the gate's rows first, and so is gate_bias. `recompute`: as in
     `ffn`.
     Source: F.linear(F.silu(F.linear(x, G, g)) * F.linear(x, U, u), D, d); Shazeer 2020.
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         swiglu_mlp(x, gate.weight, up.weight, down.weight)
         swiglu_mlp(x, gate_up.weight, None, down.weight)
@@ -394,8 +392,8 @@ def geglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gat
               ) -> Any:
     """(gelu(x G^T + g) * (x U^T + u)) D^T + d: the feed-forward block of Gemma.
 
-    `approximate`: "none" (erf) or "tanh"; all else as in `swiglu_mlp`. Raises ValueError for another
-    `approximate`. Source: F.linear(F.gelu(F.linear(x, G, g)) * F.linear(x, U, u), D, d); Shazeer 2020.
+    `approximate`: "none" (erf) or "tanh"; all else as in `swiglu_mlp`.
+    Source: F.linear(F.gelu(F.linear(x, G, g)) * F.linear(x, U, u), D, d); Shazeer 2020.
 
         geglu_mlp(x, gate.weight, up.weight, down.weight, approximate="tanh")
     """

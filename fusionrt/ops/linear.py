@@ -412,13 +412,13 @@ def linear_activation(x: Any, weight: Any, bias: Any = None, activation: Any = N
 
     x: (..., K), weight: (N, K), bias: (N,), of one dtype; residual: (..., N). `activation`: None, the name of
     one of the catalogue ("relu", "gelu", "gelu_tanh", "silu", ...), or a function of one traced value, as
-    `fuse` takes them; define it once, outside of a loop. The mask is that of torch's generator's state,
-    computed anew in the backward pass.
+    `fuse` takes them; define it once, outside of a loop. The dropout mask is drawn from torch's
+    generator, and computed anew in the backward pass.
     Source: residual + F.dropout(activation(F.linear(x, weight, bias)), dropout_p, training).
-    Raises TypeError or ValueError, with the argument, for what does not fit.
 
         linear_activation(x, weight, bias, "silu")
-        linear_activation(x, weight, bias, lambda y: fusionrt.relu(y) * 0.5, dropout_p=0.1, residual=x)
+        def half_relu(y): return fusionrt.relu(y) * 0.5
+        linear_activation(x, weight, bias, half_relu, dropout_p=0.1, residual=residual)
     """
     return _linear("linear_activation", x, weight, bias, activation, dropout_p, residual, training)
 
@@ -438,7 +438,7 @@ def linear_relu(x: Any, weight: Any, bias: Any = None) -> Any:
 def linear_gelu(x: Any, weight: Any, bias: Any = None, *, approximate: str = "none") -> Any:
     """gelu(x W^T + b). Arguments as in `linear_activation`.
 
-    `approximate`: "none" (erf) or "tanh". Raises ValueError for another `approximate`.
+    `approximate`: "none" (erf) or "tanh".
     Source: F.gelu(F.linear(x, weight, bias), approximate=approximate).
 
         linear_gelu(torch.randn(8, 64), torch.randn(32, 64), torch.zeros(32), approximate="tanh")
@@ -452,7 +452,7 @@ def linear_relu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, t
     """dropout(relu(x W^T + b), p). Arguments as in `linear_activation`.
 
     Source: F.dropout(torch.relu(F.linear(x, weight, bias)), p, training). Only the result is kept for the
-    backward pass. Raises ValueError for p outside [0, 1].
+    backward pass. `p`: from 0 to 1.
 
         linear_relu_dropout(torch.randn(8, 64), torch.randn(32, 64), torch.zeros(32), 0.1)
     """
@@ -465,7 +465,7 @@ def linear_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, t
                         approximate: str = "none") -> Any:
     """dropout(gelu(x W^T + b), p). Arguments as in `linear_activation`.
 
-    `approximate`: "none" (erf) or "tanh". Raises ValueError for p outside [0, 1] or another `approximate`.
+    `approximate`: "none" (erf) or "tanh". `p`: from 0 to 1.
     Source: F.dropout(F.gelu(F.linear(x, weight, bias), approximate=approximate), p, training).
 
         linear_gelu_dropout(torch.randn(8, 64), torch.randn(32, 64), torch.zeros(32), 0.1)

@@ -192,10 +192,11 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
 
     `hidden`: (..., H). `weight`: (V, H), `bias`: (V,), of hidden's dtype. `target`: classes of hidden's shape
     without the last dimension, or probabilities of the shape (..., V). `class_weight` and what follows: as
-    `weight` and the options of `cross_entropy`; so are errors. The losses of "none" have target's shape.
+    `weight` and the options of `cross_entropy`. The losses of "none" have target's shape.
+    Raises what `cross_entropy` raises.
 
     Gradients of hidden, weight and bias; those of weight and bias are summed in float32. There are no second
-    ones: a backward pass with create_graph raises RuntimeError, also that of a sum with another loss.
+    ones: a backward pass with create_graph is a RuntimeError, also that of a sum with another loss.
     (Under autocast operands are cast, and the result is float32.)
     With "mean" and "sum" it costs the three matrix products that torch's two ops cost, with "none" a fourth
     one. Memory, beside the operands: a chunk of logits (1/8 of them, 512 MiB at most, but 128 rows at least)

@@ -6,7 +6,7 @@ in float32 (float64 for doubles) in an order that depends on the shape alone, an
 promoted dtype, under autocast at least float32. Dtypes: float16, bfloat16 (computed in float32), float32,
 float64; one of the two may be of integers. Every floating tensor has first and second derivatives, each one
 kernel.
-Raises ValueError for another `reduction` or shapes that do not broadcast, TypeError for what is no array.
+Raises ValueError for other options and shapes that do not broadcast, TypeError for what is no array.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def l1_loss(input: Any, target: Any, reduction: str = "mean") -> Any:
 def smooth_l1_loss(input: Any, target: Any, reduction: str = "mean", beta: float = 1.0) -> Any:
     """e^2 / (2 beta) where e = |input - target| < beta, e - beta / 2 elsewhere, reduced.
 
-    `beta` is a number: l1_loss where it is 0. Raises ValueError where it is negative or NaN.
+    `beta` is a number, not negative: l1_loss where it is 0.
     Source: torch.nn.functional.smooth_l1_loss.
 
         smooth_l1_loss(model(x), y, beta=0.1)
@@ -176,7 +176,7 @@ def smooth_l1_loss(input: Any, target: Any, reduction: str = "mean", beta: float
 def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0) -> Any:
     """e^2 / 2 where e = |input - target| < delta, delta (e - delta / 2) elsewhere, reduced.
 
-    `delta` is a number. Raises ValueError unless it is positive.
+    `delta` is a positive number.
     Source: torch.nn.functional.huber_loss.
 
         huber_loss(model(x), y, delta=2.0)
@@ -206,7 +206,7 @@ def bce_with_logits(input: Any, target: Any, weight: Any = None, reduction: str 
     """-weight (pos_weight target log sigmoid(input) + (1 - target) log(1 - sigmoid(input))), reduced.
 
     `weight`, `pos_weight`: numbers, or tensors that broadcast to input's shape. The mean is that of all
-    elements, whatever their weights. Raises ValueError where shapes do not allow that.
+    elements, whatever their weights.
     Source: torch.nn.functional.binary_cross_entropy_with_logits.
 
         bce_with_logits(torch.randn(8, 512), torch.rand(8, 512).round(), pos_weight=torch.full((512,), 3.0))

@@ -154,7 +154,7 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
     follow.
     `epilogue`: a function of one traced value, as `fuse` takes them; define it once, outside of a loop. It is
     called once, and numbers that it captures are what they were then.
-    Raises TypeError or ValueError, with the argument, for shapes that do not fit, a dropout_p outside [0, 1].
+    `dropout_p`: from 0 to 1, of no effect without `training`.
 
         layer_norm(x, (512,), weight, bias, epilogue=fusionrt.relu)
         y, hidden = layer_norm(x, 512, weight, bias, residual=hidden, return_sum=True)
@@ -199,7 +199,7 @@ def layer_norm_gelu(x: Any, normalized_shape: Any, weight: Any = None, bias: Any
                     approximate: str = "none") -> Any:
     """gelu(layer_norm(x, normalized_shape, weight, bias, eps)).
 
-    `approximate`: "none" (erf) or "tanh", as in torch. Raises ValueError for another `approximate`.
+    `approximate`: "none" (erf) or "tanh", as in torch.
     Source: F.gelu(F.layer_norm(x, normalized_shape, weight, bias, eps), approximate=approximate).
 
         layer_norm_gelu(x, (512,), weight, bias)
@@ -213,7 +213,7 @@ def rms_norm_gelu(x: Any, weight: Any, eps: float | None = None, *, weight_offse
                   approximate: str = "none") -> Any:
     """gelu(rms_norm(x, weight, eps=eps)): over the last dimensions, those that the weight has.
 
-    `approximate`: "none" (erf) or "tanh". Raises ValueError for another `approximate`.
+    `approximate`: "none" (erf) or "tanh".
     Source: F.gelu(F.rms_norm(x, weight.shape, weight, eps), approximate=approximate).
 
         rms_norm_gelu(x, weight, 1e-6)
@@ -241,7 +241,8 @@ def add_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, eps: f
              epilogue: Epilogue = None) -> Any:
     """(layer_norm(s, weight.shape, weight, bias, eps), s) of s = x + residual: a pre-norm block's step.
 
-    Over the last dimensions, those that the weight has, or the last one. `add_rms_norm` is the other norm.
+    Arguments as in `layer_norm`; over the last dimensions, those that the weight has, or the last one.
+    `add_rms_norm` is the other norm.
     Source: s = x + residual; torch.nn.functional.layer_norm(s, weight.shape, weight, bias, eps), s.
 
         y, hidden = add_norm(x, hidden, weight, bias)
@@ -269,8 +270,8 @@ def dropout_add_layer_norm(x: Any, residual: Any, weight: Any = None, bias: Any 
                            training: bool = True, *, eps: float = 1e-5, return_sum: bool = False) -> Any:
     """layer_norm(s, weight.shape, weight, bias, eps) of s = dropout(x, p, training) + residual.
 
-    With `return_sum` the result is (y, s). The mask is that of torch's generator's state, computed anew in
-    the backward pass. Raises ValueError for p outside [0, 1].
+    With `return_sum` the result is (y, s). The dropout mask is drawn from torch's generator,
+    and computed anew in the backward pass. `p`: from 0 to 1.
     Source: F.layer_norm(F.dropout(x, p, training) + residual, weight.shape, weight, bias, eps).
 
         dropout_add_layer_norm(x, residual, weight, bias, 0.1)

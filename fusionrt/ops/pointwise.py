@@ -117,7 +117,6 @@ def bias_gelu(x: Any, bias: Any, *, approximate: str = "none") -> Any:
     """gelu(x + bias); x of shape (..., D), bias (D,) or anything that broadcasts.
 
     `approximate`: "none" (erf) or "tanh", as in torch. Source: torch.nn.functional.gelu(x + bias).
-    Raises ValueError for another `approximate`.
 
         bias_gelu(torch.randn(8, 512), torch.zeros(512))
     """
@@ -132,7 +131,6 @@ def geglu(x: Any, gate: Any, *, approximate: str = "none") -> Any:
     """gelu(x) * gate.
 
     `approximate`: "none" (erf) or "tanh". Source: Shazeer 2020, "GLU Variants Improve Transformer".
-    Raises ValueError for another `approximate`.
 
         geglu(up.chunk(2, dim=-1)[0], up.chunk(2, dim=-1)[1])
     """
@@ -168,7 +166,7 @@ def swish_multiply(x: Any, gate: Any, *, activate: str = "x") -> Any:
     """silu(x) * gate: the gated activation of LLaMA-style MLPs (SwiGLU).
 
     `activate`: which of the two is activated, "x" or "gate". Source: torch.nn.functional.silu(x) * gate;
-    Shazeer 2020. Raises ValueError for another `activate`.
+    Shazeer 2020.
 
         swish_multiply(x, gate)
     """
@@ -204,7 +202,7 @@ def prelu_bias(x: Any, alpha: Any, bias: Any, *, bias_first: bool = True) -> Any
 
     `alpha`: a number, one element, or one value per channel (dimension 1 of x), as in torch.prelu.
     `bias`: broadcasts against x: (D,) over the last dimension, (C, 1, 1) over channels of images.
-    Source: torch.nn.functional.prelu. Raises ValueError if alpha has neither 1 nor C elements.
+    Source: torch.nn.functional.prelu.
 
         prelu_bias(torch.randn(8, 16), torch.full((16,), 0.25), torch.zeros(16))
     """

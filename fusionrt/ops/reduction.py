@@ -260,8 +260,9 @@ def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdi
     of a loop. The result has x's dtype. Elements that share a maximum share its gradient. Of no elements a
     sum is 0, a mean NaN, and a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
 
-        row_reduce(x, -1, lambda v: abs(v) ** 3)                # the sum of |x|^3 along rows
         row_reduce(x, (0, 2), fusionrt.relu, "max")
+        def cubed(v): return abs(v) ** 3
+        row_reduce(x, -1, cubed)                                # the sum of |x|^3 along rows
     """
     if op not in OPS:
         raise ValueError(f"row_reduce: op must be one of {', '.join(OPS)}, got {op!r}")
@@ -320,7 +321,7 @@ def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The maximum of x over `dim`; NaN where there is one. Equal maxima share the gradient evenly.
 
-    Source: torch.amax. Raises IndexError for no elements.
+    Of no elements it is an IndexError. Source: torch.amax.
 
         amax(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [3., 4.]
     """
@@ -331,7 +332,7 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The minimum of x over `dim`; NaN where there is one. Equal minima share the gradient evenly.
 
-    Source: torch.amin. Raises IndexError for no elements.
+    Of no elements it is an IndexError. Source: torch.amin.
 
         amin(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [1., 2.]
     """
@@ -354,7 +355,7 @@ def _index_of(op: str, x: Any, dim: int | None, keepdim: bool) -> Any:
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index, int64, of the first maximum along `dim`, or among all elements (None).
 
-    A NaN counts as the maximum. Source: torch.argmax. Raises IndexError for no elements.
+    A NaN counts as the maximum. Of no elements it is an IndexError. Source: torch.argmax.
 
         argmax(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [1, 0]
     """
@@ -365,7 +366,7 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index, int64, of the first minimum along `dim`, or among all elements (None).
 
-    A NaN counts as the minimum. Source: torch.argmin. Raises IndexError for no elements.
+    A NaN counts as the minimum. Of no elements it is an IndexError. Source: torch.argmin.
 
         argmin(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1)  # [0, 1]
     """
@@ -374,7 +375,7 @@ def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @public(example=_matrix, asks=(sites, "x"))
 def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
-    """The variance over `dim`: the sum of (x - mean)^2 by (n - correction).
+    """The variance over `dim`: the sum of (x - mean)^2 divided by (n - correction).
 
     Found in one pass, without the cancellation of a difference of sums; 0 for equal elements.
     Source: torch.var. As there, NaN or infinite where n <= correction.
@@ -400,7 +401,7 @@ def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
     """The vector norm over `dim`: sqrt(sum of x^2) (p = 2), sum of |x| (1), maximum of |x| (inf).
 
     The derivative is 0 where the norm is. Source: torch.linalg.vector_norm(x, p, dim, keepdim).
-    Raises ValueError for another p, IndexError for the maximum of no elements.
+    The maximum of no elements is an IndexError.
 
         norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), -1)  # [5., 10.]
     """

@@ -147,7 +147,7 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
                      ) -> Any:
     """q and k, the first `rotary_dim` columns of each head turned by angles of their positions.
 
-    q alone where k is None.
+    Without k the result is q alone.
 
     q: (B, S, H, D), k: (B, S, H_k, D) with heads of its own number (GQA), of the same floating dtype; with
     layout="bhsd" (B, H, S, D); without B as well. Strides are free; neighbouring columns, and sizes

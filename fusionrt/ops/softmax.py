@@ -163,7 +163,6 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
     a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
     column j of row i passes if j <= i + C - R. `epilogue`: a function of one traced value, as `fuse` takes
     them; define it once, outside of a loop: it is called once. Source: torch.softmax.
-    Raises TypeError for a mask of integers, ValueError for shapes that do not fit.
 
         softmax(scores, scale=0.125, causal=True)
     """
@@ -187,8 +186,8 @@ def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, sof
                       scale: Any = None, mask: Any = None, causal: bool = False) -> Any:
     """dropout(softmax(scores * scale + mask), p), over the last dimension; `softmax=False`: dropout alone.
 
-    `scale`, `mask`, `causal`: as in `softmax`. The mask of the dropout is computed anew in the backward pass.
-    Source: F.dropout(torch.softmax(scores, -1), p, training). Raises ValueError for p outside [0, 1].
+    `scale`, `mask`, `causal`: as in `softmax`. The dropout mask is computed anew in the backward pass.
+    Source: F.dropout(torch.softmax(scores, -1), p, training). `p`: from 0 to 1.
 
         attention_dropout(scores, 0.1, causal=True)
     """
