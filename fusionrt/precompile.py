@@ -65,11 +65,20 @@ class Summary:
 
     @property
     def failures(self) -> list[str]:
-        """The first few of `failed`, each as a sentence."""
-        shown = [why if why.startswith(name) else f"{name} ({arch}): {why}"
-                 for name, arch, why in self.failed[:SHOWN]]
-        more = len(self.failed) - len(shown)
-        return [*shown, f"and {more} more"] if more else shown
+        """The first few of `failed`, each as a sentence; what has the same cause is one."""
+        causes: dict[str, list[Failure]] = {}
+        for failure in self.failed:
+            causes.setdefault(failure[-1], []).append(failure)
+        shown = list(causes.items())[:SHOWN]
+        more = len(self.failed) - sum(len(alike) for _, alike in shown)
+        sentences = [_sentence(*alike[0], len(alike) - 1) for _, alike in shown]
+        return [*sentences, f"and {more} more"] if more else sentences
+
+
+def _sentence(name: str, arch: str, why: str, more: int) -> str:
+    if why.startswith(name) and not more:
+        return why
+    return f"{name} ({arch}){f' and {more} more' if more else ''}: {why}"
 
 
 class Job(NamedTuple):
@@ -96,14 +105,15 @@ class Job(NamedTuple):
 def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
            module: Names = None, backward: bool = True, progress: Progress | None = None,
            columns: Sizes = COLUMNS, rows: Sizes | None = None) -> Summary:
-    """Compile the kernels of the catalogue and of the optimizers into the cache; those that are there cost
-    nothing.
+    """Compile the kernels of the catalogue and of the optimizers, or of what is named, into the cache; those
+    that are there cost nothing.
 
     Lists may be lists or comma strings. `arch`: "native" (the visible GPUs, or the CPU where there
     is none; the default), "all" GPU architectures, "cpu" (this very processor), or names as sm_90;
-    no GPU is needed. `ops`: names; by default all, and the optimizers. `dtypes`: float32, bfloat16 and
-    float16 by default, or "all", which adds float64. `module`: modules whose fused functions to compile
-    as well; such a function may have an attribute `example`, as the ops of the catalogue have.
+    no GPU is needed. `ops`: names, or "all" with the optimizers, which is the default without `module`.
+    `dtypes`: float32, bfloat16 and float16 by default, or "all", which adds float64. `module`: modules whose
+    fused functions to compile: these alone, or with `ops` those that it names, "all" being these and the
+    catalogue. A function may have an attribute `example`, as the ops of the catalogue have.
     `backward`: gradients too. `jobs`: threads; by default one more than processors, as one waits for the
     disk, and at most 9. `columns`: lengths of the last dimension, as 768 or "768,3072". `rows`: how many of
     them calls will have, as 1 or "1,64", beside thousands.
@@ -125,15 +135,16 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     if jobs < 1:
         raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     summary, whole = Summary(), None
-    if ops is None and module is None:
+    everything = module is None if ops is None else "all" in _split(ops)
+    if everything and module is None and len(_split(ops)) < 2:  # others may be no names
         whole = inventory.identity(architectures, [name_of(d) for d in wanted], widths, heights, backward)
         entries = inventory.entries(whole)
         if entries is not None:
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
             summary.seconds = time.perf_counter() - start
             return summary
-    todo = _todo(_functions(ops, module), wanted, widths, heights, architectures, backward, ops is None,
-                 summary)
+    todo = _todo(_functions(ops, module, everything), wanted, widths, heights, architectures, backward,
+                 everything, summary)
     done = _compile(_elsewhere(todo), jobs, summary, progress)
     if whole is not None and not summary.failed:
         inventory.keep(whole, {job.key for job in done}, architectures)
@@ -371,22 +382,23 @@ def native() -> list[str]:
     return [device.architecture(index) for index in range(device.device_count())]
 
 
-def _functions(ops: Names, module: Names) -> list[Any]:
+def _functions(ops: Names, module: Names, everything: bool) -> list[Any]:
     """The chosen ones of the catalogue and of the user's modules."""
     modules = _split(module)
     if module is not None and not modules:
         raise ValueError("warmup: no module is given")
     users = [f for name in modules for f in _fused_in(name)]
-    if ops is None:
-        return [*OPS.values(), *users]
     chosen = [ALIASES.get(name, name) for name in _split(ops)]
-    if not chosen:
-        raise ValueError(f"warmup: no op is given; there are {', '.join(sorted(OPS))}")
+    if ops is not None and not chosen:
+        raise ValueError(f"warmup: no op is given; there are {', '.join(sorted(OPS))}, and all")
     known = [*OPS, *(f.__name__ for f in users)]
     for name in chosen:
-        if name not in known:
-            raise ValueError(f"warmup: no op {name!r}; there are {', '.join(sorted(known))}")
-    return [*(OPS[name] for name in OPS if name in chosen), *(f for f in users if f.__name__ in chosen)]
+        if name not in (*known, "all"):
+            raise ValueError(f"warmup: no op {name!r}; there are {', '.join(sorted(known))}, and all")
+    if everything:
+        return [*OPS.values(), *users]
+    return [*(OPS[name] for name in OPS if name in chosen),
+            *(f for f in users if ops is None or f.__name__ in chosen)]
 
 
 def _fused_in(name: str) -> list[Any]:

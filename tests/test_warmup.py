@@ -344,8 +344,23 @@ def test_a_function_that_fails_is_named_and_stops_nothing(package: str) -> None:
     assert summary.failed == [("their_broken of float32", "sm_90", why),
                               ("their_broken of float32", "sm_80", why)]
     assert summary.compiled == 2
-    assert str(summary).splitlines()[1:] == [
-        f"their_broken of float32 (sm_90): {why}", f"their_broken of float32 (sm_80): {why}"]
+    assert str(summary).splitlines()[1:] == [f"their_broken of float32 (sm_90) and 1 more: {why}"]
+
+
+@needs_nvrtc
+def test_a_module_alone_is_all_that_is_compiled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "all" the catalogue and the optimizers come to it."""
+    monkeypatch.setattr(precompile, "OPS", {name: OPS[name] for name in ("tanh", "add_relu")})
+    asked = []
+    monkeypatch.setattr(precompile, "_of_optimizers", lambda *_: asked.append("optimizers") or [])
+    options = {"dtypes": "float32", "module": package, "backward": False}
+    alone = warmup("sm_90", **options)
+    assert kernels() == {"their_gate": 1, "their_row": 1}
+    assert (alone.compiled, [name for name, *_ in alone.failed]) == (2, ["their_broken of float32"])
+    assert asked == []
+    assert (warmup("sm_90", "all", **options).compiled, kernels()["tanh"], asked) == (2, 1, ["optimizers"])
+    with pytest.raises(ValueError, match=r"warmup: no op 'rleu'; there are .*, and all"):
+        warmup("sm_90", "all,rleu")
 
 
 # --- what it refuses
@@ -421,10 +436,15 @@ def test_an_nvrtc_too_old_for_the_architecture(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_long_list_of_failures_is_cut_in_text_only() -> None:
-    summary = Summary(1, 2, [(f"op{k}", "sm_90", "why") for k in range(9)], 3.0, 4_000_000)
+    summary = Summary(1, 2, [(f"op{k}", "sm_90", f"cause {k}") for k in range(9)], 3.0, 4_000_000)
     assert str(summary).splitlines() == [
         "1 kernels compiled, 2 already there, 9 failed; 4.0 MB, 3.0 s",
-        *(f"op{k} (sm_90): why" for k in range(5)), "and 4 more"]
+        *(f"op{k} (sm_90): cause {k}" for k in range(5)), "and 4 more"]
+
+
+def test_a_cause_of_several_failures_is_said_once() -> None:
+    summary = Summary(failed=[("a", "sm_90", "why"), ("b", "sm_90", "b: its own"), ("c", "sm_80", "why")])
+    assert summary.failures == ["a (sm_90) and 1 more: why", "b: its own"]
 
 
 # --- the whole catalogue
