@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import fusionrt
-from fusionrt.terminal import console, for_users, progress_bar, scaled
+from fusionrt.terminal import Output, console, for_users, progress_bar, scaled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from rich.text import Text
 
     from fusionrt.precompile import Summary
+    from fusionrt.runtime.cache import Info
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -45,7 +47,12 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fusionrt.__version__, prog_name="fusionrt")
 def main() -> None:
-    """Fused GPU kernels: begin an op, tend the cache, convert models, examine the installation, measure."""
+    """Fused GPU kernels: begin an op, tend the cache, convert models, examine the installation, measure.
+
+    The exit status is 0 where all went well, 1 where something failed or was found wrong, and 2 where the
+    command line is: an unknown option or name, a value that does not fit, a file that is not there or cannot
+    be written.
+    """
 
 
 # -- warmup ----------------------------------------------------------------------------------------
@@ -53,13 +60,14 @@ def main() -> None:
 @main.command()
 @click.option("--arch", default="native", show_default=True, metavar="NAMES",
               help="native (visible GPUs, or the CPU), all (every GPU's), cpu, or sm_80,sm_90,...")
-@click.option("--ops", metavar="NAMES", help="Only these ops.  [default: all]")
+@click.option("--ops", metavar="NAMES", help="Only these ops, or all.  [default: all; with --module none]")
 @click.option("--dtypes", metavar="NAMES",
-              help="all adds float64.  [default: float32,bfloat16,float16]")
+              help="Of these dtypes, or all, with float64.  [default: float32,bfloat16,float16]")
 @click.option("--columns", metavar="NUMBERS", help="Lengths of the last dimension.  [default: 4096]")
 @click.option("--rows", metavar="NUMBERS", help="How many rows calls have, beside thousands: 1,64.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile on so many threads.")
-@click.option("--module", metavar="NAMES", help="Modules with fused functions of your own.")
+@click.option("--module", metavar="NAMES",
+              help="Modules with fused functions of your own: all of these, or with --ops those it names.")
 @click.option("--no-backward", is_flag=True, help="For inference: no gradients.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, rows: str | None,
@@ -71,7 +79,7 @@ def warmup(arch: str, ops: str | None, dtypes: str | None, columns: str | None, 
     if module is not None:
         _search_working_directory()
     import numpy  # noqa: F401  before torch, which imports it from C++ and there drops a Ctrl-C
-    with for_users(ValueError), progress_bar("looking for kernels", hidden=as_json) as progress:
+    with for_users(ValueError, status=2), progress_bar("looking for kernels", hidden=as_json) as progress:
         from fusionrt.precompile import COLUMNS
         from fusionrt.precompile import warmup as run
         summary = run(arch, ops, dtypes, jobs, module, not no_backward, progress,
@@ -125,6 +133,12 @@ def _where() -> str:
     return "the memory of this process" if folder is None else str(folder)
 
 
+def _everywhere() -> str:
+    """What is read: the directory that is written to as well, and the others."""
+    from fusionrt.runtime import cache
+    return ", ".join([_where(), *(f"{folder} (read-only)" for folder in cache.read_only_directories())])
+
+
 @cache.command()
 def path() -> None:
     """Print the directory of the cache."""
@@ -148,7 +162,7 @@ def list_() -> None:
     _look()
     infos = sorted(cache.entries(), key=lambda info: -info.last_used)
     if not infos:
-        click.echo(f"no kernels in {_where()}")
+        click.echo(f"no kernels in {_everywhere()}")
         return
     table = Table("kernel", "arch")
     for column in ("size", "registers", "age"):
@@ -158,7 +172,22 @@ def list_() -> None:
             "kernel", "arch", "registers"))
         table.add_row(kernel, arch, _size(info.size), registers, _age(time.time() - info.last_used))
     console().print(table)
-    click.echo(f"{len(infos)} kernels, {_size(sum(info.size for info in infos))} in {_where()}")
+    for where, sizes in _by_place(infos).items():
+        click.echo(f"{len(sizes)} kernels, {_size(sum(sizes))} in {where}")
+
+
+def _by_place(infos: Iterable[Info]) -> dict[str, list[int]]:
+    """The sizes of what there is in each directory, and in the memory of this process."""
+    from fusionrt.runtime import cache
+    found: dict[str, list[int]] = {}
+    read_only: dict[str, list[int]] = {}
+    for info in infos:
+        folder = None if info.path is None else info.path.parent
+        if folder in (None, cache.directory()):
+            found.setdefault(str(folder or "the memory of this process"), []).append(info.size)
+        else:
+            read_only.setdefault(f"{folder} (read-only)", []).append(info.size)
+    return found | read_only
 
 
 def _plain(value: object) -> Text:
@@ -176,7 +205,7 @@ def verify() -> None:
     for file, reason in damaged:
         click.echo(f"{file}: {reason}")
     sound = sum(1 for _ in cache.entries())
-    click.echo(f"{sound} sound, {len(damaged)} damaged in {_where()}")
+    click.echo(f"{sound} sound, {len(damaged)} damaged in {_everywhere()}")
     if damaged:
         raise SystemExit(1)
 
@@ -193,7 +222,7 @@ class _Bytes(click.ParamType):
         return found
 
 
-@cache.command()
+@cache.command(short_help="Drop the least recently used kernels beyond a size.")
 @click.option("--max-bytes", type=_Bytes(), default="2G", show_default=True, metavar="SIZE",
               help="What may stay: 500M, 2G, 1000000.")
 def prune(max_bytes: int) -> None:
@@ -217,14 +246,12 @@ def clear(yes: bool) -> None:
 
 
 @cache.command()
-@click.argument("file", type=click.Path(dir_okay=False))
-def export(file: str) -> None:
+@click.argument("file", type=Output())
+def export(file: Path) -> None:
     """Write every sound kernel into the archive FILE.
 
     The exit status is 1 when a damaged one is left out.
     """
-    from pathlib import Path
-
     from fusionrt.runtime import archive
     _look()
     with for_users(OSError):
@@ -233,12 +260,12 @@ def export(file: str) -> None:
         click.echo(f"left out: {path}: {reason}", err=True)
     more = f", {len(done.left_out)} left out" if done.left_out else ""
     # Of a pipe or a device, what is printed may be read as a part of the archive.
-    click.echo(f"wrote {done.written} kernels to {file}{more}", err=not Path(file).is_file())
+    click.echo(f"wrote {done.written} kernels to {file}{more}", err=not file.is_file())
     if done.left_out:
         raise SystemExit(1)
 
 
-@cache.command("import")
+@cache.command("import", short_help="Take over the kernels of an archive that you trust.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def import_(file: str) -> None:
     """Take over the kernels of the archive FILE: only of one whose maker you trust.

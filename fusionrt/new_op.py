@@ -88,10 +88,10 @@ def _taken() -> set[str]:
     return {*sys.stdlib_module_names, *dir(builtins), *used, *functions} - {"NAME"}
 
 
-@click.command("new-op")
+@click.command("new-op", short_help="Begin a fused function of your own, tested and measured.")
 @click.argument("name")
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), metavar="FOLDER",
-              help="[default: this one]")
+              show_default=True, help="Where to write the files.")
 def new_op(name: str, into: Path) -> None:
     """Begin a fused function of your own: NAME.py, test_NAME.py (for pytest) and bench_NAME.py, which run as
     they are."""
@@ -114,4 +114,5 @@ def new_op(name: str, into: Path) -> None:
                 file.write(text)
             click.echo(path)
     except OSError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.BadParameter(f"{error.filename} cannot be written: {error.strerror}",
+                                 param_hint="--into") from None

@@ -53,8 +53,9 @@ def progress_bar(first: str, hidden: bool = False) -> Iterator[Progress | None]:
 
 
 @contextlib.contextmanager
-def for_users(*expected: type[Exception]) -> Iterator[None]:
-    """What users can cause is said in one line, without a traceback."""
+def for_users(*expected: type[Exception], status: int = 1) -> Iterator[None]:
+    """What users can cause is said in one line, without a traceback. `status`: 2 where the command line is
+    the cause."""
     try:
         yield
     except BrokenPipeError:  # click's: whoever read has enough
@@ -63,7 +64,7 @@ def for_users(*expected: type[Exception]) -> Iterator[None]:
         text = str(error)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
-        raise click.ClickException(text) from error
+        raise (click.UsageError if status == 2 else click.ClickException)(text) from error
 
 
 def scaled(text: str) -> int | None:

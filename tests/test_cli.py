@@ -88,6 +88,24 @@ def test_help_names_the_commands() -> None:
         "warmup", "cache", "doctor"]
 
 
+@pytest.mark.parametrize("words", [(), ("cache",)])
+def test_summaries_of_commands_are_not_cut(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = call(*words, "--help").output.split("Commands:\n")[1]
+    assert len(listed.splitlines()) == (7 if words else 6)
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed.splitlines())
+
+
+def test_help_says_what_the_exit_status_means_and_what_defaults_are() -> None:
+    text = " ".join(call("--help").output.split())
+    assert ("The exit status is 0 where all went well, 1 where something failed or was found wrong, and 2 "
+            "where the command line is") in text
+    text = " ".join(call("warmup", "--help").output.split())
+    assert "Of these dtypes, or all, with float64. [default: float32,bfloat16,float16]" in text
+    assert "Only these ops, or all. [default: all; with --module none]" in text
+    assert "Where to write the files. [default: .]" in " ".join(call("new-op", "--help").output.split())
+
+
 # --- warmup
 
 
@@ -136,8 +154,8 @@ def test_warmup_finds_modules_in_the_working_directory(
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", "from fusionrt.cli import main; main()", "warmup", "--module",
-         "their_package.ops", "--ops", "their_gate", "--dtypes", "float32", "--arch", "sm_90",
-         "--json"], env=env, cwd=tmp_path, capture_output=True, text=True)
+         "their_package.ops", "--dtypes", "float32", "--arch", "sm_90", "--json"], env=env, cwd=tmp_path,
+        capture_output=True, text=True)
 
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["compiled"] == 2
@@ -159,8 +177,8 @@ def test_warmup_finds_modules_in_the_working_directory(
 ])
 def test_warmup_refuses_unknown_names(words: tuple[str, ...], message: str) -> None:
     result = call("warmup", *words)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(message)
+    assert result.exit_code == 2
+    assert f"\n{message}" in result.stderr
     assert result.stdout == ""
 
 
@@ -175,6 +193,17 @@ def test_warmup_fails_where_kernels_are_missing(monkeypatch: pytest.MonkeyPatch)
     assert all(re.match(r"failed: \w+ \(pointwise, sm_90\): FUSIONRT_DISABLE_JIT is set", line)
                for line in lines[:5])
     assert lines[5] == "failed: and 13 more"
+
+
+def test_warmup_says_once_what_all_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,gelu", "--dtypes", "float32")
+
+    assert result.exit_code == 1
+    assert numbers(result)[:3] == ["0", "0", "6"]
+    (line,) = result.stderr.splitlines()
+    assert re.match(r"failed: \w+ \(sm_90\) and 5 more: compiling a CUDA kernel needs CuPy and NVRTC: pip "
+                    r"install 'fusionrt\[", line)
 
 
 @needs_nvrtc
@@ -236,6 +265,21 @@ def test_cache_list(home: Path) -> None:
     assert rows == [["newer", "sm_90", size, "K", "32", "30", "min"],
                     ["older", "sm_90", size, "K", "32", "2", "h"]]
     assert lines[-1] == f"2 kernels, {2 * paths[0].stat().st_size / 1024:.1f} K in {home}"
+
+
+def test_cache_list_names_each_folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, baked = fill("ours", "theirs"), tmp_path / "baked"
+    baked.mkdir()
+    paths[1].rename(baked / paths[1].name)
+    monkeypatch.setenv("FUSIONRT_CACHE_READONLY_DIRS", str(baked))
+    ours, theirs = (f"1 kernels, {file.stat().st_size / 1024:.1f} K in {file.parent}"
+                    for file in (paths[0], baked / paths[1].name))
+    assert call("cache", "list").output.splitlines()[-2:] == [ours, f"{theirs} (read-only)"]
+    assert call("cache", "verify").output == f"2 sound, 0 damaged in {home}, {baked} (read-only)\n"
+    paths[0].unlink()
+    assert call("cache", "list").output.splitlines()[-1] == f"{theirs} (read-only)"
+    (baked / paths[1].name).unlink()
+    assert call("cache", "list").output == f"no kernels in {home}, {baked} (read-only)\n"
 
 
 def test_cache_list_of_names_that_a_terminal_obeys(home: Path) -> None:
@@ -361,7 +405,8 @@ def test_import_of_what_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "status", "message"), [
     (("import", "{tmp}/absent"), 2, "File '{tmp}/absent' does not exist."),
     (("import", "{tmp}/text"), 1, "Error: {tmp}/text is not an archive of the cache: "),
-    (("export", "{tmp}/absent/kernels"), 1, "Error: {tmp}/absent/kernels: No such file or directory"),
+    (("export", "{tmp}/absent/kernels"), 2,
+     "{tmp}/absent/kernels cannot be written: there is no folder {tmp}/absent"),
 ])
 def test_files_that_cannot_be_used(words: tuple[str, ...], status: int, message: str,
                                    tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_one_that_fails_leaves_the_others(tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("taken", "message"), [
-    ("in", "Error: {out}: Not a directory"),
+    ("in", "{out} cannot be written: Not a directory"),
     ("in/out/conversion_summary.json/x", "{out}/conversion_summary.json cannot be written: it is a folder"),
     ("in/out/tiny.safetensors/x", "{out}/tiny.safetensors cannot be written: it is a folder"),
 ])
@@ -135,7 +135,7 @@ def test_where_nothing_can_be_saved_is_known_before_anything_is_converted(
     (tmp_path / taken).write_text("")
     out = tmp_path / "in" / "out"
     result = call("--models", "tiny", "--save-path", out, "--device", "cpu")
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert message.format(out=out) in result.stderr
 
 

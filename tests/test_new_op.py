@@ -45,7 +45,8 @@ def test_it_wants_a_name():
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     began = begin("gate", "--into", tmp_path / "file" / "inside")
-    assert began.exit_code == 1 and "Traceback" not in began.output
+    assert began.exit_code == 2
+    assert f"{tmp_path / 'file' / 'inside'} cannot be written: Not a directory" in began.output
 
 
 @pytest.mark.parametrize("name", ["x", "device", "formula", "torch", "frt", "print", "json", "numpy",

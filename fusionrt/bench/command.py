@@ -88,7 +88,7 @@ def _rivals() -> list[str]:
     return list(RIVALS)
 
 
-@click.command()
+@click.command(short_help="Measure ops beside eager torch and other rivals.")
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
 @click.option("--list", "only_list", is_flag=True, help="List ops, dtypes and rivals, and measure nothing.")
 @click.option("--sizes", type=Sizes(), default="64K,1M,16M", show_default=True, metavar="SIZES",

@@ -17,7 +17,7 @@ KINDS = (".safetensors", ".json", ".html")  # of a model's files
 Row = dict[str, Any]
 
 
-@click.command()
+@click.command(short_help="Convert models, prove it right, measure the gain.")
 @click.argument("more", nargs=-1, metavar="")
 @click.option("--models", "--model", "models", multiple=True, metavar="NAME ...",
               help="Names of --list-models, or such as timm:resnet26d.")
@@ -90,8 +90,11 @@ def _check_folder(folder: Path, names: Sequence[str]) -> None:
     from fusionrt.files import why_not_writable
     if registry.missing("safetensors"):
         raise click.ClickException("--save-path needs safetensors: pip install 'fusionrt[models]'")
-    with for_users(OSError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{folder} cannot be written: {error.strerror}",
+                                 param_hint="--save-path") from error
     for file in (folder / SUMMARY, *(_stem(folder, name, kind) for name in names for kind in KINDS)):
         fault = why_not_writable(file)
         if fault is not None:
