@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
-from fusionrt.fusion import dropped
+from fusionrt.fusion import UnfitError, dropped
 from fusionrt.op_names import OPS as NAMES
 from fusionrt.row_fusion import Epilogue, Run, as_function, once, per_call, row_operator
 
@@ -97,7 +97,10 @@ def _of_module(op: str, activation: nn.Module) -> Any:
 def activated(op: str, x: Expr, activation: Any) -> Expr:
     """The activation of a traced value."""
     function = resolve(op, activation)
-    y = x if function is None else once(function, x)
+    try:
+        y = x if function is None else once(function, x, "activation")
+    except UnfitError as error:
+        raise TypeError(f"{op}: {error}") from None
     if not isinstance(y, Expr):
         raise TypeError(f"{op}: activation must give one traced value, got {type(y).__name__}")
     return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -51,6 +52,13 @@ def as_count(op: str, name: str, value: Any, least: int = 0) -> int:
     if as_int(op, name, value) < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return value
+
+
+def check_counts(op: str, optional: Mapping[str, Any] | None = None, /, **counts: Any) -> None:
+    """Each at least 0; of the `optional` ones None is as good."""
+    given = {name: value for name, value in (optional or {}).items() if value is not None}
+    for name, value in (counts | given).items():
+        as_count(op, name, value)
 
 
 def as_device(op: str, device: Any) -> torch.device:

@@ -139,6 +139,10 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
     return entry(Operator(name, params, outputs, [target] * len(outputs)), function, signature)
 
 
+class UnfitError(TypeError):
+    """Of an argument that is a function; whoever knows which op was called puts its name in front."""
+
+
 def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: inspect.Signature
           ) -> tuple[Expr, ...]:
     """Call the function with traced values; what it returns is the expression."""
@@ -149,6 +153,8 @@ def trace(function: Callable[..., Any], name: str, args: list[Expr], signature: 
             result = function(*args[:len(args) - len(keyword)], **keyword)
     except TraceError as error:
         raise TraceError(f"{name}: {error}") from None
+    except UnfitError as error:
+        raise TypeError(f"{name}: {error}") from None
     except TypeError as error:
         if not str(error).endswith(f"got {Expr.__name__}"):
             raise

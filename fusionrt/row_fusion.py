@@ -12,7 +12,7 @@ import torch
 
 from fusionrt import dispatch, library, settling
 from fusionrt.expr import Expr, argument, substitute, toposort, where
-from fusionrt.fusion import fresh_bits, numbering_draws, trace
+from fusionrt.fusion import UnfitError, fresh_bits, numbering_draws, trace
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
 from fusionrt.steps import Steps
@@ -81,10 +81,15 @@ def as_function(op: str, function: Any, name: str = "epilogue") -> Epilogue:
     return function
 
 
-def once(function: Run, y: Expr) -> Any:
+def once(function: Run, y: Expr, name: str = "epilogue") -> Any:
     """function(y) of a function that is called once: what it captures is the same in all kernels that it is
-    part of, whenever these are made. What it draws is drawn beside all else in the kernel."""
-    value, result = _traced(function)
+    part of, whenever these are made. What it draws is drawn beside all else in the kernel. `name`: of the
+    argument that it is."""
+    try:
+        value, result = _traced(function)
+    except TypeError:
+        check_takes_one(function, name)
+        raise
     if not isinstance(result, Expr):
         return result
     draws = {n: fresh_bits() for n in toposort([result]) if n.op == "random"}
@@ -95,14 +100,10 @@ def once(function: Run, y: Expr) -> Any:
 def _traced(function: Run) -> tuple[Expr, Any]:
     value = argument("value")
     with numbering_draws():
-        try:
-            return value, function(value)
-        except TypeError:
-            _check_takes_one(function)
-            raise
+        return value, function(value)
 
 
-def _check_takes_one(function: Run) -> None:
+def check_takes_one(function: Run, argument: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a builtin, which tells nothing
@@ -111,8 +112,8 @@ def _check_takes_one(function: Run) -> None:
         signature.bind(None)
     except TypeError:
         name = getattr(function, "__name__", type(function).__name__)
-        raise TypeError("an epilogue must be a function of one traced value, got "
-                        f"{name}{signature}") from None
+        raise UnfitError(f"{argument} must be a function of one traced value, got {name}{signature}"
+                         ) from None
 
 
 def finished(y: Expr, epilogue: Epilogue) -> Any:

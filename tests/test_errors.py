@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusionrt as frt
+from fusionrt import nn as fnn
 from fusionrt.data import image_preprocess, sliding_window
 from fusionrt.op import Operator
 
@@ -238,7 +239,7 @@ CASES = [
     (
         lambda: frt.layer_norm(torch.zeros(2, 3), 3, epilogue=lambda a, b: a),
         TypeError,
-        "an epilogue must be a function of one traced value, got <lambda>(a, b)",
+        "layer_norm: epilogue must be a function of one traced value, got <lambda>(a, b)",
     ),
     (lambda: frt.relu("A"), TypeError, "relu: x must be a tensor, an array or a number, got str"),
     (
@@ -407,6 +408,58 @@ CASES = [
         ValueError,
         "mine: x and y must broadcast, got (4, 8) and (4, 16)",
     ),
+]
+
+
+HEADS = torch.zeros(2, 4, 8, 16)
+
+
+def of_two(a, b):
+    return a + b
+
+
+CASES += [
+    (call, TypeError, f"{said} must be a function of one traced value, got of_two(a, b)")
+    for said, call in {
+        "softmax: epilogue": lambda: frt.softmax(A, epilogue=of_two),
+        "add_norm: epilogue": lambda: frt.add_norm(A, A, epilogue=of_two),
+        "batch_norm: epilogue": lambda: frt.batch_norm(A, A[0], A[0], epilogue=of_two),
+        "linear_activation: activation": lambda: frt.linear_activation(A, A, None, of_two),
+        "conv_activation: activation": lambda: frt.conv_activation(
+            HEADS, torch.zeros(4, 4, 3, 3), None, of_two),
+        "ffn: activation": lambda: frt.ffn(A, A, None, A.T, None, of_two),
+        "row_reduce: map": lambda: frt.row_reduce(A, -1, of_two)}.items()]
+CASES += [(lambda mask=mask: frt.attention_score_softmax(HEADS, HEADS, mask=mask), kind,
+           f"attention_score_softmax: mask must {said}") for mask, kind, said in (
+    ("a", TypeError, "be a tensor or an array, got str"),
+    (INT, TypeError, "be boolean (True lets a score pass) or floating-point (added to the scores), got "
+     "torch.int64"),
+    (torch.zeros(3, 8), ValueError, "broadcast to the shape of scores, (2, 4, 8, 8), got (3, 8)"),
+    (torch.zeros(1, 2, 4, 8, 8), ValueError,
+     "broadcast to the shape of scores, (2, 4, 8, 8), got (1, 2, 4, 8, 8)"),
+    (torch.zeros(8, 8, device="meta"), ValueError, "be on q's device, cpu, got meta"))]
+CASES += [
+    (lambda: frt.attention_score_softmax(HEADS, HEADS, "a"), TypeError,
+     "attention_score_softmax: scale must be a number, got 'a'"),
+    *((lambda offset=offset: frt.rotary_embedding(HEADS, offset=offset), ValueError,
+       f"rotary_embedding: offset must be in [-2**63, 2**63 - 4), got {offset}")
+      for offset in (10**30, -10**30, 2**63 - 4)),
+    (lambda: frt.qkv_heads(torch.zeros(2, 5, 96), 4, base=1e4, offset=2**63), ValueError,
+     f"qkv_heads: offset must be in [-2**63, 2**63 - 5), got {2**63}"),
+    (lambda: sliding_window(A, 3, stride=10**30), ValueError,
+     f"sliding_window: stride must be less than 2**63, got {10**30}"),
+    (lambda: fnn.FusedLinear(16.0, 32), TypeError, "FusedLinear: in_features must be an integer, got 16.0"),
+    (lambda: fnn.FusedLinearReLU(16, None), TypeError,
+     "FusedLinearReLU: out_features must be an integer, got None"),
+    (lambda: fnn.FusedLinear(-1, 32), ValueError, "FusedLinear: in_features must be at least 0, got -1"),
+    (lambda: fnn.FusedMLP(16, 3.5), TypeError, "FusedMLP: hidden_features must be an integer, got 3.5"),
+    (lambda: fnn.FusedSwiGLU(16, 3, "a"), TypeError, "FusedSwiGLU: out_features must be an integer, got 'a'"),
+    (lambda: fnn.FusedMultiheadAttention(16.0, 4), TypeError,
+     "FusedMultiheadAttention: embed_dim must be an integer, got 16.0"),
+    (lambda: fnn.TransformerBlock(16, 4, 32.0), TypeError,
+     "TransformerBlock: dim_feedforward must be an integer, got 32.0"),
+    (lambda: fnn.EmbeddingPosition(16, 8, 4.0), TypeError,
+     "EmbeddingPosition: max_positions must be an integer, got 4.0"),
 ]
 
 

@@ -121,3 +121,15 @@ def test_sparse_gradients_are_refused():
                 "dense one; make it so with sparse=False of its embedding")
     with pytest.raises(RuntimeError, match=expected):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, -1])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_a_negative_norm_to_clip_to(max_norm, norm_type):
+    """torch turns the gradients round."""
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.full((3,), 2.0)
+    with pytest.raises(ValueError, match=r"^clip_grad_norm_: max_norm must not be negative, got -1\.0$"):
+        optim.clip_grad_norm_([param], max_norm, norm_type)
+    assert param.grad.eq(2).all()
+    assert float(optim.clip_grad_norm_([param], 0.0, norm_type)) > 0 and param.grad.eq(0).all()

@@ -88,6 +88,8 @@ def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: i
         least = 0 if name == "min_periods" else 1
         if as_int("sliding_window", name, value) < least:
             raise ValueError(f"sliding_window: {name} must be at least {least}, got {value}")
+    if stride >= 2**63:
+        raise ValueError(f"sliding_window: stride must be less than 2**63, got {stride}")
     if min_periods > window:
         raise ValueError(f"sliding_window: min_periods must be at most window, {window}, got {min_periods}")
     if x.shape[dim] + 2 * window > LONGEST:

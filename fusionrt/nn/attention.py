@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusionrt.arguments import check_counts
 from fusionrt.nn.sharing import expect, place, share
 from fusionrt.ops.attention import attention, attention_apply, attention_score
 from fusionrt.ops.dropout import scale_of_kept
@@ -68,6 +69,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
         for option, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
                 raise ValueError(f"{name}: {option} is not supported; torch.nn.MultiheadAttention has it")
+        check_counts(name, {"num_kv_heads": num_kv_heads}, embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"{name}: num_heads must divide embed_dim, got {num_heads} and {embed_dim}")
         if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):

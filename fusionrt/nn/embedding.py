@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusionrt.arguments import check_counts
 from fusionrt.layout import is_among
 from fusionrt.nn.norm import FusedLayerNorm
 from fusionrt.nn.reading import finished, is_read
@@ -43,6 +44,8 @@ class EmbeddingPosition(nn.Module):
                  device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         scale_of_kept("EmbeddingPosition", dropout, False, "dropout")
+        check_counts("EmbeddingPosition", {"max_positions": max_positions, "token_types": token_types},
+                     num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         where = {"device": device, "dtype": dtype}
 
         def table(rows: int | None) -> nn.Embedding | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fusionrt.arguments import check_counts
 from fusionrt.nn.activation import Activated
 from fusionrt.nn.sharing import expect, place, share
 from fusionrt.ops.dropout import scale_of_kept
@@ -33,6 +34,7 @@ class FusedLinear(Activated, nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None,
                  dtype: Any = None, *, activation: Any = None, dropout: float = 0.0) -> None:
+        check_counts(type(self).__name__, in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         self._choose(activation)
         scale_of_kept(type(self).__name__, dropout, False, "dropout")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fusionrt.arguments import check_counts
 from fusionrt.nn.activation import Activated, known
 from fusionrt.nn.reading import feed_forward, gated_feed_forward
 from fusionrt.nn.sharing import expect
@@ -40,6 +41,8 @@ class FusedMLP(Activated):
                  recompute: bool = False, names: tuple[str, str] = ("linear1", "linear2"),
                  device: Any = None, dtype: Any = None) -> None:
         super().__init__()
+        check_counts("FusedMLP", {"hidden_features": hidden_features, "out_features": out_features},
+                     in_features=in_features)
         hidden, out = hidden_features or 4 * in_features, out_features or in_features
         self._choose(activation)
         scale_of_kept("FusedMLP", dropout, False, "dropout")
@@ -96,6 +99,8 @@ class _Gated(nn.Module):
                  bias: bool = False, packed: bool = False, recompute: bool = False, device: Any = None,
                  dtype: Any = None) -> None:
         super().__init__()
+        check_counts(type(self).__name__, {"out_features": out_features}, in_features=in_features,
+                     hidden_features=hidden_features)
         where = {"device": device, "dtype": dtype}
         self.packed, self.recompute = packed, recompute
         if packed:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusionrt.arguments import check_counts
 from fusionrt.nn.activation import Activated
 from fusionrt.nn.attention import FusedMultiheadAttention
 from fusionrt.nn.norm import FusedLayerNorm, FusedRMSNorm
@@ -64,6 +65,7 @@ class TransformerBlock(Activated):
         if gated and self.activation not in ("silu", "gelu", "gelu_tanh"):
             raise ValueError(f"{name}: gated needs activation 'silu', 'gelu' or 'gelu_tanh', got "
                              f"{activation!r}")
+        check_counts(name, d_model=d_model, nhead=nhead, dim_feedforward=dim_feedforward)
         self.norm_first, self.gated, self.recompute = norm_first, gated, recompute
         self.self_attn = FusedMultiheadAttention(
             d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, rotary=rotary,

@@ -68,18 +68,24 @@ def _checked_mask(op: str, mask: Any, q: Tensor, keys: int) -> Tensor | None:
     """Of four dimensions."""
     if mask is None:
         return None
+    _check_mask(op, mask, q, keys)
+    found: Tensor = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+    return found
+
+
+def _check_mask(op: str, mask: Any, q: Tensor, keys: int) -> None:
+    """Of scores (..., S, T)."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{op}: mask must be a tensor or an array, got {type(mask).__name__}")
     if mask.dtype != torch.bool and mask.dtype not in FLOATS:
         raise TypeError(f"{op}: mask must be boolean (True lets a score pass) or floating-point (added to "
                         f"the scores), got {mask.dtype}")
-    full = (*q.shape[:3], keys)
-    if mask.dim() > 4 or any(not is_among(n, 1, size) for n, size in zip(
-            mask.shape, full[4 - mask.dim():], strict=True)):
+    full = (*q.shape[:-1], keys)
+    if mask.dim() > len(full) or any(not is_among(n, 1, size) for n, size in zip(
+            mask.shape, full[len(full) - mask.dim():], strict=True)):
         raise ValueError(f"{op}: mask must broadcast to the shape of scores, {full}, got {tuple(mask.shape)}")
     if mask.device != q.device:
         raise ValueError(f"{op}: mask must be on q's device, {q.device}, got {mask.device}")
-    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _checked_slopes(op: str, slopes: Any, q: Tensor) -> Tensor | None:
@@ -287,8 +293,11 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
         (q, k), restore = converted(op, {"q": q, "k": k})
         return restore(attention_score(q, k, scale))
     _check_products(op, q, k)
+    return _scores(q, k, _scale(op, q, scale))
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     q, k = autocast.cast(q, k)
-    scale = _scale(op, q, scale)
     rows = [t.flatten(0, -3) if t.dim() > 2 else t.unsqueeze(0) for t in (q, k)]
     nothing = q.new_empty(1, 1, 1)
     found = torch.baddbmm(nothing, rows[0], rows[1].mT, beta=0, alpha=scale)
@@ -325,7 +334,9 @@ def attention_score_softmax(q: Any, k: Any, scale: float | None = None, mask: An
         (q, k, mask), restore = converted(op, {"q": q, "k": k, "mask": mask})
         return restore(attention_score_softmax(q, k, scale, mask))
     _check_products(op, q, k)
-    return softmax(attention_score(q, k, scale), mask=mask)
+    if mask is not None:
+        _check_mask(op, mask, q, k.shape[-2])
+    return softmax(_scores(q, k, _scale(op, q, scale)), mask=mask)
 
 
 @public(example=lambda make: (make(8, ROWS, COLUMNS), make(8, COLUMNS, 64)))

@@ -26,7 +26,7 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, as_function, found, per_call, row_operator
+from fusionrt.row_fusion import Run, as_function, check_takes_one, found, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
 from fusionrt.watching import is_watched, seen_by_torch
@@ -40,10 +40,6 @@ OPS = ("sum", "mean", "max", "min")
 
 
 # -- what the kernels compute ----------------------------------------------------------------------
-
-
-def _same(x: Expr) -> Expr:
-    return x
 
 
 def _moments(x: Expr, correction: Any) -> tuple[Expr, Expr]:
@@ -108,7 +104,15 @@ _OF_NOTHING = {
 @per_call
 def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> Run:
     """`recorded`: with the values that the gradient reads."""
-    mapped = map or _same
+
+    def mapped(x: Expr) -> Any:
+        if map is None:
+            return x
+        try:
+            return map(x)
+        except TypeError:
+            check_takes_one(map, "map")
+            raise
 
     def expression(x: Expr, correction: float = 1.0, index: Any = None) -> tuple[Expr, ...]:
         more = {"correction": (correction,), "index": (index,)}.get(second, ())

@@ -244,6 +244,8 @@ def checked_positions(op: str, positions: Any, offset: int, batch: int, length: 
                       ) -> Tensor | None:
     """Of shape (B or 1, S)."""
     as_int(op, "offset", offset)
+    if isinstance(offset, int) and not -2**63 <= offset < 2**63 - length:
+        raise ValueError(f"{op}: offset must be in [-2**63, 2**63 - {length}), got {offset}")
     if positions is None:
         return None
     if not isinstance(positions, Tensor):
