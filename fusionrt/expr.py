@@ -479,7 +479,8 @@ def power(base: Any, exponent: Any) -> Expr:
 
 
 def cast(value: Any, dtype: object) -> Expr:
-    """Convert to a storage dtype. To integers: toward zero, saturating, NaN becomes 0."""
+    """Convert to a storage dtype, by name or torch's: float16, bfloat16, float32, int8, uint8, int16, int32,
+    int64 or bool. To integers: toward zero, saturating, NaN becomes 0."""
     name = str(dtype).removeprefix("torch.")
     if name not in CASTS:
         raise TraceError(f"cast: dtype {name!r} is not one of {', '.join(CASTS)}")

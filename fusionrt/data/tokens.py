@@ -44,7 +44,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     Or it is text in bytes, to each of which `byte_offset` is added, so that ids below it are free for special
     tokens (ByT5: byte_offset=3, eos_id=1): bytes, a str (as UTF-8) or a list of these, or a uint8 tensor,
     2-D without padding or 1-D with offsets. Results are int32 for int32, otherwise int64; of lists they are
-    on `device`, by default that of their tensors.
+    on `device`, by default that of their tensors. They are a named tuple of input_ids, attention_mask (1: a
+    token), position_ids and labels, each of shape (sequences, width).
 
     Of lists, offsets and bytes, `bos_id` goes before and `eos_id` after every sequence. Then it is cut at
     max_length, the eos_id staying, and padded at `padding_side` to the longest one or, with offsets, to

@@ -33,8 +33,8 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
     """The `op` of every `window` neighbouring elements along `dim`.
 
     `op`: "sum", "mean", "min", "max", "var" or "std"; the last two divide by the number of elements less
-    `correction`, as torch.var. Result i is of the elements i * stride - left ... + window - 1, where
-    `padding` is (left, right), each 0 ... window - 1: how far windows may reach over the ends of a row.
+    `correction`, as torch.var. Result i is of `window` elements from i * stride - left on, where
+    `padding` is (left, right), each from 0 to window - 1: how far windows may reach over the ends of a row.
 
         "valid"    (0, 0)                          n - window + 1 results, as Tensor.unfold
         "same"     ((window - 1) // 2, window // 2)    n results, aligned as torch's convolutions

@@ -28,7 +28,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
     num_kv_heads: fewer heads of keys and values, each for num_heads / num_kv_heads of the queries (GQA).
     rotary: whether queries and keys are turned by their positions, or the options of
     `fusionrt.rotary_embedding`: {"base": 500000.0, "rotary_dim": 64, "interleaved": True, "scaling": 1.0}.
-    causal: a query sees no key behind its own position, whatever the other masks say.
+    causal: a query sees no key after its own position, whatever the other masks say.
 
     forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
     average_attn_weights=True, is_causal=False, *, position_ids=None) -> (output, weights or None), shapes as

@@ -22,11 +22,11 @@ _OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 class EmbeddingPosition(nn.Module):
     """dropout(norm(word[tokens] * scale + position[position_ids] + token_type[token_type_ids])), one kernel.
 
-    max_positions: rows of the positions' table, None for no such table (a rotary model); token_types: of the
-    token types', None for none. layer_norm: whether there is a norm. padding_idx: a token whose row starts as
-    zeros and gets no gradient.
+    max_positions: rows of the positions' table, None for no such table (a rotary model); token_types: rows of
+    the token types' table, None for none. layer_norm: whether there is a norm. padding_idx: a token whose row
+    starts as zeros and gets no gradient.
     forward(tokens, token_type=None, position_ids=None): tokens (..., S) -> (..., S, embedding_dim);
-    token_type of tokens' shape or (S,), zeros unless given; position_ids as well, 0 ... S - 1 unless given.
+    token_type of tokens' shape or (S,), zeros unless given; position_ids as well, 0 to S - 1 unless given.
     The tables and the norm are read, or called as the linear layers of `FusedMLP`.
 
     State, as BERT's embeddings have it: `word_embeddings.weight`, `position_embeddings.weight`,

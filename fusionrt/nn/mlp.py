@@ -25,9 +25,9 @@ class FusedMLP(Activated):
     names: of the two `torch.nn.Linear`s, in the state too: ("linear1", "linear2") as in
     `torch.nn.TransformerEncoderLayer`; ("0", "3") for `torch.nn.Sequential(linear, act, dropout, linear)`,
     whose weights then load both ways. `from_torch` of a Sequential keeps its names.
-    forward: (..., in_features) -> (..., out_features). The linear layers are read, and called where that
-    would be something else: those of another forward (LoRA's, quantized ones) and with hooks (weight_norm,
-    prune). Parametrizations are read.
+    forward: (..., in_features) -> (..., out_features). The linear layers are read: a fused op takes
+    their weights. They are called where that would compute something else: those of another forward (LoRA's,
+    quantized ones) and with hooks (weight_norm, prune). Parametrizations are read.
 
     Raises ValueError and TypeError for an activation that is none, a dropout outside [0, 1], and what
     `fusionrt.ffn` raises.

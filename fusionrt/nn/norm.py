@@ -18,9 +18,9 @@ class FusedLayerNorm(Activated, nn.LayerNorm):
 
     A `torch.nn.LayerNorm`; what stands before and after it is part of the one kernel.
     forward(input, residual=None, *, dropout_p=0.0, training=None, return_sum=False): input and residual (...,
-    *normalized_shape). dropout_p is of input, in training mode, which is the module's unless given. With
-    return_sum the result is (y, s), of which a pre-norm block needs both. It has input's dtype, under
-    autocast too.
+    *normalized_shape). dropout_p: of input's elements, of effect where `training` is true, by default
+    the module's mode. With return_sum the result is (y, s), of which a pre-norm block needs both. It has
+    input's dtype, under autocast too.
 
     State: `weight`, `bias`, as torch.nn.LayerNorm's. Raises ValueError and TypeError for an activation that
     is none, and what `fusionrt.layer_norm` raises.

@@ -216,8 +216,8 @@ def depthwise_conv2d(x: Any, weight: Any, bias: Any = None, activation: Any = No
 
     x: (N, C, H, W), weight: (C, 1, kH, kW), or (m C, 1, kH, kW), m results a channel; bias: (m C,). Our own
     kernels compute it, with bias and activation, for channels_last x on a GPU, m = 1, strides of 1 and 2 (2
-    without a dilation), up to 121 taps (float64: 49) and a padding smaller than the kernel; torch what else
-    there is. Of our kernels the gradient of weights may be NaN where x is not finite in a pixel of the last
+    without a dilation), up to 121 taps (float64: 49) and a padding smaller than the kernel; torch all
+    others. Of our kernels the gradient of weights may be NaN where x is not finite in a pixel of the last
     rows or columns that few results read, or none.
 
         depthwise_conv2d(x.to(memory_format=torch.channels_last), weight, bias, "relu", padding=1)

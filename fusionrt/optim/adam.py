@@ -17,7 +17,7 @@ class Adam(FusedOptimizer):
         p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
     `weight_decay` is added to the gradient, times p; with `decoupled_weight_decay` p is multiplied by
-    1 - lr weight_decay instead. `amsgrad`: v is the largest so far. `maximize`: g is -g.
+    1 - lr weight_decay instead. `amsgrad`: the largest v so far in the place of v. `maximize`: g is -g.
     For the other options see `FusedOptimizer`.
 
         optimizer = fusionrt.optim.Adam(model.parameters(), lr=1e-3, state_dtype="8bit")
