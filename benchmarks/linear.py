@@ -3,9 +3,9 @@
 M rows of K columns to N. Device time in CUDA graphs of calls on input sets in rotation, variants in turns.
 product_us: torch's F.linear alone; share: what eager's pass for the activation adds to that. epilogue_us,
 gemm_us, gemv_us, kernel_us: ours by cuBLASLt's epilogue, by our own product, by that of few rows, by a
-product and a kernel, those that there are; way: the one that `fusionrt.ops.linear.route` takes. vs_best: the
-faster one of eager and torch.compile over ours. host_us: what a call costs the host. The representative rows
-have five activations, and torch.compile for some of them; --all has all.
+product and a kernel, those that there are; way: the one that `fusionrt.ops.linear_path.route` takes. vs_best:
+the faster one of eager and torch.compile over ours. host_us: what a call costs the host. The representative
+rows have five activations, and torch.compile for some of them; --all has all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusionrt.activation import finishing
 from fusionrt.bench import rivals, timing
 from fusionrt.bench.results import Row, why
 from fusionrt.op_names import OPS
-from fusionrt.ops import gemm, gemv, linear
+from fusionrt.ops import gemm, gemv, linear, linear_path
 from fusionrt.sites import Sites
 
 ROWS = (1, 32, 512, 8192, 16384)
@@ -75,9 +75,9 @@ def _measured(m: int, k: int, n: int, activation: str, compiled: bool) -> Row:
         functions["compile"] = torch.compile(functions["eager"], dynamic=False, fullgraph=True)
     x, weight, bias = sets[0]
     epilogue = finishing("linear_activation", activation, False, False, False).operator.outputs[0]
-    ways = [linear.KERNEL, *([linear.EPILOGUE] if activation in linear.EPILOGUES else []),
-            *([linear.GEMM] if gemm.takes(epilogue, k) and gemm.supports(x, weight, bias) else []),
-            *([linear.GEMV] if m <= gemv.MOST_ROWS else [])]
+    ways = [linear_path.KERNEL, *([linear_path.EPILOGUE] if activation in linear_path.EPILOGUES else []),
+            *([linear_path.GEMM] if gemm.takes(epilogue, k) and gemm.supports(x, weight, bias) else []),
+            *([linear_path.GEMV] if m <= gemv.MOST_ROWS else [])]
     functions |= {name: _by(name, activation) for name in ways}
     with torch.no_grad():
         times = timing.replayed({name: [functools.partial(f, *sets[i % len(sets)]) for i in range(calls)]
@@ -86,7 +86,7 @@ def _measured(m: int, k: int, n: int, activation: str, compiled: bool) -> Row:
                               for name in ("ours", "eager")}, 100, 5) if m <= 32 else None
     ours = times["ours"].us
     row: Row = {"dtype": "bfloat16", "us": ours, "spread": times["ours"].spread,
-                "way": linear.route(x.device, DTYPE, m, n, k, epilogue, True),
+                "way": linear_path.route(x.device, DTYPE, m, n, k, epilogue, True),
                 "TFLOP/s": round(2 * m * k * n / ours / 1e6, 1),
                 **{f"{name}_us": time.us for name, time in times.items() if name != "ours"},
                 "share": round(times["eager"].us / times["product"].us - 1, 3)}
@@ -103,12 +103,12 @@ def _by(way: str, activation: str) -> Callable[..., Any]:
     own = Sites()
 
     def call(*args: Any) -> Any:
-        before = linear.route, linear.sites
-        linear.route, linear.sites = lambda *_: way, own  # type: ignore[assignment]
+        before = linear_path.route, linear.sites
+        linear_path.route, linear.sites = lambda *_: way, own  # type: ignore[assignment]
         try:
             return linear._linear("linear_activation", *args, activation)
         finally:
-            linear.route, linear.sites = before
+            linear_path.route, linear.sites = before
 
     return call
 

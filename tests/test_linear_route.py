@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import fusionrt as frt
 from fusionrt import reference
 from fusionrt.activation import finishing
-from fusionrt.ops import gemm, gemv, linear
+from fusionrt.ops import gemm, gemv, linear, linear_path
 from fusionrt.rehearsal import Source, collecting
 from fusionrt.runtime import device as cuda
 
@@ -21,8 +21,8 @@ def test_cublaslts_epilogue(monkeypatch, device):
     monkeypatch.setattr(torch, "_addmm_activation", lambda *a, **k: calls.append(k) or original(*a, **k))
     where = torch.device("cuda:9")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    decide = linear.route
-    monkeypatch.setattr(linear, "route", lambda device, *args: decide(where, *args))
+    decide = linear_path.route
+    monkeypatch.setattr(linear_path, "route", lambda device, *args: decide(where, *args))
     forget(monkeypatch, linear)
     monkeypatch.setattr(gemm, "chosen", lambda *args: False)
     for rows in ((M,), (2, 3)):
@@ -41,7 +41,7 @@ def test_cublaslts_epilogue(monkeypatch, device):
 
 
 @pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("way", linear.OWN)
+@pytest.mark.parametrize("way", linear_path.OWN)
 def test_our_product(way, fits, monkeypatch):
     """Where `route` says so, if it takes the operands: forward, with what a gradient needs, and residuals."""
     calls = []
@@ -55,10 +55,10 @@ def test_our_product(way, fits, monkeypatch):
 
         return product
 
-    monkeypatch.setattr(linear, "route", lambda *args: way)
+    monkeypatch.setattr(linear_path, "route", lambda *args: way)
     forget(monkeypatch, linear)
-    monkeypatch.setattr(linear.OWN[way], "supports", lambda *args: fits)
-    monkeypatch.setattr(linear.OWN[way], "Planned", planned)
+    monkeypatch.setattr(linear_path.OWN[way], "supports", lambda *args: fits)
+    monkeypatch.setattr(linear_path.OWN[way], "Planned", planned)
     args = operands(F32, "cpu", (2, 3))
     residual = torch.randn(2, 3, N)
     out, _ = check_in_norm(frt.linear_activation, (*args, "gelu"))
@@ -70,13 +70,13 @@ def test_our_product(way, fits, monkeypatch):
     assert calls == ([(plain, False, True), (plain, False, False), (added, True, False)] if fits else [])
 
 
-@pytest.mark.parametrize("error", linear.UNAVAILABLE)
+@pytest.mark.parametrize("error", linear_path.UNAVAILABLE)
 def test_without_our_product(error, monkeypatch):
     """While a graph is captured, or where nothing may be compiled."""
     def product(*args):
         raise error("linear_activation")
 
-    monkeypatch.setattr(linear, "route", lambda *args: linear.GEMM)
+    monkeypatch.setattr(linear_path, "route", lambda *args: linear_path.GEMM)
     forget(monkeypatch, linear)
     monkeypatch.setattr(gemm, "supports", lambda *args: True)
     monkeypatch.setattr(gemm, "Planned", product)
@@ -94,27 +94,27 @@ def test_route(monkeypatch):
     monkeypatch.setattr(gemv, "chosen", lambda m, *rest: m < 4)
 
     def way(epilogue, library=True, device=gpu, dtype=BF16, m=8, rows=True):
-        linear.route.cache_clear()
-        return linear.route(device, dtype, m, 16, 32, epilogue, library, rows)
+        linear_path.route.cache_clear()
+        return linear_path.route(device, dtype, m, 16, 32, epilogue, library, rows)
 
-    assert way(relu) == way(tanh) == linear.EPILOGUE
+    assert way(relu) == way(tanh) == linear_path.EPILOGUE
     assert ours[-1] == (8, 16, 32, BF16, gpu, tanh, True)
-    assert way(relu, library=False) == way(silu) == way(relu, dtype=F64) == linear.KERNEL
-    assert way(relu, device=torch.device("cpu")) == linear.KERNEL
-    assert way(silu, m=128) == linear.GEMM
-    assert way(silu, m=3) == way(relu, m=3) == linear.GEMV
-    assert way(silu, m=128, rows=False) == way(silu, m=3, rows=False) == linear.KERNEL
-    assert way(relu, m=3, rows=False) == linear.EPILOGUE
+    assert way(relu, library=False) == way(silu) == way(relu, dtype=F64) == linear_path.KERNEL
+    assert way(relu, device=torch.device("cpu")) == linear_path.KERNEL
+    assert way(silu, m=128) == linear_path.GEMM
+    assert way(silu, m=3) == way(relu, m=3) == linear_path.GEMV
+    assert way(silu, m=128, rows=False) == way(silu, m=3, rows=False) == linear_path.KERNEL
+    assert way(relu, m=3, rows=False) == linear_path.EPILOGUE
     capability = (8, 9)
-    assert way(tanh) == linear.KERNEL
-    assert way(relu) == linear.EPILOGUE
-    linear.route.cache_clear()
+    assert way(tanh) == linear_path.KERNEL
+    assert way(relu) == linear_path.EPILOGUE
+    linear_path.route.cache_clear()
 
 
 def test_a_weight_of_columns_is_cuBLASs(monkeypatch):
     """As that of the Conv1D of transformers: its activation is cuBLASLt's, where that has it."""
     asked = []
-    monkeypatch.setattr(linear, "route", lambda *args: asked.append(args[-1]) or linear.KERNEL)
+    monkeypatch.setattr(linear_path, "route", lambda *args: asked.append(args[-1]) or linear_path.KERNEL)
     forget(monkeypatch, linear)
     x, weight, bias = operands(F32, "cpu", (3,))
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import settling
-from fusionrt.ops import linear
+from fusionrt.ops import linear_path
 from fusionrt.tape import PLAINLY, Doing, Tape, Taped, forget, lets_go, note_hooks, taken, taped
 
 Tensor = torch.Tensor
@@ -182,8 +182,8 @@ def test_the_graph_holds_nothing_after_a_pass(monkeypatch: pytest.MonkeyPatch) -
 def test_autocast_chooses_once(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = torch.randn(3, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.zeros(8)
     asked = []
-    real = linear.way_of
-    monkeypatch.setattr(linear, "way_of", lambda *args: asked.append(args) or real(*args))
+    real = linear_path.way_of
+    monkeypatch.setattr(linear_path, "way_of", lambda *args: asked.append(args) or real(*args))
 
     def call() -> Tensor:
         made: Tensor = frt.linear_gelu(x, w, b) if op == "linear_gelu" else frt.ffn(x, w, b, w, b)

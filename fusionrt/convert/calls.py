@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from fusionrt.fusion import fuse
 from fusionrt.ops import folding
 from fusionrt.ops.attention import attention
-from fusionrt.ops.linear import UNAVAILABLE, linear_activation
+from fusionrt.ops.linear import linear_activation
+from fusionrt.ops.linear_path import UNAVAILABLE
 
 Tensor = torch.Tensor
 Linear = Callable[..., Tensor]  # of x, weight and bias

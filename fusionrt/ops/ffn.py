@@ -28,10 +28,9 @@ from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr
 from fusionrt.op import Operator
-from fusionrt.ops import linear
+from fusionrt.ops import linear_path
 from fusionrt.ops.activations import is_tanh
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.ops.linear import check
 from fusionrt.ops.pointwise import swish_multiply
 from fusionrt.problem import unpack
 from fusionrt.random import Rng
@@ -98,7 +97,7 @@ def _inside(do: Doing, operator: Operator, shape: Shape, z: Tensor | None, hidde
              do(torch.chunk, z, shape.parts, 1))
     grad_z = None if z is None or shape.parts == 1 else z if owned else do(torch.empty_like, z)
     memory = do(torch.chunk, grad_z, 2, 1) if shape.parts == 2 and not owned else ()
-    kernel = linear.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
+    kernel = linear_path.backward_kernel(operator, shape.parts, tuple(biases), forward, len(memory))
     args = [*parts, *shape.numbers, *([hidden] if kernel.saved else []), grad_hidden]
     given, made = len(args) - 1, shape.parts + len(biases)  # places of grad_hidden and of the hidden layer
     args += [*biases.values(), *memory]
@@ -116,12 +115,12 @@ def _of_products(do: Doing, grad_z: Tensor, x: Tensor, weights: Sequence[Tensor]
                  ) -> list[Tensor | None]:
     """The gradients of x and of the weights."""
     if len(weights) == 1:
-        return linear.of_product(do, grad_z, x, weights[0], needed)
+        return linear_path.of_product(do, grad_z, x, weights[0], needed)
     parts, of_x = do(torch.chunk, grad_z, 2, 1), None
     if needed[0]:
         of_x = do(Tensor.addmm_, do(torch.mm, parts[0], weights[0]), parts[1], weights[1])
         of_x = of_x if x.dim() == 2 else do(Tensor.view, of_x, x.shape)
-    rows = linear.as_rows(do, x)
+    rows = linear_path.as_rows(do, x)
     return [of_x, *(do(torch.mm, do(Tensor.t, part), rows) if need else None
                     for part, need in zip(parts, needed[1:], strict=False))]
 
@@ -149,17 +148,18 @@ def _inferring(operator: Operator, shape: Shape, x: Tensor, out_weight: Tensor, 
                *inner: Any) -> Run:
     """Without gradients: the hidden layer takes the memory of the product, or of the gate."""
     if shape.parts == 1:
-        way = linear.way_of(operator, x, inner[0], inner[1])
+        way = linear_path.way_of(operator, x, inner[0], inner[1])
 
     def run(do: Doing, x: Tensor, out_weight: Tensor, out_bias: Tensor | None, *inner: Any) -> Tensor:
-        rng = linear.drawn(do, operator, x)
+        rng = linear_path.drawn(do, operator, x)
         if shape.parts == 1:
-            hidden, _ = linear.product(do, way, operator, x, inner[0], inner[1], None, shape.numbers, rng)
+            hidden, _ = linear_path.product(do, way, operator, x, inner[0], inner[1], None, shape.numbers,
+                                            rng)
             out: Tensor = do(F.linear, hidden, out_weight, out_bias)
             return out
-        z = _products(do, shape, linear.as_rows(do, x), inner)
+        z = _products(do, shape, linear_path.as_rows(do, x), inner)
         hidden = _hidden(do, operator.over({0: 0}), shape, z, rng)
-        return linear.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
+        return linear_path.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
 
     return taped(run)
 
@@ -184,8 +184,8 @@ class FeedForward:
     def __init__(self, operator: Operator, shape: Shape, recompute: bool, *tensors: Any) -> None:
         x, _, _, *inner = tensors
         self.operator, self.shape, self.recompute = operator, shape, recompute
-        self.way = linear.KERNEL if shape.parts > 1 else linear.way_of(
-            operator, x, inner[0], inner[1], linear.reads_product(operator))
+        self.way = linear_path.KERNEL if shape.parts > 1 else linear_path.way_of(
+            operator, x, inner[0], inner[1], linear_path.reads_product(operator))
         self.needed = [t is not None and t.requires_grad for t in tensors]
         self.apply = Taped(self, len(tensors)).apply
 
@@ -193,17 +193,17 @@ class FeedForward:
                 ) -> Tensor:
         operator, shape = self.operator, self.shape
         note_hooks(do, ctx)
-        rng, rows = linear.drawn(do, operator, x), linear.as_rows(do, x)
+        rng, rows = linear_path.drawn(do, operator, x), linear_path.as_rows(do, x)
         do.set(ctx, "rng", rng)
         if shape.parts == 1:
-            hidden, z = linear.product(do, self.way, operator, rows, inner[0], inner[1], None, shape.numbers,
-                                       rng, linear.reads_product(operator))
+            hidden, z = linear_path.product(do, self.way, operator, rows, inner[0], inner[1], None,
+                                            shape.numbers, rng, linear_path.reads_product(operator))
         else:
             z = _products(do, shape, rows, inner)
             hidden = _hidden(do, operator, shape, z, rng)
         do.save(ctx, x, out_weight, out_bias, *inner, z,
                 None if z is not None and self.recompute else hidden)
-        return linear.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
+        return linear_path.shaped(do, do(F.linear, hidden, out_weight, out_bias), x)
 
     def backward(self, do: Doing, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
         operator, shape, needed = self.operator, self.shape, self.needed
@@ -211,8 +211,8 @@ class FeedForward:
         x, out_weight, out_bias, *inner, z, hidden = taken(saved)
         if owned:
             forget(do, ctx)
-        rng, grad_output = do.get(ctx, "rng"), linear.as_rows(do, grad_output)
-        of_bias = linear.of_bias(do, grad_output, out_bias) if needed[2] else None
+        rng, grad_output = do.get(ctx, "rng"), linear_path.as_rows(do, grad_output)
+        of_bias = linear_path.of_bias(do, grad_output, out_bias) if needed[2] else None
         inside, missing = needed[0] or any(needed[3:]), hidden is None and needed[1]
         if missing and not inside:
             hidden, missing = _hidden(do, operator, shape, z, rng), False
@@ -231,10 +231,10 @@ class FeedForward:
 
     def again(self, ctx: Any, saved: list[Any], grad_output: Tensor) -> tuple[Any, ...]:
         def composed(*tensors: Any) -> Tensor:
-            return _composed(lambda *args: linear.applied(self.operator, args, ctx.rng), self.shape, False,
-                             *tensors)
+            return _composed(lambda *args: linear_path.applied(self.operator, args, ctx.rng), self.shape,
+                             False, *tensors)
 
-        return tuple(linear.differentiated(composed, saved[:-2], grad_output, self.needed))
+        return tuple(linear_path.differentiated(composed, saved[:-2], grad_output, self.needed))
 
 
 def _block(make: Callable[[], Any], shape: Shape, recompute: bool, key: tuple[Any, ...] | None,
@@ -278,20 +278,20 @@ def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) ->
         found, restore = converted(op, arrays)
         return restore(_gated(op, activation, recompute, dict(zip(arrays, found, strict=True))))
     width = _width(op, x, gate, up, gate_bias, up_bias)
-    check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
+    linear_path.check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
     make = functools.partial(gating, op, activation)
     return _block(make, Shape(2, len(inner) // 2), recompute, key, tensors)
 
 
 def _width(op: str, x: Any, gate: Any, up: Any, gate_bias: Any, up_bias: Any) -> int:
     """Of the gated hidden layer, of operands that fit."""
-    check(op, ("x", x), ("gate_weight", gate), ("gate_bias", gate_bias))
+    linear_path.check(op, ("x", x), ("gate_weight", gate), ("gate_bias", gate_bias))
     if up is None and (gate.shape[0] % 2 or up_bias is not None):
         came = f"{gate.shape[0]} rows" if up_bias is None else "an up_bias"
         raise ValueError(f"{op}: without up_weight, gate_weight and gate_bias hold both, the gate's rows "
                          f"first, got {came}")
     if up is not None:
-        check(op, ("x", x), ("up_weight", up), ("up_bias", up_bias))
+        linear_path.check(op, ("x", x), ("up_weight", up), ("up_bias", up_bias))
         if up.shape != gate.shape:
             raise ValueError(f"{op}: gate_weight and up_weight must have one shape, got {tuple(gate.shape)} "
                              f"and {tuple(up.shape)}")
@@ -329,8 +329,8 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
         (x, weight1, bias1, weight2, bias2), restore = converted("ffn", arrays)
         return restore(ffn(x, weight1, bias1, weight2, bias2, activation, dropout_p=dropout_p,
                            training=training, recompute=recompute))
-    check("ffn", ("x", x), ("weight1", weight1), ("bias1", bias1))
-    check("ffn", ("x", x), ("weight2", weight2), ("bias2", bias2), weight1.shape[0])
+    linear_path.check("ffn", ("x", x), ("weight1", weight1), ("bias1", bias1))
+    linear_path.check("ffn", ("x", x), ("weight2", weight2), ("bias2", bias2), weight1.shape[0])
     scale = scale_of_kept("ffn", dropout_p, training, "dropout_p")
     shape = Shape(1, 1, () if scale is None else (float(dropout_p), scale))
     if key is not None:

@@ -26,7 +26,7 @@ from fusionrt.ops.cross_entropy import (
     with_exact_ignored,
 )
 from fusionrt.ops.cross_entropy_rows import gradient_of, losses_of
-from fusionrt.ops.linear import rows_of
+from fusionrt.ops.linear_path import rows_of
 from fusionrt.ops.product import TO_WIDER
 from fusionrt.watching import is_batched, transforms_active
 
