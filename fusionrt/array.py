@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fusionrt.dtypes import FLOATS
 from fusionrt.expr import Expr
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Restore = Callable[[torch.Tensor], Any]
 
 
@@ -61,6 +65,27 @@ def converted(op: str, arrays: dict[str, Any], numbers: Container[str] | None = 
     found = [as_torch(name, a) for name, a in arrays.items()]
     backs = [back for _, back in found if back is not None]
     return [a for a, _ in found], (lambda result: result) if has_torch else backs[0]
+
+
+def taking_arrays(function: Callable[P, R], names: str, numbers: Container[str] | None = None
+                  ) -> Callable[P, R]:
+    """`function`, whose arguments of these names may be other arrays as well, as `converted` takes them."""
+    named, signature = names.split(), inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if not (any(map(is_foreign, args)) or any(map(is_foreign, kwargs.values()))):
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        arrays = {name: given.arguments[name] for name in named if name in given.arguments}
+        if not any(map(is_foreign, arrays.values())):  # what was, is an option
+            return function(*args, **kwargs)
+        found, restore = converted(function.__name__, arrays, numbers)
+        given.arguments.update(zip(arrays, found, strict=True))
+        result: Any = function(*given.args, **given.kwargs)
+        return tuple(map(restore, result)) if isinstance(result, tuple) else restore(result)
+
+    return called
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from fusionrt.array import taking_arrays
 from fusionrt.dispatch import Usual, front, shortcut
 from fusionrt.fusion import Fused, fuse_named, on_device
 from fusionrt.op_names import MODULE, load
@@ -81,14 +82,17 @@ def pointwise(function: Callable[..., Any] | None = None, /, *, example: Example
 
 
 def public(*, example: Example, usual: Usual | None = None, asks: tuple[Sites, str] | None = None,
-           more: str = "") -> Callable[[Callable[P, R]], Op[P, R]]:
+           arrays: str = "", numbers: Collection[str] | None = None, more: str = ""
+           ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op that chooses between fused functions, or checks its arguments first. `asks`: which sites
-    it asks, and with which tensors. `more` stands in its docstring as well, or else what that of its module
+    it asks, and with which tensors. `arrays`: which arguments may be other arrays than torch's, beside which
+    those of `numbers` may be NumPy's. `more` stands in its docstring as well, or else what that of its module
     says of shapes, dtypes and errors."""
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
         _say(more or _of_all(sys.modules[function.__module__]), function)
-        made = cast(Any, shortcut(function, usual) if usual else front(function, *asks) if asks else function)
+        general = taking_arrays(function, arrays, numbers) if arrays else function
+        made = cast(Any, shortcut(general, usual) if usual else front(general, *asks) if asks else general)
         made.cuda, made.cpu = (on_device(made, function.__name__, d) for d in ("CUDA", "CPU"))
         return cast("Op[P, R]", _register(made, example))
 

@@ -155,4 +155,8 @@ def test_tensors_that_are_not_dense():
         frt.attention(q, q.to_sparse(), q)
     x = torch.eye(3).to_sparse_csr()
     for _ in range(2):
-        assert_close(frt.linear_relu(x, torch.ones(2, 3), torch.zeros(2)), torch.ones(3, 2))
+        assert_close(frt.linear_relu(torch.eye(3), torch.ones(2, 3), torch.zeros(2)), torch.ones(3, 2))
+        with pytest.raises(TypeError, match="linear_relu: x must be a dense tensor, got torch.sparse_csr"):
+            frt.linear_relu(x, torch.ones(2, 3), torch.zeros(2))
+        with pytest.raises(TypeError, match="swiglu_mlp: up_weight must be a dense tensor, got torch.sparse_"):
+            frt.swiglu_mlp(torch.eye(3), torch.ones(2, 3), torch.ones(2, 3).to_sparse(), torch.ones(3, 2))

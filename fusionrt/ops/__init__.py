@@ -4,15 +4,16 @@ The module of an op is imported when the op is first used.
 
 One file an idea. Elements: `activations`, `pointwise`, `dropout`, `quantize`. Rows and sums: `norm`,
 `softmax`, `loss`, `reduction`, `cross_entropy` with `cross_entropy_rows`, `linear_cross_entropy`. Channels:
-`batch_norm` (group and instance norm too). Linear layers: `linear`, `ffn`; `product` (one kernel for a
-product and what follows) with `gemm` and `gemv` (few rows). Attention: `attention`, `attention_path` (which
-way a call takes), `attention_masked` (torch's kernels with a mask), `attention_hopper` with
-`attention_kernels` (ours), `attention_chunks` with `attention_rows` (products and a kernel between); `qkv`
-with `qkv_kernels`, `rotary` with `rotary_kernels`. Tables: `embedding` with `embedding_kernels` and
-`embedding_gradients`. Convolutions: `convolution`, `convolution_path`, `convolution_cudnn`, `folding` (a norm
-into weights), `transposition` (of layouts); `depthwise`, `depthwise_forms`, `depthwise_kernels`, whose
-launches are of `depthwise_strips`, `depthwise_tiles`, `depthwise_images`, `depthwise_mma`,
-`depthwise_mma_weights`. `recomputation` (a result that the backward pass makes again).
+`batch_norm` (group and instance norm too). Linear layers: `linear` and `linear_path` (how one is computed),
+`ffn`; `product` (one kernel for a product and what follows) with `gemm` and `gemv` (few rows). Attention:
+`attention`, `attention_path` (which way a call takes), `attention_masked` (torch's kernels with a mask),
+`attention_hopper` with `attention_kernels` (ours), `attention_chunks` with `attention_rows` (products and a
+kernel between); `qkv` with `qkv_kernels`, `rotary` with `rotary_kernels`. Tables: `embedding` with
+`embedding_kernels` and `embedding_gradients`. Convolutions: `convolution`, `convolution_path`,
+`convolution_cudnn`, `folding` (a norm into weights), `transposition` (of layouts); `depthwise`,
+`depthwise_forms`, `depthwise_kernels`, whose launches are of `depthwise_strips`, `depthwise_tiles`,
+`depthwise_images`, `depthwise_mma`, `depthwise_mma_weights`. `recomputation` (a result that the backward pass
+makes again).
 """
 
 from __future__ import annotations

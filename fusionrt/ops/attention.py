@@ -19,7 +19,7 @@ import torch
 
 from fusionrt import autocast
 from fusionrt.arguments import as_count, as_float, as_int, is_int
-from fusionrt.array import check_floating, converted, is_foreign
+from fusionrt.array import check_floating
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.layout import broadcast_shapes, is_among
@@ -163,7 +163,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(1, 8, ROWS, 64), make(1, 8, ROWS, 64), make(1, 8, ROWS, 64)
 
 
-@public(example=_example, asks=(sites, "q k v"))
+@public(example=_example, asks=(sites, "q k v"), arrays="q k v mask alibi_slopes")
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, scale: float | None = None,
               dropout_p: float = 0.0, training: bool = True, enable_gqa: bool = False, window: Window = None,
               alibi_slopes: Any = None, softcap: float | None = None) -> Any:
@@ -196,12 +196,6 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     run = _known(q, k, v, mask, alibi_slopes, asked)
     if run is not None:
         return run(q, k, v)
-    arrays = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes}
-    if any(map(is_foreign, arrays.values())):
-        (q, k, v, mask, alibi_slopes), restore = converted(op, arrays)
-        return restore(attention(q, k, v, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p,
-                                 training=training, enable_gqa=enable_gqa, window=window,
-                                 alibi_slopes=alibi_slopes, softcap=softcap))
     _check_operands(op, q, k, v, "(B, H, S, D)")
     return _attention(op, q, k, v, mask, alibi_slopes, asked)
 
@@ -229,7 +223,7 @@ def _example_of_rows(make: Make) -> tuple[Any, ...]:
     return make(1, ROWS, 512), make(1, ROWS, 512), make(1, ROWS, 512), 8
 
 
-@public(example=_example_of_rows)
+@public(example=_example_of_rows, arrays="q k v mask alibi_slopes")
 def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool = False, mask: Any = None,
                         scale: float | None = None, dropout_p: float = 0.0, training: bool = True,
                         enable_gqa: bool = False, window: Window = None, alibi_slopes: Any = None,
@@ -243,12 +237,6 @@ def multihead_attention(q: Any, k: Any, v: Any, num_heads: int, *, causal: bool 
         multihead_attention(x @ wq, x @ wk, x @ wv, 16, causal=True)
     """
     op = "multihead_attention"
-    arrays = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes}
-    if any(map(is_foreign, arrays.values())):
-        (q, k, v, mask, alibi_slopes), restore = converted(op, arrays)
-        return restore(multihead_attention(
-            q, k, v, num_heads, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, training=training,
-            enable_gqa=enable_gqa, window=window, alibi_slopes=alibi_slopes, softcap=softcap))
     _check_operands(op, q, k, v, "(B, S, E)")
     dim = _dim_of_heads(op, q, k, v, num_heads)
     kv_heads = k.shape[2] // dim
@@ -280,7 +268,7 @@ def _product_example(make: Make) -> tuple[Any, ...]:
     return make(8, ROWS, 64), make(8, COLUMNS, 64)
 
 
-@public(example=_product_example)
+@public(example=_product_example, arrays="q k")
 def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
     """q k^T scale: (..., S, D) and (..., T, D) to (..., S, T); scale is 1 / sqrt(D) unless given.
 
@@ -289,9 +277,6 @@ def attention_score(q: Any, k: Any, scale: float | None = None) -> Any:
         attention_score(torch.randn(2, 8, 128, 64), torch.randn(2, 8, 256, 64))
     """
     op = "attention_score"
-    if is_foreign(q) or is_foreign(k):
-        (q, k), restore = converted(op, {"q": q, "k": k})
-        return restore(attention_score(q, k, scale))
     _check_products(op, q, k)
     return _scores(q, k, _scale(op, q, scale))
 
@@ -321,7 +306,7 @@ def _check_factors(op: str, *named: tuple[str, Any]) -> None:
                             f"{first.device}, got {t.dtype} on {t.device}")
 
 
-@public(example=_product_example)
+@public(example=_product_example, arrays="q k mask")
 def attention_score_softmax(q: Any, k: Any, scale: float | None = None, mask: Any = None) -> Any:
     """softmax(q k^T scale + mask): a matrix product and one kernel. Arguments as in `attention_score`.
 
@@ -330,16 +315,13 @@ def attention_score_softmax(q: Any, k: Any, scale: float | None = None, mask: An
         attention_score_softmax(torch.randn(2, 8, 128, 64), torch.randn(2, 8, 256, 64))
     """
     op = "attention_score_softmax"
-    if is_foreign(q) or is_foreign(k) or is_foreign(mask):
-        (q, k, mask), restore = converted(op, {"q": q, "k": k, "mask": mask})
-        return restore(attention_score_softmax(q, k, scale, mask))
     _check_products(op, q, k)
     if mask is not None:
         _check_mask(op, mask, q, k.shape[-2])
     return softmax(_scores(q, k, _scale(op, q, scale)), mask=mask)
 
 
-@public(example=lambda make: (make(8, ROWS, COLUMNS), make(8, COLUMNS, 64)))
+@public(example=lambda make: (make(8, ROWS, COLUMNS), make(8, COLUMNS, 64)), arrays="weights v")
 def attention_apply(weights: Any, v: Any) -> Any:
     """weights v: (..., S, T) and (..., T, D) to (..., S, D): one matrix product, torch's.
 
@@ -348,9 +330,6 @@ def attention_apply(weights: Any, v: Any) -> Any:
         attention_apply(attention_score_softmax(q, k), v)
     """
     op = "attention_apply"
-    if is_foreign(weights) or is_foreign(v):
-        (weights, v), restore = converted(op, {"weights": weights, "v": v})
-        return restore(attention_apply(weights, v))
     _check_factors(op, ("weights", weights), ("v", v))
     if weights.dim() < 2 or v.dim() < 2 or weights.shape[-1] != v.shape[-2] or (
             broadcast_shapes([weights.shape[:-2], v.shape[:-2]]) is None):
@@ -361,7 +340,7 @@ def attention_apply(weights: Any, v: Any) -> Any:
 
 # -- on a CPU --------------------------------------------------------------------------------------
 
-@public(example=_example)
+@public(example=_example, arrays="q k v mask")
 def cpu_fused_attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None) -> Any:
     """softmax(q k^T scale) v on a CPU, keys of which mask == 0 left out: two products and one kernel.
 
@@ -374,7 +353,7 @@ def cpu_fused_attention(q: Any, k: Any, v: Any, mask: Any = None, scale: float |
     return _on_cpu("cpu_fused_attention", q, k, v, mask, scale, None)
 
 
-@public(example=_example)
+@public(example=_example, arrays="q k v mask")
 def optimized_cpu_attention(q: Any, k: Any, v: Any, chunk_size: int = 64, mask: Any = None,
                             scale: float | None = None) -> Any:
     """cpu_fused_attention with the scores of `chunk_size` queries in memory at a time, also for gradients.
@@ -388,10 +367,6 @@ def optimized_cpu_attention(q: Any, k: Any, v: Any, chunk_size: int = 64, mask: 
 
 
 def _on_cpu(op: str, q: Any, k: Any, v: Any, mask: Any, scale: float | None, chunk_size: int | None) -> Any:
-    arrays = {"q": q, "k": k, "v": v, "mask": mask}
-    if any(map(is_foreign, arrays.values())):
-        (q, k, v, mask), restore = converted(op, arrays)
-        return restore(_on_cpu(op, q, k, v, mask, scale, chunk_size))
     _check_operands(op, q, k, v, "(B, H, S, D)")
     if q.device.type == "cuda":
         raise TypeError(f"{op}: q must be a CPU tensor, got one on {q.device}; see fusionrt.attention")

@@ -19,7 +19,6 @@ from typing import Any
 
 from fusionrt.activation import resolve
 from fusionrt.arguments import as_int
-from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import Make, public
 from fusionrt.ops.activations import relu
 from fusionrt.ops.batch_norm import group_norm
@@ -173,7 +172,8 @@ def conv2d_batchnorm(x: Any, conv_weight: Any, conv_bias: Any, bn_weight: Any, b
     return with_norm("conv2d_batchnorm", x, conv_weight, of, None, None, options, False, 0.0, eps)
 
 
-@public(example=lambda make: (*_example(make), 32, make(CHANNELS), make(CHANNELS)))
+@public(example=lambda make: (*_example(make), 32, make(CHANNELS), make(CHANNELS)),
+        arrays="x weight bias gn_weight gn_bias residual")
 def conv_group_norm(x: Any, weight: Any, bias: Any, num_groups: int, gn_weight: Any = None,
                     gn_bias: Any = None, *, activation: Any = None, residual: Any = None, stride: Ints = 1,
                     padding: Padding = 0, dilation: Ints = 1, groups: int = 1, eps: float = 1e-5) -> Any:
@@ -189,11 +189,6 @@ def conv_group_norm(x: Any, weight: Any, bias: Any, num_groups: int, gn_weight: 
     op = "conv_group_norm"
     arrays = {"x": x, "weight": weight, "bias": bias, "gn_weight": gn_weight, "gn_bias": gn_bias,
               "residual": residual}
-    if any(map(is_foreign, arrays.values())):
-        (x, weight, bias, gn_weight, gn_bias, residual), restore = converted(op, arrays)
-        return restore(conv_group_norm(
-            x, weight, bias, num_groups, gn_weight, gn_bias, activation=activation, residual=residual,
-            stride=stride, padding=padding, dilation=dilation, groups=groups, eps=eps))
     kind = check(op, arrays, ("bias", "gn_weight", "gn_bias"), (stride, padding, dilation, groups))
     check_residual(op, residual, x, kind)
     if as_int(op, "num_groups", num_groups) < 1 or weight.shape[0] % num_groups:

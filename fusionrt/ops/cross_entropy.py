@@ -25,7 +25,7 @@ import torch
 
 from fusionrt import autocast, deferred
 from fusionrt.arguments import as_int, check_number
-from fusionrt.array import check_dense, check_writeable, converted, is_foreign
+from fusionrt.array import check_dense, check_writeable
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run
@@ -170,6 +170,7 @@ def _check_target(op: str, input: torch.Tensor, target: torch.Tensor, ignore_ind
 
 
 sites = Sites()
+ARRAYS = "input target weight"
 
 
 def _run(call: Call, in_place: bool) -> Any:
@@ -383,7 +384,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), make(ROWS, dtype=torch.int64, high=COLUMNS)
 
 
-@public(example=_example, asks=(sites, "input target weight"))
+@public(example=_example, asks=(sites, ARRAYS), arrays=ARRAYS)
 def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int = -100,
                   reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
                   softcap: float | None = None, inplace_backward: bool = False) -> Any:
@@ -418,11 +419,6 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
-    if any(map(is_foreign, tensors)):
-        (input, target, weight), restore = converted(
-            "cross_entropy", {"input": input, "target": target, "weight": weight})
-        return restore(cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing,
-                                     z_loss=z_loss, softcap=softcap, inplace_backward=inplace_backward))
     numbers = ignore_index, label_smoothing, z_loss, softcap
     if key is not None and any(isinstance(n, torch.Tensor) for n in numbers):
         ignore_index, label_smoothing, z_loss, softcap = map(_held, numbers)

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusionrt import autocast
 from fusionrt.activation import activated, by_value, finishing, resolve
-from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr
 from fusionrt.op import Operator
@@ -274,9 +273,6 @@ def _gated(op: str, activation: str, recompute: bool, arrays: dict[str, Any]) ->
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
-    if any(map(is_foreign, arrays.values())):
-        found, restore = converted(op, arrays)
-        return restore(_gated(op, activation, recompute, dict(zip(arrays, found, strict=True))))
     width = _width(op, x, gate, up, gate_bias, up_bias)
     linear_path.check(op, ("x", x), ("down_weight", down), ("down_bias", down_bias), width)
     make = functools.partial(gating, op, activation)
@@ -301,11 +297,14 @@ def _width(op: str, x: Any, gate: Any, up: Any, gate_bias: Any, up_bias: Any) ->
 
 # -- ops -------------------------------------------------------------------------------------------
 
+FFN = "x weight2 bias2 weight1 bias1"  # in the order of `Shape`
+
+
 def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS), make(1024, COLUMNS), make(1024)
 
 
-@public(example=_example, asks=(sites, "x weight2 bias2 weight1 bias1"))
+@public(example=_example, asks=(sites, FFN), arrays=FFN)
 def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: Any = "gelu", *,
         dropout_p: float = 0.0, training: bool = True, recompute: bool = False) -> Any:
     """dropout(activation(x W1^T + b1), dropout_p) W2^T + b2.
@@ -324,11 +323,6 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
-    if any(map(is_foreign, tensors)):
-        arrays = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
-        (x, weight1, bias1, weight2, bias2), restore = converted("ffn", arrays)
-        return restore(ffn(x, weight1, bias1, weight2, bias2, activation, dropout_p=dropout_p,
-                           training=training, recompute=recompute))
     linear_path.check("ffn", ("x", x), ("weight1", weight1), ("bias1", bias1))
     linear_path.check("ffn", ("x", x), ("weight2", weight2), ("bias2", bias2), weight1.shape[0])
     scale = scale_of_kept("ffn", dropout_p, training, "dropout_p")
@@ -339,7 +333,8 @@ def ffn(x: Any, weight1: Any, bias1: Any, weight2: Any, bias2: Any, activation: 
     return _block(make, shape, recompute, key, tensors)
 
 
-@public(example=lambda make: (make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024)))
+@public(example=lambda make: (make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024)),
+        arrays="x gate_weight up_weight gate_bias up_bias")
 def linear_swiglu(x: Any, gate_weight: Any, up_weight: Any = None, *, gate_bias: Any = None,
                   up_bias: Any = None) -> Any:
     """silu(x G^T + g) * (x U^T + u): torch's products and one kernel, `swiglu_mlp` without its last layer.
@@ -350,11 +345,7 @@ def linear_swiglu(x: Any, gate_weight: Any, up_weight: Any = None, *, gate_bias:
 
         linear_swiglu(x, gate.weight, up.weight)
     """
-    op, arrays = "linear_swiglu", {"x": x, "gate_weight": gate_weight, "up_weight": up_weight,
-                                   "gate_bias": gate_bias, "up_bias": up_bias}
-    if any(map(is_foreign, arrays.values())):
-        (x, gate_weight, up_weight, gate_bias, up_bias), restore = converted(op, arrays)
-        return restore(linear_swiglu(x, gate_weight, up_weight, gate_bias=gate_bias, up_bias=up_bias))
+    op = "linear_swiglu"
     _width(op, x, gate_weight, up_weight, gate_bias, up_bias)
     gate = F.linear(x, gate_weight, gate_bias)
     both = gate.chunk(2, -1) if up_weight is None else (gate, F.linear(x, up_weight, up_bias))
@@ -368,7 +359,7 @@ def _gated_example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS, 1024), make(1024, COLUMNS)
 
 
-@public(example=_gated_example, asks=(sites, GATED))
+@public(example=_gated_example, asks=(sites, GATED), arrays=GATED)
 def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
                up_bias: Any = None, down_bias: Any = None, recompute: bool = False) -> Any:
     """(silu(x G^T + g) * (x U^T + u)) D^T + d: the feed-forward block of LLaMA.
@@ -386,7 +377,7 @@ def swiglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, ga
         "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})
 
 
-@public(example=_gated_example, asks=(sites, GATED))
+@public(example=_gated_example, asks=(sites, GATED), arrays=GATED)
 def geglu_mlp(x: Any, gate_weight: Any, up_weight: Any, down_weight: Any, *, gate_bias: Any = None,
               up_bias: Any = None, down_bias: Any = None, approximate: str = "none", recompute: bool = False
               ) -> Any:

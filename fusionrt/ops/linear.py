@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from fusionrt import autocast
 from fusionrt.activation import by_value, finishing, resolve
-from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dispatch import Run
 from fusionrt.op import Operator
@@ -30,7 +29,7 @@ from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
 Tensor = torch.Tensor
-NAMES = ("x", "weight", "bias", "residual")
+ARRAYS = "x weight bias residual"
 sites = Sites()
 
 
@@ -43,9 +42,6 @@ def _linear(op: str, x: Any, weight: Any, bias: Any, activation: Any, dropout_p:
         run = sites.find(key, tensors)
         if run is not None:
             return run(*tensors)
-    if any(map(is_foreign, tensors)):
-        (x, weight, bias, residual), restore = converted(op, dict(zip(NAMES, tensors, strict=True)))
-        return restore(_linear(op, x, weight, bias, activation, dropout_p, residual, training))
     check(op, ("x", x), ("weight", weight), ("bias", bias))
     if residual is not None:
         _check_residual(op, x, weight, residual)
@@ -96,7 +92,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(COLUMNS)
 
 
-@public(example=lambda make: (*_example(make), "gelu"), asks=(sites, "x weight bias residual"))
+@public(example=lambda make: (*_example(make), "gelu"), asks=(sites, ARRAYS), arrays=ARRAYS)
 def linear_activation(x: Any, weight: Any, bias: Any = None, activation: Any = None, *,
                       dropout_p: float = 0.0, residual: Any = None, training: bool = True) -> Any:
     """residual + dropout(activation(x W^T + b), dropout_p).
@@ -114,7 +110,7 @@ def linear_activation(x: Any, weight: Any, bias: Any = None, activation: Any = N
     return _linear("linear_activation", x, weight, bias, activation, dropout_p, residual, training)
 
 
-@public(example=_example, asks=(sites, "x weight bias None"))
+@public(example=_example, asks=(sites, "x weight bias None"), arrays="x weight bias")
 def linear_relu(x: Any, weight: Any, bias: Any = None) -> Any:
     """relu(x W^T + b). Arguments as in `linear_activation`.
 
@@ -125,7 +121,7 @@ def linear_relu(x: Any, weight: Any, bias: Any = None) -> Any:
     return _linear("linear_relu", x, weight, bias, "relu")
 
 
-@public(example=_example, asks=(sites, "x weight bias None"))
+@public(example=_example, asks=(sites, "x weight bias None"), arrays="x weight bias")
 def linear_gelu(x: Any, weight: Any, bias: Any = None, *, approximate: str = "none") -> Any:
     """gelu(x W^T + b). Arguments as in `linear_activation`.
 
@@ -138,7 +134,7 @@ def linear_gelu(x: Any, weight: Any, bias: Any = None, *, approximate: str = "no
     return _linear("linear_gelu", x, weight, bias, activation)
 
 
-@public(example=_example, asks=(sites, "x weight bias None"))
+@public(example=_example, asks=(sites, "x weight bias None"), arrays="x weight bias")
 def linear_relu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, training: bool = True) -> Any:
     """dropout(relu(x W^T + b), p). Arguments as in `linear_activation`.
 
@@ -151,7 +147,7 @@ def linear_relu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, t
     return _linear("linear_relu_dropout", x, weight, bias, "relu", p, None, training)
 
 
-@public(example=_example, asks=(sites, "x weight bias None"))
+@public(example=_example, asks=(sites, "x weight bias None"), arrays="x weight bias")
 def linear_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, training: bool = True, *,
                         approximate: str = "none") -> Any:
     """dropout(gelu(x W^T + b), p). Arguments as in `linear_activation`.

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fusionrt import autocast
-from fusionrt.array import check_dense, converted, is_foreign
+from fusionrt.array import check_dense
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.ops.cross_entropy import (
     Call,
@@ -183,7 +183,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(ROWS, 1024), make(COLUMNS, 1024), make(ROWS, dtype=torch.int64, high=COLUMNS)
 
 
-@public(example=_example)
+@public(example=_example, arrays="hidden weight target bias class_weight")
 def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None, *,
                          class_weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
                          label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None
@@ -206,13 +206,6 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
         linear_cross_entropy(torch.randn(8, 64), torch.randn(512, 64), torch.randint(512, (8,)))
     """
     op = "linear_cross_entropy"
-    arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias,
-              "class_weight": class_weight}
-    if any(map(is_foreign, arrays.values())):
-        tensors, restore = converted(op, arrays)
-        return restore(linear_cross_entropy(
-            *tensors[:4], class_weight=tensors[4], ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap))
     if transforms_active():
         raise NotImplementedError(f"{op}: torch.func's transforms are not implemented; use cross_entropy of "
                                   "torch.nn.functional.linear")

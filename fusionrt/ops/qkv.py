@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusionrt.arguments import as_int
-from fusionrt.array import check_floating, converted, is_foreign
+from fusionrt.array import check_floating
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.laid import heads_of_rows
 from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
@@ -115,7 +115,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(1, ROWS, 48 * 128), 32, 8, make(48 * 128)
 
 
-@public(example=_example)
+@public(example=_example, arrays="qkv bias cos sin position_ids")
 def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: Any = None, cos: Any = None,
               sin: Any = None, *, interleaved: bool = False, offset: int = 0, position_ids: Any = None,
               rotary_dim: int | None = None, base: float | None = None, scaling: float = 1.0) -> Any:
@@ -136,12 +136,6 @@ def qkv_heads(qkv: Any, num_heads: int, num_kv_heads: int | None = None, bias: A
         y = attention(q, k, v, causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
     """
     op = "qkv_heads"
-    arrays = {"qkv": qkv, "bias": bias, "cos": cos, "sin": sin, "position_ids": position_ids}
-    if any(map(is_foreign, arrays.values())):
-        (qkv, bias, cos, sin, position_ids), restore = converted(op, arrays)
-        return tuple(map(restore, qkv_heads(
-            qkv, num_heads, num_kv_heads, bias, cos, sin, interleaved=interleaved, offset=offset,
-            position_ids=position_ids, rotary_dim=rotary_dim, base=base, scaling=scaling)))
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     dim = _checked_width(op, qkv, num_heads, kv_heads)
     bias = _checked_bias(op, bias, qkv)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.arguments import as_float, is_int
-from fusionrt.array import is_foreign, to_torch
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
@@ -170,9 +169,6 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
         run = sites.find(_key(op, kind, dim, keepdim, map, more), (x,))
         if run is not None:
             return run(x)
-    if is_foreign(x):
-        tensor, back = to_torch(x, op, "x")
-        return back(_reduce(op, kind, tensor, dim, keepdim, map, *more))
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
     if not x.dim():
@@ -256,7 +252,7 @@ def _matrix(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), -1
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdim: bool = False) -> Any:
     """`op` of map(x) over `dim`: "sum", "mean", "max" or "min" of any function of the elements, in one pass.
 
@@ -277,7 +273,7 @@ def _square(x: Expr) -> Expr:
     return x * x
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def sum_squared(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The sum of x^2 over `dim`.
 
@@ -288,7 +284,7 @@ def sum_squared(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("sum_squared", "sum", x, dim, keepdim, _square)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The mean of |x| over `dim`; the derivative at 0 is 0. Of no elements it is NaN.
 
@@ -299,7 +295,7 @@ def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("mean_abs", "mean", x, dim, keepdim, absolute)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The sum of x over `dim`, in x's dtype.
 
@@ -310,7 +306,7 @@ def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("sum", "sum", x, dim, keepdim)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The mean of x over `dim`; NaN of no elements.
 
@@ -321,7 +317,7 @@ def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("mean", "mean", x, dim, keepdim)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The maximum of x over `dim`; NaN where there is one. Equal maxima share the gradient evenly.
 
@@ -332,7 +328,7 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     return _reduce("amax", "max", x, dim, keepdim)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """The minimum of x over `dim`; NaN where there is one. Equal minima share the gradient evenly.
 
@@ -346,16 +342,13 @@ def amin(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 def _index_of(op: str, x: Any, dim: int | None, keepdim: bool) -> Any:
     if dim is not None and not is_int(dim):
         raise TypeError(f"{op}: dim must be None or an int, got {dim!r}")
-    if is_foreign(x):
-        tensor, back = to_torch(x, op, "x")
-        return back(_index_of(op, tensor, dim, keepdim))
     if dim is not None or not isinstance(x, torch.Tensor):
         return _reduce(op, op, x, dim, keepdim)
     found = _reduce(op, op, x.reshape(-1), None, False)
     return found.view([1] * x.dim()) if keepdim else found
 
 
-@public(example=_matrix)
+@public(example=_matrix, arrays="x")
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index, int64, of the first maximum along `dim`, or among all elements (None).
 
@@ -366,7 +359,7 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return _index_of("argmax", x, dim, keepdim)
 
 
-@public(example=_matrix)
+@public(example=_matrix, arrays="x")
 def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """The index, int64, of the first minimum along `dim`, or among all elements (None).
 
@@ -377,7 +370,7 @@ def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return _index_of("argmin", x, dim, keepdim)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
     """The variance over `dim`: the sum of (x - mean)^2 divided by (n - correction).
 
@@ -389,7 +382,7 @@ def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     return _reduce("var", "var", x, dim, keepdim, None, as_float("var", "correction", correction))
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
     """The square root of `var`; its derivative is 0 where it is 0.
 
@@ -400,7 +393,7 @@ def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     return _reduce("std", "std", x, dim, keepdim, None, as_float("std", "correction", correction))
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
     """The vector norm over `dim`: sqrt(sum of x^2) (p = 2), sum of |x| (1), maximum of |x| (inf).
 
@@ -420,7 +413,7 @@ def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
     return _reduce("norm", kind, x, dim, keepdim, map)
 
 
-@public(example=_matrix, asks=(sites, "x"))
+@public(example=_matrix, asks=(sites, "x"), arrays="x")
 def logsumexp(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
     """log of the sum of e^x over `dim`, relative to the maximum; -inf of no elements.
 

@@ -16,7 +16,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.arguments import as_float, as_int
-from fusionrt.array import check_floating, check_writeable, converted, is_foreign
+from fusionrt.array import check_floating, check_writeable
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.dtypes import FLOATS
 from fusionrt.layout import is_among, lie_apart
@@ -140,7 +140,7 @@ def _example(make: Make) -> tuple[Any, ...]:
     return make(1, ROWS, 32, 128), make(1, ROWS, 8, 128)
 
 
-@public(example=_example)
+@public(example=_example, arrays="q k cos sin position_ids")
 def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *, interleaved: bool = False,
                      offset: int = 0, position_ids: Any = None, rotary_dim: int | None = None,
                      layout: str = "bshd", inplace: bool = False, base: float = 10000.0, scaling: float = 1.0
@@ -172,13 +172,6 @@ def rotary_embedding(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *,
         q, k = rotary_embedding(q, k, layout="bhsd", base=500000.0, offset=cached)
     """
     op = "rotary_embedding"
-    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
-    if any(map(is_foreign, arrays.values())):
-        (q, k, cos, sin, position_ids), restore = converted(op, arrays)
-        found = rotary_embedding(q, k, cos, sin, interleaved=interleaved, offset=offset,
-                                 position_ids=position_ids, rotary_dim=rotary_dim, layout=layout,
-                                 inplace=inplace, base=base, scaling=scaling)
-        return restore(found) if k is None else tuple(map(restore, found))
     if layout not in _LAYOUTS:
         raise ValueError(f"{op}: layout must be 'bshd' or 'bhsd', got {layout!r}")
     _check_tensors(op, q, k, layout)

@@ -20,7 +20,6 @@ import torch
 
 from fusionrt import rowwise
 from fusionrt.arguments import as_int
-from fusionrt.array import converted, is_foreign
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.expr import Expr, node
@@ -83,10 +82,6 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         run = key and sites.find(key, (x, factor, mask))
         if run is not None:
             return run(x, factor, mask)
-    if any(map(is_foreign, (x, factor, mask))):
-        (x, factor, mask), restore = converted(op, {"x": x, "scale": factor, "mask": mask}, {"scale"})
-        scale = number if factor is None else factor
-        return restore(_along(op, x, dim, scale, mask, causal, epilogue, p, kept_scale))
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
     rank = x.dim()
@@ -154,7 +149,8 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
 
 # -- ops -------------------------------------------------------------------------------------------
 
-@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
+        arrays="x scale mask", numbers={"scale"})
 def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
             epilogue: Epilogue = None) -> Any:
     """epilogue(e^z / sum(e^z)) along dim, of z = x * scale + mask.
@@ -169,7 +165,8 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
     return _along("softmax", x, dim, scale, mask, causal, epilogue)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
+        arrays="x scale mask", numbers={"scale"})
 def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
                 epilogue: Epilogue = None) -> Any:
     """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
@@ -181,7 +178,8 @@ def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, c
     return _along("log_softmax", x, dim, scale, mask, causal, epilogue)
 
 
-@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "scores None mask"))
+@public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "scores None mask"),
+        arrays="scores scale mask", numbers={"scale"})
 def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, softmax: bool = True,
                       scale: Any = None, mask: Any = None, causal: bool = False) -> Any:
     """dropout(softmax(scores * scale + mask), p), over the last dimension; `softmax=False`: dropout alone.
@@ -198,7 +196,7 @@ def attention_dropout(scores: Any, p: float = 0.5, training: bool = True, *, sof
         raise ValueError("attention_dropout: scale, mask and causal need softmax=True")
     if kept_scale is not None:
         return _dropout(scores, p, kept_scale)
-    if not isinstance(scores, torch.Tensor) and not is_foreign(scores):
+    if not isinstance(scores, torch.Tensor):
         raise TypeError("attention_dropout: scores must be a tensor or an array, got "
                         f"{type(scores).__name__}")
     return scores
