@@ -13,17 +13,9 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fusionrt.expr import (
-    UNGRADED,
-    Expr,
-    argument,
-    emit,
-    gradients,
-    leaves,
-    substitute,
-    through_output,
-    toposort,
-)
+from fusionrt.derivatives import UNGRADED, gradients, through_output
+from fusionrt.expr import Expr, argument
+from fusionrt.graph import emit, leaves, substitute, toposort
 from fusionrt.layout import Ints
 from fusionrt.rowwise import schedule
 

@@ -1,9 +1,8 @@
-"""Scalar expressions: a graph of interned nodes, a table of primitives, reverse-mode derivatives, text.
+"""Scalar expressions: interned nodes, their operators, and the functions of traced values.
 
-One graph serves every back end. The emitted statements are valid in C++ and in Python alike:
-`acc_t`, `where`, `exp`, ... are defined by `kernels_src/prelude.cuh` on one side and by
-`fusionrt/cpu/math32.py` on the other. Every node is a number of type `acc_t` or a truth value;
-storage types appear only at loads, stores and explicit casts.
+A node is a primitive (`primitives`) of other nodes; a graph of them serves every back end (`graph`) and has
+derivatives (`derivatives`). Every node is a number of type `acc_t` or a truth value; storage types appear
+only at loads, stores and explicit casts.
 
 The one thing that is not a scalar is the row: `row_sum` and `row_max` of an expression are one value
 for all elements of a row, and so is everything computed from such values alone (`Expr.uniform`).
@@ -14,25 +13,22 @@ Limits: no loops, no simplifier.
 from __future__ import annotations
 
 import builtins
-import functools
 import math
 import numbers
 import operator
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from fusionrt import forks, op_names
+from fusionrt import forks
+from fusionrt.primitives import CASTS, PRIMITIVES, Primitive
 
 Leaf = str
 Function = Callable[..., "Expr"]
-Analysis = TypeVar("Analysis", bound=Callable[..., Any])
-CASTS = ("float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "int64", "bool")
-_INTEGER_CASTS = frozenset(CASTS[3:])
 
 
 class TraceError(TypeError):
@@ -47,14 +43,19 @@ class Expr:
     def __init__(self, op: str, args: tuple[Expr | Leaf, ...]) -> None:
         self.op, self.args = op, args
         # The same for every element of a row, as far as that is known without shapes.
-        self.uniform: bool = op in _UNIFORM or (op not in _VARYING and (
-            len(args) > 1 if op == "arg" else all(isinstance(a, Expr) and a.uniform for a in args)))
+        known = PRIMITIVES[op].uniform
+        self.uniform: bool = known if known is not None else (
+            len(args) > 1 if op == "arg" else all(isinstance(a, Expr) and a.uniform for a in args))
 
     __hash__ = object.__hash__
 
     @property
+    def primitive(self) -> Primitive:
+        return PRIMITIVES[self.op]
+
+    @property
     def is_truth(self) -> bool:
-        return self.op in _TRUTH
+        return PRIMITIVES[self.op].is_truth
 
     def __add__(self, other: Any) -> Expr: return node("add", self, other)
     def __sub__(self, other: Any) -> Expr: return node("sub", self, other)
@@ -136,11 +137,9 @@ class Expr:
             raise TraceError(f"{name}: a traced value cannot be changed in place: leave inplace out")
         if options.get("approximate") == "tanh":
             name, options = f"{name}_tanh", {}
-        if name in ACTIVATIONS:
-            return getattr(op_names.load(name), name)(*args, **options)
         if name not in FUNCTIONS:
             raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
-                             + ", ".join(sorted({*FUNCTIONS, *ACTIVATIONS})))
+                             + ", ".join(sorted(FUNCTIONS)))
         return FUNCTIONS[name](*args, **options)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
@@ -174,9 +173,9 @@ _interning = forks.Lock(threading.RLock)
 
 def node(op: str, *operands: Any) -> Expr:
     """Build an interned node: equal subexpressions are one object, so they are computed once."""
-    wants_truth = _TRUTH_OPERANDS.get(op, ())
-    args = operands if op in _LEAVES else tuple(
-        _operand(op, a, i in wants_truth) for i, a in enumerate(operands))
+    primitive = PRIMITIVES[op]
+    args = operands if primitive.is_leaf else tuple(
+        _operand(op, a, i in primitive.truths) for i, a in enumerate(operands))
     key = (op, args)
     found = _interned.get(key)
     if found is None:
@@ -237,132 +236,6 @@ def random_bits(stream: int) -> Expr:
     return node("random", f"random{stream}")
 
 
-# name: (spelling in C++ and Python,
-#        vector-Jacobian product (g, out, *operands) -> one gradient, or None for zero, per operand)
-PRIMITIVES: dict[str, tuple[str, Callable[..., tuple[Expr | None, ...]]]] = {
-    "add": ("{} + {}", lambda g, out, a, b: (g, g)),
-    "sub": ("{} - {}", lambda g, out, a, b: (g, -g)),
-    "mul": ("{} * {}", lambda g, out, a, b: (g * b, g * a)),
-    "mul_rn": ("mul_rn({}, {})", lambda g, out, a, b: (g * b, g * a)),  # never contracted to an FMA
-    "div": ("div({}, {})", lambda g, out, a, b: (g / b, -(g * (out / b)))),
-    "reciprocal": ("reciprocal({})", lambda g, out, a: (-g * (out * out),)),
-    # 1 / a for 2^-126 < |a| < 2^126: what is out of range need not be looked after.
-    "near_reciprocal": ("near_reciprocal({})", lambda g, out, a: (-g * (out * out),)),
-    "neg": ("-{}", lambda g, out, a: (-g,)),
-    "lt": ("{} < {}", lambda *_: (None, None)),
-    "le": ("{} <= {}", lambda *_: (None, None)),
-    "eq": ("{} == {}", lambda *_: (None, None)),
-    "ne": ("{} != {}", lambda *_: (None, None)),
-    "flag": ("{} != {}", lambda *_: (None, None)),  # of an argument that has to be bool, and 0
-    "and": ("{} & {}", lambda *_: (None, None)),
-    "or": ("{} | {}", lambda *_: (None, None)),
-    "not": ("logical_not({})", lambda *_: (None,)),
-    "number": ("acc_t({})", lambda *_: (None,)),
-    "where": ("where({}, {}, {})",
-              lambda g, out, c, a, b: (None, where(c, g, 0), where(c, 0, g))),
-    # A primitive, so that its derivative can be had from the output: 0 at 0, and NaN passes.
-    "relu": ("where({0} <= acc_t(0), acc_t(0), {0})", lambda g, out, a: (where(out <= 0, 0, g),)),
-    # With dropout after it: what is dropped is 0 too, so the derivative needs no mask. `scale` is a number.
-    "relu_dropped": ("where({1}, where({0} <= acc_t(0), acc_t(0), {0}) * {2}, acc_t(0))",
-                     lambda g, out, a, kept, scale: (where(out <= 0, 0, g * scale), None, None)),
-    # Between two numbers. NaN passes and has a gradient of 0; so have the ends, which `clamp` lets pass.
-    "hardtanh": ("where({0} <= {1}, {1}, where({0} >= {2}, {2}, {0}))",
-                 lambda g, out, a, lo, hi: (where(lo < a, where(a < hi, g, 0), 0), None, None)),
-    # A primitive, so that at 0 its slope is alpha and the slope of that is 0, as torch's.
-    "elu": ("where({0} > acc_t(0), {0}, {1} * expm1(where({0} > acc_t(0), acc_t(0), {0})))",
-            lambda g, out, a, alpha: (where(0 < a, g, g * (alpha * exp(where(0 <= a, 0, a)))),
-                                      where(0 < a, 0, g * expm1(where(0 < a, 0, a))))),
-    # Ties share the gradient and NaN lets it pass, as torch.minimum does.
-    "minimum": ("minimum({}, {})",
-                lambda g, out, a, b: (_picked(g, a == b, b < a), _picked(g, a == b, a < b))),
-    "maximum": ("maximum({}, {})",
-                lambda g, out, a, b: (_picked(g, a == b, a < b), _picked(g, a == b, b < a))),
-    "clamp": ("minimum(maximum({}, {}), {})",
-              lambda g, out, a, lo, hi: (where((lo <= a) & (a <= hi), g, 0),
-                                         where((a < lo) & (lo < hi), g, 0),
-                                         where((hi < a) | (hi < lo), g, 0))),
-    "abs": ("abs_({})", lambda g, out, a: (where(a < 0, -g, where(0 < a, g, 0)),)),
-    "exp": ("exp({})", lambda g, out, a: (g * out,)),
-    "exp2": ("exp2({})", lambda g, out, a: (g * (out * math.log(2)),)),
-    "expm1": ("expm1({})", lambda g, out, a: (g * exp(a),)),  # out + 1 cancels
-    "log": ("log({})", lambda g, out, a: (g / a,)),
-    "log1p": ("log1p({})", lambda g, out, a: (g / (1 + a),)),
-    "log2": ("log2({})", lambda g, out, a: (g / (a * math.log(2)),)),
-    "sqrt": ("sqrt({})", lambda g, out, a: (g / (2 * out),)),
-    # Of norms and deviations: its derivative follows from the result, where the square may leave the range,
-    # and is 0 at 0, as torch's.
-    "root": ("sqrt({})", lambda g, out, a: (where(out == 0, 0, g) / (2 * where(out == 0, 1, out)),)),
-    "rsqrt": ("rsqrt({})", lambda g, out, a: (-0.5 * g * (out * out * out),)),
-    "pow": ("pow_({}, {})",
-            lambda g, out, a, b: (g * (b * _lower_power(a, b)),
-                                  g * (out * log(where((a == 0) & (0 <= b), 1, a))))),
-    "sin": ("sin({})", lambda g, out, a: (g * cos(a),)),
-    "cos": ("cos({})", lambda g, out, a: (-g * sin(a),)),
-    "tanh": ("tanh({})", lambda g, out, a: (g * (1 - out * out),)),
-    "erf": ("erf({})", lambda g, out, a: (g * (2 / math.sqrt(math.pi) * exp(-a * a)),)),
-    "sigmoid": ("sigmoid({})",
-                lambda g, out, a: (g * (out * node("sigmoid_complement", a, out)),)),
-    # 1 - sigmoid(a), given both; a function of a alone.
-    "sigmoid_complement": ("sigmoid_complement({}, {})", lambda g, out, a, s: (-g * (s * out), None)),
-    "softplus": ("softplus({})", lambda g, out, a: (g * sigmoid(a),)),
-    # Of a alone; the others are parts of `tanh_softplus`, of which the slope needs two as well.
-    "tanh_softplus": ("{2} * {1}", lambda g, out, a, s, u, r: (g * where(20 <= a, 0, u * (u + r)),
-                                                               None, None, None)),
-    "normcdf": ("normcdf({})", lambda g, out, a: (g * normpdf(a),)),
-    "normpdf": ("normpdf({})", lambda g, out, a: (-g * (a * out),)),
-    "floor": ("floor({})", lambda *_: (None,)),
-    "round": ("rint({})", lambda *_: (None,)),
-    "trunc": ("trunc({})", lambda *_: (None,)),
-    "round_near": ("rint_near({})", lambda *_: (None,)),  # round, for |a| < 2^21
-    "kept": ("kept({}, {})", lambda *_: (None, None)),
-    # Rows: a value over all elements of a row.
-    "row_sum": ("row_sum({})", lambda g, out, a: (g,)),
-    "row_max": ("row_max({})",
-                # A product, not a choice: of a row with NaN, which none equals, it is NaN.
-                lambda g, out, a: (node("number", a == out) * (g / row_sum(node("number", a == out))),)),
-    "row_first": ("row_first({})", lambda *_: (None,)),  # where the first maximum stands
-    "total": ("total({})", lambda *_: (None,)),  # of one value a row, over all rows
-    # Mean, and the sum of the squares of the distances from it, which a kernel finds together.
-    "moment_mean": ("moment_mean({})", lambda g, out, a: (g / node("row_size", "row_size"),)),
-    "moment_squares": ("moment_squares({}, {})", lambda g, out, a, mean: (2 * g * (a - mean), None)),
-    # A maximum on which the result does not depend: that of a softmax, whose derivative cancels.
-    "row_top": ("row_max({})", lambda *_: (None,)),
-    # The value of argument a in the column that is given, 0 outside of the row.
-    "taken": ("taken({}, {})", lambda g, out, a, column: (where(node("is_column", column), g, 0), None)),
-    "is_column": ("is_column({})", lambda *_: (None,)),
-    "up_to_column": ("up_to_column({})", lambda *_: (None,)),  # this column <= the given one
-    # Of x alone: mean and rstd are its (x - mean)'s and their derivatives are in the first operand's.
-    # Differences first, so that those of equal gradients are 0; what is uniform is multiplied by itself.
-    "standardized": ("({} - {}) * {}", lambda g, out, x, mean, rstd: (
-        (g - row_mean(g)) * rstd - (x - mean) * (rstd * rstd * row_mean(g * out)), None, None)),
-    "rms_scaled": ("{} * {}", lambda g, out, x, rstd: (
-        g * rstd - x * (rstd * rstd * row_mean(g * out)), None)),
-    # For a softmax, whose gradient is 0 where its result is: not to read the mask again.
-    "masked": ("where({1}, {0}, {2})", lambda g, out, a, passed, low: (g, None, None)),
-    # exp(x - max) / sum, and its logarithm x - max - log(sum): of x alone as well.
-    "softmaxed": ("softmaxed({}, {}, {})", lambda g, out, x, most, scale: (
-        out * (g - row_sum(g * out)), None, None)),
-    "log_softmaxed": ("({} - {}) - {}", lambda g, out, x, most, log_total: (
-        g - exp(out) * row_sum(g), None, None)),
-    **{f"cast_{t}": (f"cast_{t}({{}})",
-                     (lambda *_: (None,)) if t in _INTEGER_CASTS else (lambda g, out, a: (g,)))
-       for t in CASTS},
-}
-_TRUTH = frozenset({"lt", "le", "eq", "ne", "flag", "and", "or", "not", "kept", "is_column", "up_to_column",
-                    "mask"})
-_TRUTH_OPERANDS = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,), "number": (0,), "masked": (1,),
-                   "relu_dropped": (1,)}
-_LEAVES = frozenset({"arg", "random", "mask", "const", "row_size"})
-REDUCTIONS = ("row_sum", "row_max", "row_first", "row_top", "moment_mean", "moment_squares")
-_UNIFORM = frozenset({*REDUCTIONS, "total", "taken", "const", "row_size"})
-_VARYING = frozenset({"random", "mask", "is_column", "up_to_column"})
-BY_COLUMN = frozenset({"taken", "is_column", "up_to_column"})
-OF_ROWS = frozenset({*REDUCTIONS, *BY_COLUMN, "row_size"})
-# Neither language has names for these.
-_NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
-               "nan": "div(acc_t(0.0), acc_t(0.0))"}
-
-
 def row_sum(a: Any) -> Expr:
     return node("row_sum", a)
 
@@ -371,21 +244,8 @@ def row_mean(a: Any) -> Expr:
     return row_sum(a) / node("row_size", "row_size")
 
 
-def _picked(g: Expr, tie: Expr, loses: Expr) -> Expr:
-    return where(loses, 0, where(tie, 0.5 * g, g))
-
-
-def _lower_power(a: Expr, b: Expr) -> Expr:
-    """a ** (b - 1), as finite as it is times b."""
-    if b.op == "const" and float(str(b.args[0])) != 0:
-        return power(a, float(str(b.args[0])) - 1)  # often a product or a root
-    # What would be infinite beside a 0 (of a reciprocal beyond float32 too) is of base 1: a choice afterwards
-    # has derivatives of 0 times that.
-    return pow_(where((b == 0) & ~(abs_(a) > 3e-39), 1, a), b - 1)
-
-
 def _function(op: str) -> Callable[..., Expr]:
-    takes = len({int(n or k) for k, n in enumerate(re.findall(r"{(\d*)}", PRIMITIVES[op][0]))})
+    takes = len({int(n or k) for k, n in enumerate(re.findall(r"{(\d*)}", PRIMITIVES[op].text))})
 
     def apply(*operands: Any, **options: Any) -> Expr:
         if options or len(operands) != takes:
@@ -487,6 +347,7 @@ def cast(value: Any, dtype: object) -> Expr:
     return node(f"cast_{name}", value)
 
 
+# What torch's functions of these names mean of traced values; `fusion` adds those that are ops.
 FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "where": where, "minimum": minimum, "maximum": maximum, "clamp": clamp, "abs": abs_,
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "log2": log2,
@@ -499,103 +360,3 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
 _TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
                 "divide": "div", "negative": "neg", "clip": "clamp"}
 _TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False, "approximate": "none"}
-ACTIVATIONS = op_names.OPS["activations"]
-
-
-def of_roots(analysis: Analysis) -> Analysis:
-    """What follows from expressions is found once: each new shape asks for all of it."""
-    found = functools.lru_cache(1024)(analysis)
-    asked: Any = functools.wraps(analysis)(lambda roots, *more: found(tuple(roots), *more))
-    return asked
-
-
-def toposort(roots: Iterable[Expr], given: Container[Expr] = ()) -> Sequence[Expr]:
-    """Every node that the roots need beside the given ones, operands first."""
-    return _sorted(roots, given) if given else _sorted_once(roots)
-
-
-def _sorted(roots: Iterable[Expr], given: Container[Expr] = ()) -> tuple[Expr, ...]:
-    order: dict[Expr, None] = {}
-    pending = list(roots)[::-1]
-    while pending:  # not by recursion: a loop that a function unrolls makes long chains
-        n = pending[-1]
-        operands = [] if n in order or n in given else [
-            a for a in n.args if isinstance(a, Expr) and a not in order and a not in given]
-        if operands:
-            pending += operands[::-1]
-            continue
-        pending.pop()
-        if n not in given:
-            order.setdefault(n)
-    return tuple(order)
-
-
-_sorted_once = of_roots(_sorted)
-
-
-@of_roots
-def leaves(roots: Sequence[Expr], op: str) -> Sequence[str]:
-    """Names of the arguments (`arg`), random streams (`random`) or masks (`mask`) that the roots really
-    need."""
-    return tuple(str(n.args[0]) for n in toposort(roots) if n.op == op)
-
-
-class _Ungraded:
-    """What no gradient goes through: truth values and integers."""
-
-    def __contains__(self, n: Any) -> bool:
-        return n.is_truth or n.op.startswith(("cast_int", "cast_uint", "cast_bool"))
-
-
-UNGRADED = _Ungraded()
-
-
-def substitute(roots: Iterable[Expr], replacement: Mapping[Expr, Expr]) -> list[Expr]:
-    """The same expressions with some nodes replaced."""
-    made: dict[Expr, Expr] = dict(replacement)
-    for n in toposort(roots):
-        if n not in made:
-            made[n] = n if n.op in _LEAVES else node(n.op, *(made[a] for a in n.args if isinstance(a, Expr)))
-    return [made[r] for r in roots]
-
-
-def through_output(root: Expr, output: Expr) -> dict[Expr, Expr]:
-    """What to substitute so that a derivative reads the value of `root` instead of computing it."""
-    replacement = {root: output}
-    if root.op == "sigmoid":
-        replacement[node("sigmoid_complement", root.args[0], root)] = 1 - output
-    return replacement
-
-
-def gradients(seeds: Mapping[Expr, Expr], wrt: Sequence[Expr]) -> list[Expr]:
-    """Reverse-mode derivative: `seeds` gives the incoming gradient of each output."""
-    grads = {n: row_sum(g) if n.uniform and not g.uniform else g for n, g in seeds.items()}
-    for n in reversed(toposort(seeds)):
-        if n not in grads or n.op in _LEAVES:
-            continue
-        for a, g in zip(n.args, PRIMITIVES[n.op][1](grads[n], n, *n.args), strict=True):
-            if g is not None and isinstance(a, Expr) and a.op != "const":
-                g = row_sum(g) if a.uniform and not g.uniform else g
-                grads[a] = grads[a] + g if a in grads else g
-    return [grads.get(v, node("const", "0.0")) for v in wrt]
-
-
-def emit(roots: Sequence[Expr], declare: str, given: Mapping[Expr, str] | None = None, stem: str = "t"
-         ) -> tuple[list[str], list[str]]:
-    """One assignment a node, in dependency order: (statements, names of the roots).
-
-    `declare` is the form of an assignment: `"{} = {}"`, or `"const auto {} = {};"`; `given` names what
-    has been computed; `stem` begins the names that are made here.
-    """
-    names: dict[Expr, str] = dict(given or {})
-    lines: list[str] = []
-    for n in toposort(roots, names):
-        if n.op in ("arg", "random", "mask", "row_size"):
-            names[n] = str(n.args[0])
-        elif n.op == "const":
-            names[n] = _NOT_FINITE.get(str(n.args[0]), f"acc_t({n.args[0]})")
-        else:
-            names[n] = f"{stem}{len(lines)}"
-            operands = (names[a] for a in n.args if isinstance(a, Expr))
-            lines.append(declare.format(names[n], PRIMITIVES[n.op][0].format(*operands)))
-    return lines, [names[r] for r in roots]

@@ -16,13 +16,22 @@ import torch
 from fusionrt import (
     dispatch,
     library,  # noqa: F401  operators need it: see autograd.Dispatched
+    op_names,
 )
 from fusionrt.array import is_foreign
 from fusionrt.definition import Target
-from fusionrt.expr import Expr, TraceError, argument, node, random_bits, where
+from fusionrt.expr import FUNCTIONS, Expr, TraceError, argument, node, random_bits, where
 from fusionrt.op import Operator
 
 TraceError.__module__ = "fusionrt"
+
+
+def _op(name: str, *args: Any, **options: Any) -> Any:
+    """An op of the catalogue, whose module lies above this one and is loaded when it is called."""
+    return getattr(op_names.load(name), name)(*args, **options)
+
+
+FUNCTIONS.update((name, functools.partial(_op, name)) for name in op_names.OPS["activations"])
 
 
 class Fused(Protocol):

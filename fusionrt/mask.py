@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fusionrt import layout
-from fusionrt.expr import Expr, argument, leaves, node, substitute
+from fusionrt.expr import Expr, argument, node
+from fusionrt.graph import leaves, substitute
 from fusionrt.op import Args, Operator, memory_order
 from fusionrt.problem import Output
 from fusionrt.rehearsal import device_type

@@ -21,7 +21,8 @@ from fusionrt.array import check_dense, converted, is_foreign
 from fusionrt.autograd import Dispatched
 from fusionrt.definition import SCALAR, Definition
 from fusionrt.dtypes import HALVES, STORAGE
-from fusionrt.expr import cast, substitute, toposort
+from fusionrt.expr import cast
+from fusionrt.graph import substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.sites import Way, alike, keep
 from fusionrt.watching import PLAIN, is_recorded, is_watched

@@ -14,13 +14,11 @@ import torch
 
 from fusionrt import layout
 from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
-from fusionrt.expr import Expr, leaves, toposort
+from fusionrt.expr import Expr
+from fusionrt.graph import leaves, toposort
 from fusionrt.layout import Domain, Ints
 
 MASK = "mask"              # the dtype of an operand of truth values, four to a byte as the domain is walked
-SHORTENED = frozenset((    # operations of which 16-bit results need less
-    "reciprocal", "near_reciprocal", "exp", "expm1", "softmaxed", "sigmoid", "sigmoid_complement", "tanh",
-    "softplus", "normpdf", "normcdf"))
 _BITS = {**SIGNIFICANT_BITS, MASK: 0}
 of_problem = functools.lru_cache(256)  # for what is asked again and again while a problem is laid out
 
@@ -113,7 +111,7 @@ class Problem(NamedTuple):
         beside what is activated. Integers and truth values want float32's accuracy, and so does what is
         computed of float32 and then cast: a difference of two results may be all that is left of them."""
         shortened = [o for o, root in zip(self.outputs, self.roots, strict=True)
-                     if any(n.op in SHORTENED for n in toposort([root]))]
+                     if any(n.primitive.is_shortened for n in toposort([root]))]
         written = max(_BITS.get(o.dtype, 24) for o in shortened or self.outputs)
         is_cast = any(root.op.startswith("cast_") for root in self.roots)
         is_cast &= any(o.dtype == "float32" for o in self.inputs)
@@ -124,7 +122,7 @@ class Problem(NamedTuple):
         """Whether what is computed is compared with what another kernel has stored of it, as a maximum: that
         one had float32 outputs, and so float32's accuracy."""
         return any(n.op in ("eq", "ne") and any(isinstance(a, Expr) and a.op == "arg" for a in n.args)
-                   and any(m.op in SHORTENED for m in toposort([n])) for n in toposort(self.roots))
+                   and any(m.primitive.is_shortened for m in toposort([n])) for n in toposort(self.roots))
 
 
 def pose(name: str, args: Sequence[Any], shape: Ints, order: Sequence[int], outputs: Sequence[Output],

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fusionrt import dispatch, library, settling
-from fusionrt.expr import Expr, argument, substitute, toposort, where
+from fusionrt.expr import Expr, argument, where
 from fusionrt.fusion import UnfitError, fresh_bits, numbering_draws, trace
+from fusionrt.graph import substitute, toposort
 from fusionrt.op import Operator
 from fusionrt.row_op import RowOperator
 from fusionrt.steps import Steps

@@ -17,9 +17,11 @@ import torch
 
 from fusionrt import layout, stages
 from fusionrt.definition import SCALAR
-from fusionrt.expr import BY_COLUMN, OF_ROWS, Expr, row_sum, toposort
+from fusionrt.expr import Expr, row_sum
+from fusionrt.graph import toposort
 from fusionrt.layout import Ints
 from fusionrt.op import Args, Operator
+from fusionrt.primitives import COLUMN
 from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.rowwise import is_total
@@ -155,7 +157,7 @@ class RowOperator(Operator):
             return True
         if not any(map(_needs_rows, self.outputs)):
             return not small
-        if any(n.op in BY_COLUMN for n in toposort(self.outputs)):
+        if any(n.primitive.of_row == COLUMN for n in toposort(self.outputs)):
             return False
         if any(map(self.is_spread, range(len(outputs)))):
             return True
@@ -258,4 +260,4 @@ def _device(args: Args) -> str:
 
 
 def _needs_rows(root: Expr) -> bool:
-    return not OF_ROWS.isdisjoint(n.op for n in toposort([root]))
+    return any(n.primitive.of_row for n in toposort([root]))

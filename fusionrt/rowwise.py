@@ -15,21 +15,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.expr import (
-    REDUCTIONS,
-    Expr,
-    exp,
-    log,
-    maximum,
-    node,
-    of_roots,
-    row_mean,
-    row_sum,
-    rsqrt,
-    substitute,
-    toposort,
-    where,
-)
+from fusionrt.expr import Expr, exp, log, maximum, node, row_mean, row_sum, rsqrt, where
+from fusionrt.graph import of_roots, substitute, toposort
+from fusionrt.primitives import REDUCTION
 
 # What stands in the place of a score that a mask does not let pass: the least float32, which is finite, to be
 # told from a score of -inf.
@@ -152,7 +140,7 @@ def schedule(roots: Sequence[Expr], online: bool = True) -> Sequence[Pass]:
     for n in toposort(roots):
         operands = [a for a in n.args if isinstance(a, Expr)]
         level[n] = max((level[a] for a in operands), default=0)
-        if n.op not in REDUCTIONS:
+        if n.primitive.of_row != REDUCTION:
             continue
         first = _found_with(n, found) if online else None
         if first is not None:

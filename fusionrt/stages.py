@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fusionrt import layout
-from fusionrt.expr import REDUCTIONS, Expr, argument, exp, leaves, node, row_sum, substitute, toposort, where
+from fusionrt.expr import Expr, argument, exp, node, row_sum, where
+from fusionrt.graph import leaves, substitute, toposort
 from fusionrt.layout import Ints
+from fusionrt.primitives import REDUCTION
 from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
 from fusionrt.rowwise import schedule, spelled_out, with_sums
@@ -93,7 +95,8 @@ def _border(roots: Sequence[Expr], values: Collection[Expr], numbers: Collection
         operands = [a for a in n.args if isinstance(a, Expr)]
         if n.op in ("const", "row_size") or (n.op == "arg" and n.args[0] in numbers):
             follows[n] = False
-        elif operands and n.op not in REDUCTIONS and n.uniform and all(a in follows for a in operands):
+        elif (operands and n.uniform and n.primitive.of_row != REDUCTION
+              and all(a in follows for a in operands)):
             follows[n] = any(follows[a] for a in operands)
         else:
             border |= dict.fromkeys(a for a in operands if follows.get(a))

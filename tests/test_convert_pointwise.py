@@ -11,7 +11,9 @@ from torch.testing import assert_close
 from fusionrt.convert.cluster import Clustering
 from fusionrt.convert.effects import Facts
 from fusionrt.convert.fused import traced
-from fusionrt.expr import argument, emit, gradients
+from fusionrt.derivatives import gradients
+from fusionrt.expr import argument
+from fusionrt.graph import emit
 
 SPELLINGS = {
     "acc_t": lambda x: torch.as_tensor(x, dtype=torch.float64),

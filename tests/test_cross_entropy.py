@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 import fusionrt as frt
 from fusionrt import reference
+from fusionrt.graph import toposort
 from fusionrt.ops import cross_entropy_rows
 from fusionrt.ops.cross_entropy import FEWEST_ROWS
+from fusionrt.primitives import REDUCTION
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler, launch
 
@@ -263,7 +265,7 @@ def test_one_kernel_each_way():
     assert kernel.operator.params == (
         "input", "target", "ignore_index", "output1", "output2", "grad_output0", "count")
     assert len(kernel.operator.outputs) == 1
-    assert not [n for n in frt.expr.toposort(kernel.operator.outputs) if n.op in frt.expr.REDUCTIONS]
+    assert not [n for n in toposort(kernel.operator.outputs) if n.primitive.of_row == REDUCTION]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

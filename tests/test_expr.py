@@ -17,8 +17,11 @@ import fusionrt as frt
 from fusionrt import expr
 from fusionrt.catalogue import OPS
 from fusionrt.cpu import memory
-from fusionrt.expr import CASTS, PRIMITIVES, Expr, argument, emit, gradients, node, toposort
+from fusionrt.derivatives import RULES, gradients
+from fusionrt.expr import Expr, argument, node
+from fusionrt.graph import emit, toposort
 from fusionrt.op import Operator
+from fusionrt.primitives import CASTS, PRIMITIVES
 from fusionrt.runtime.source import template
 
 F64 = torch.float64
@@ -46,7 +49,7 @@ DOMAINS = {
     "log1p": [(-0.9, 3)],
     "log2": [(0.1, 3)],
     "sqrt": [(0.1, 3)],
-    "root": [(0.1, 3)],
+    "norm_sqrt": [(0.1, 3)],
     "rsqrt": [(0.1, 3)],
     "pow": [(0.1, 3), None],
     "clamp": [None, (-1, -0.5), (0.5, 1)],
@@ -68,16 +71,13 @@ CONSTANT = {
     *(f"cast_{t}" for t in CASTS if not t.startswith(("float", "bfloat"))),
 }
 # Of rows: tests/test_rows_cpu.py looks at these.
-OF_ROWS = {n for n in PRIMITIVES if n.startswith(("row_", "moment_"))} | {
-    "total", "taken", "is_column", "up_to_column", "standardized", "rms_scaled", "masked", "softmaxed",
-    "log_softmaxed"}
-ARITY = {name: spelling.count("{") for name, (spelling, _) in PRIMITIVES.items()} | {
+OF_ROWS = {n for n, primitive in PRIMITIVES.items() if primitive.of_row} | {
+    "total", "standardized", "rms_scaled", "masked", "softmaxed", "log_softmaxed"}
+ARITY = {name: primitive.text.count("{") for name, primitive in PRIMITIVES.items()} | {
     "relu": 1, "relu_dropped": 1, "elu": 2, "hardtanh": 1}
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in PRIMITIVES if n not in CONSTANT | OF_ROWS and not n.startswith("cast_")]
-)
+@pytest.mark.parametrize("name", [n for n in RULES if n not in OF_ROWS and not n.startswith("cast_")])
 def test_derivative_is_that_of_central_differences(name):
     n = ARITY[name] = 3 if name == "clamp" else ARITY[name]
     domains = DOMAINS.get(name, [None] * n)
@@ -109,6 +109,12 @@ def test_derivative_is_that_of_central_differences(name):
             )
         gradient = torch.zeros_like(difference) if gradient is None else gradient  # of a condition
         torch.testing.assert_close(gradient[smooth], difference[smooth], rtol=1e-6, atol=1e-8)
+
+
+def test_a_primitive_has_a_rule_or_is_flat():
+    flat = CONSTANT | {n for n, primitive in PRIMITIVES.items() if primitive.is_leaf} | {
+        "row_top", "row_first", "total", "is_column", "up_to_column"}
+    assert flat | RULES.keys() == PRIMITIVES.keys() and flat.isdisjoint(RULES)
 
 
 @pytest.mark.parametrize("name", sorted(CONSTANT - {"kept", "flag"}))
@@ -292,9 +298,9 @@ def test_one_text_for_both_languages(op):
 def test_both_languages_define_every_primitive():
     called = {
         name
-        for n, (spelling, _) in PRIMITIVES.items()
+        for n, primitive in PRIMITIVES.items()
         if n not in OF_ROWS
-        for name in re.findall(r"(\w+)\(", spelling)
+        for name in re.findall(r"(\w+)\(", primitive.text)
     } - {"acc_t"}
     for acc in ("float32", "float64"):
         assert called <= set(memory.scope(acc))

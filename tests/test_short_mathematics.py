@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusionrt as frt
-from fusionrt.problem import SHORTENED
+from fusionrt.primitives import PRIMITIVES
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch, source
 
@@ -47,7 +47,8 @@ def test_all_operations_with_shorter_mathematics_are_known():
     shorter = {name for name, body in zip(bodies[1::2], bodies[2::2], strict=True)
                if re.search(r"\bHALF(_OF_BF16)?\b", body.split("\n}\n")[0])}
     by_parts = {"gaussian": "normpdf", "normal_tail": "normcdf"}
-    assert {by_parts.get(name, name) for name in shorter} == SHORTENED
+    assert {by_parts.get(name, name) for name in shorter} == {
+        name for name, primitive in PRIMITIVES.items() if primitive.is_shortened}
 
 
 def powers_of_normal_tail():

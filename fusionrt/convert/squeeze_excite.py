@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from fusionrt.activation import activated
 from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
-from fusionrt.expr import argument, emit
+from fusionrt.expr import argument
+from fusionrt.graph import emit
 from fusionrt.ops.convolution import conv_activation
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda

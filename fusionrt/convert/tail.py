@@ -14,7 +14,8 @@ from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
 from fusionrt.convert.fused import lies, traced
 from fusionrt.convert.graph import same
-from fusionrt.expr import Expr, argument, leaves, node, substitute, toposort
+from fusionrt.expr import Expr, argument, node
+from fusionrt.graph import leaves, substitute, toposort
 from fusionrt.op_names import OPS as NAMES
 
 _X, _RESIDUAL, _SUM = argument("a0"), argument("a1"), argument("sum")

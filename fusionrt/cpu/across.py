@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import columns, pointwise
-from fusionrt.expr import Expr, argument, leaves, node, substitute
+from fusionrt.expr import Expr, argument, node
+from fusionrt.graph import leaves, substitute
 from fusionrt.problem import MASK, Operand, Output, Problem, pack, unpack
 from fusionrt.rowwise import schedule
 

@@ -35,7 +35,7 @@ from fusionrt.cpu.pointwise import (
     walk_down_together,
 )
 from fusionrt.dtypes import element_of
-from fusionrt.expr import emit
+from fusionrt.graph import emit
 from fusionrt.problem import Operand, Output, Problem
 
 LEAST_BLOCKS = 16  # of columns, for many threads

@@ -24,7 +24,8 @@ from fusionrt.cpu import compiler, team, threads
 from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.dtypes import element_of
-from fusionrt.expr import Expr, emit, toposort
+from fusionrt.expr import Expr
+from fusionrt.graph import emit, toposort
 from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.texts import Texts
@@ -36,8 +37,6 @@ PLACES = 4       # rows whose columns are read together
 BUFFER = (BLOCK + 16) * 8  # bytes
 SUM_TASKS, TASKS = 32, 256  # at most, with and without sums
 CHEAP = 4        # operations that take no longer than storing their result and fetching it again
-COSTLY = frozenset({"exp", "exp2", "expm1", "elu", "log", "log1p", "log2", "pow", "sin", "cos", "tanh", "erf",
-                    "sigmoid", "sigmoid_complement", "softplus", "tanh_softplus", "normcdf", "normpdf"})
 ROWS = 8         # that are added up in float32 before they are in float64
 
 
@@ -276,7 +275,7 @@ def buffered_sums(problem: Problem) -> list[Operand]:
 def fetched(problem: Problem) -> list[Operand]:
     """Inputs whose elements are no neighbours, of which LLVM makes no vectors, or slow ones: put into a
     buffer first, where the arithmetic takes longer than that, or sums want vectors."""
-    costly = bool(_inner_sums(problem)) or any(n.op in COSTLY for n in toposort(_values(problem)))
+    costly = bool(_inner_sums(problem)) or any(n.primitive.is_costly for n in toposort(_values(problem)))
     return [o for o in problem.inputs if o.strides[0] > 1] if costly else []
 
 

@@ -24,7 +24,6 @@ from fusionrt.cpu import compiler, team
 from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.cpu.pointwise import (
-    COSTLY,
     PLACES,
     SUM_TASKS,
     bases,
@@ -35,7 +34,9 @@ from fusionrt.cpu.pointwise import (
     walk_down_together,
 )
 from fusionrt.dtypes import element_of
-from fusionrt.expr import REDUCTIONS, Expr, emit, leaves, toposort
+from fusionrt.expr import Expr
+from fusionrt.graph import emit, leaves, toposort
+from fusionrt.primitives import REDUCTION, SIZE
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule, spelled_out
 
@@ -89,7 +90,7 @@ def kept_values(roots: Sequence[Expr], walks: Sequence[Loop]) -> dict[Expr, str]
     for loop in walks:
         wanted = [*loop.operands, *(roots[i] for i in loop.outputs)]
         while again := [n for n in toposort(wanted, found | kept.keys())
-                        if n in computed and n.op in COSTLY and not n.uniform]:
+                        if n in computed and n.primitive.is_costly and not n.uniform]:
             kept[again[-1]] = f"kept{len(kept)}"
         computed.update(toposort(wanted, found | kept.keys()))
         found.update(loop.sums, loop.maxima)
@@ -126,7 +127,7 @@ def turned(problem: Problem) -> list[Operand]:
     if problem.row_dims > 1 or problem.sizes[0] > TURNED_COLUMNS:
         return []
     roots = spelled_out(problem.roots)
-    long = len(loops(roots)) > 1 or any(n.op in COSTLY for n in toposort(roots))
+    long = len(loops(roots)) > 1 or any(n.primitive.is_costly for n in toposort(roots))
     apart = [o for o in (*problem.inputs, *problem.outputs) if o.strides[0] > 1]
     return [o for o in apart if o.strides[1] == 1 or long]
 
@@ -248,7 +249,8 @@ class _Text:
         """Whether an element takes a few instructions, and comes from one place: where several operands are
         read, a core has enough on its way."""
         rows = [o for o in self.problem.inputs if self._varies(o) and any(o.strides[len(self.row_dims):])]
-        slow = [n for n in toposort(self.roots) if n.op == "taken" or (n.op in COSTLY and not n.uniform)]
+        slow = [n for n in toposort(self.roots)
+                if n.op == "taken" or (n.primitive.is_costly and not n.uniform)]
         return len(rows) == 1 and not (slow or self.kept or self.problem.streams or self.problem.taken)
 
     def _side_by_side(self, body: Sequence[str]) -> list[str]:
@@ -447,7 +449,8 @@ def takes_sums(problem: Problem) -> bool:
     if sums is None or problem.row_dims != 1 or math.prod(problem.sizes[1:]) < LEAST_SUMMED:
         return False
     of_columns = all(o.strides[0] == 1 and not any(o.strides[1:]) for o in sums.outputs)
-    of_arguments = not any(n.op in (*REDUCTIONS, "row_size", "random") for n in toposort(sums.roots))
+    of_arguments = not any(n.op == "random" or n.primitive.of_row in (REDUCTION, SIZE)
+                           for n in toposort(sums.roots))
     return of_columns and of_arguments and not buffered_sums(sums) and not turned(problem)
 
 

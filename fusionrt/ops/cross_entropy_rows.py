@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fusionrt.definition import SCALAR
-from fusionrt.expr import Expr, argument, cast, log, node, row_sum, substitute, tanh, toposort, where
+from fusionrt.expr import Expr, argument, cast, log, node, row_sum, tanh, where
 from fusionrt.fusion import fuse_named
+from fusionrt.graph import substitute, toposort
 from fusionrt.op import Operator
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.row_op import RowOperator

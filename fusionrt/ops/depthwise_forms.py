@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.dtypes import SIGNIFICANT_BITS, acc_of
-from fusionrt.expr import Expr, argument, emit, toposort
+from fusionrt.expr import Expr, argument
+from fusionrt.graph import emit, toposort
 from fusionrt.laid import address
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel

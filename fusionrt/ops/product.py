@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.dtypes import STORAGE
-from fusionrt.expr import OF_ROWS, Expr, argument, emit, toposort
+from fusionrt.expr import Expr, argument
+from fusionrt.graph import emit, toposort
 
 # The leaves of an epilogue: x W^T + bias, and the residual.
 PRODUCT, RESIDUAL = argument("a0"), argument("a1")
@@ -46,5 +47,5 @@ def layer(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Expr, residual: 
 def is_of_elements(epilogue: Expr) -> bool:
     """Whether it is an expression of PRODUCT and RESIDUAL alone, of their dtype."""
     return not epilogue.is_truth and not epilogue.op.startswith("cast_") and not any(
-        node.op in OF_ROWS or node.op == "random" or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
+        node.primitive.of_row or node.op == "random" or (node.op == "arg" and node not in {PRODUCT, RESIDUAL})
         for node in toposort([epilogue]))

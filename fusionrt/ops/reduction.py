@@ -49,12 +49,12 @@ def _moments(x: Expr, correction: Any) -> tuple[Expr, Expr]:
 
 def _deviation(x: Expr, correction: Any) -> tuple[Expr, ...]:
     var, mean = _moments(x, correction)
-    deviation = node("root", var)
+    deviation = node("norm_sqrt", var)
     return deviation, deviation, mean
 
 
 def _norm(x: Expr) -> tuple[Expr, ...]:
-    norm = node("root", row_sum(x * x))
+    norm = node("norm_sqrt", row_sum(x * x))
     return norm, norm
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import Expr, emit
+from fusionrt.expr import Expr
+from fusionrt.graph import emit
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.device import MULTIPROCESSORS

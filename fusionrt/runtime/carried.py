@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusionrt.expr import Expr, of_roots, toposort
+from fusionrt.expr import Expr
+from fusionrt.graph import of_roots, toposort
 from fusionrt.rowwise import Pass, schedule, with_sums
 from fusionrt.runtime.instructions import instructions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import leaves
+from fusionrt.graph import leaves
 from fusionrt.layout import Reduction, reduction
 from fusionrt.problem import Problem
 from fusionrt.runtime.abreast import side_by_side

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import Expr, emit, leaves
+from fusionrt.expr import Expr
+from fusionrt.graph import emit, leaves
 from fusionrt.layout import Reduction, reduction
 from fusionrt.problem import MASK, Operand, Problem, of_problem
 from fusionrt.runtime import accumulators

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fusionrt.expr import leaves, toposort
+from fusionrt.graph import leaves, toposort
 from fusionrt.layout import dense
 from fusionrt.problem import Operand, Problem, of_problem
 from fusionrt.rowwise import schedule, with_sums

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusionrt.expr import Expr, toposort
+from fusionrt.expr import Expr
+from fusionrt.graph import toposort
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import schedule, with_sums
 from fusionrt.runtime.carried import how_many

@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fusionrt.expr import Expr, argument, emit, substitute, toposort
+from fusionrt.expr import Expr, argument
+from fusionrt.graph import emit, substitute, toposort
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, Pass, is_total, schedule, with_sums
 from fusionrt.runtime import accumulators, pointwise
