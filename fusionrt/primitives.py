@@ -1,7 +1,7 @@
 """The primitives that expressions are made of: of each its text, what it is, what it costs.
 
-The text is valid in C++ and in Python alike: `acc_t`, `where`, `exp`, ... are defined by `kernels_src` on one
-side and by `fusionrt/cpu/math32.py` on the other. Its derivative is `derivatives.RULES`'.
+The text is valid in C++ and in Python alike: `where`, `exp`, ... are defined by `kernels_src/mathematics.cuh`
+on one side and by `fusionrt/cpu/math32.py` on the other. Its derivative is `derivatives.RULES`'.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ __device__ __forceinline__ void draw_row(RandomState state, unsigned long long f
     }
 }
 
-// With probability 1 - p, as `kept` of the prelude, but a comparison of whole words: `most` is the largest that is
+// With probability 1 - p, as `kept` of philox.cuh, but a comparison of whole words: `most` is the largest that is
 // dropped, 2^32 - 1 of all and of none.
 struct Dropped {
     unsigned most;

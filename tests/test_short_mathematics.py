@@ -13,7 +13,7 @@ from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch, source
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-PRELUDE = source.template("prelude.cuh")
+MATHEMATICS = source.template("mathematics.cuh")
 
 
 def bits(problem):
@@ -43,7 +43,7 @@ def test_what_is_kept_of_exponentials_is_exact():
 
 
 def test_all_operations_with_shorter_mathematics_are_known():
-    bodies = re.split(r"\n__device__ __forceinline__ (?:acc_t|float) (\w+)\(", PRELUDE)
+    bodies = re.split(r"\n__device__ __forceinline__ (?:acc_t|float) (\w+)\(", MATHEMATICS)
     shorter = {name for name, body in zip(bodies[1::2], bodies[2::2], strict=True)
                if re.search(r"\bHALF(_OF_BF16)?\b", body.split("\n}\n")[0])}
     by_parts = {"gaussian": "normpdf", "normal_tail": "normcdf"}
@@ -53,7 +53,7 @@ def test_all_operations_with_shorter_mathematics_are_known():
 
 def powers_of_normal_tail():
     """The polynomials p, lowest power first, of bfloat16 and float16."""
-    body = PRELUDE.split("normal_tail(float a) {")[1].split("} else {")[0]
+    body = MATHEMATICS.split("normal_tail(float a) {")[1].split("} else {")[0]
     of_types = [re.findall(r"-?\d\.\d+(?:e-\d+)?(?=f)", part) for part in body.split("else if")]
     return [[float(number) for number in numbers[::-1]] for numbers in of_types]
 

@@ -202,6 +202,20 @@ def test_conditions_of_templates_are_decided_before_they_are_compiled() -> None:
     assert left == {name: [] for name in left}
 
 
+def test_headers_stand_once_after_what_they_include(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"nested.cu": '// kernel\n#include "all.cuh"\n#include "later.cuh"\n#include "first.cuh"\nbody\n',
+             "all.cuh": '// all\n#include "second.cuh"\n',
+             "first.cuh": "namespace fusionrt {\nfirst\n}\n",
+             "second.cuh": '#include "first.cuh"\nnamespace fusionrt {\nsecond\n}\n',
+             "later.cuh": '#include "second.cuh"\nlater\n'}
+    monkeypatch.setattr(source, "template", files.__getitem__)
+    lines = source.assemble("nested", ["constants"], ["functions"]).split("\n")
+    assert [line for line in lines if line] == [
+        "constants", "namespace fusionrt {", "first", "}", "namespace fusionrt {", "second", "}",
+        "namespace fusionrt {", "functions", "// kernel", "// all", "later", "body",
+        "}  // namespace fusionrt"]
+
+
 def test_rows_that_differ_on_older_gpus_alone_are_one_kernel() -> None:
     texts = []
     for rows in (8192, 512):

@@ -35,23 +35,34 @@ def template(name: str) -> str:
 
 
 def assemble(stem: str, constants: Sequence[str], functions: Sequence[str]) -> str:
-    """The template with what it includes: headers of the namespace before the functions, the others, which
-    build on these, in their place."""
+    """The template with what it includes, each file once: headers of the namespace before the functions, in
+    the order of their inclusion, the others, which build on these, in their place."""
     return _assembled(stem, "\n".join(constants), "\n".join(functions))
 
 
 @functools.lru_cache(256)
 def _assembled(stem: str, constants: str, functions: str) -> str:
     """The same object for all who ask, whose hash is known."""
-    text = template(f"{stem}.cu")
-    headers = [header for header in map(template, _INCLUDE.findall(text)) if _NAMESPACE in header]
-    text = _INCLUDE.sub(lambda found: "" if template(found[1]) in headers else template(found[1]), text)
-    return "\n".join([constants, *headers, _NAMESPACE, functions, text, "}  // namespace fusionrt", ""])
+    ahead: list[str] = []
+    text = _expanded(f"{stem}.cu", ahead, set())
+    return "\n".join([constants, *ahead, _NAMESPACE, functions, text, "}  // namespace fusionrt", ""])
+
+
+def _expanded(name: str, ahead: list[str], seen: set[str]) -> str:
+    """A file's text in place of its inclusion; none if it was `seen`, or went `ahead`."""
+    if name in seen:
+        return ""
+    seen.add(name)
+    text = _INCLUDE.sub(lambda found: _expanded(found[1], ahead, seen), template(name))
+    if _NAMESPACE not in text:
+        return text
+    ahead.append(text)
+    return ""
 
 
 def arithmetic(acc: str, significant_bits: int, reads_first: bool = False) -> list[str]:
-    """What the prelude needs to know: the dtype of the arithmetic, of how many bits results are to be, and
-    whether loads stand before stores in the text, so that nobody need move them there."""
+    """What the headers of the prelude need to know: the dtype of the arithmetic, of how many bits results are
+    to be, and whether loads stand before stores in the text, so that nobody need move them there."""
     return [f"using acc_t = {'double' if acc == 'float64' else 'float'};",
             f"constexpr int SIGNIFICANT_BITS = {significant_bits};",
             f"constexpr bool READS_FIRST = {'true' if reads_first else 'false'};"]
