@@ -439,6 +439,10 @@ CASES += [(lambda mask=mask: frt.attention_score_softmax(HEADS, HEADS, mask=mask
      "broadcast to the shape of scores, (2, 4, 8, 8), got (1, 2, 4, 8, 8)"),
     (torch.zeros(8, 8, device="meta"), ValueError, "be on q's device, cpu, got meta"))]
 CASES += [
+    (lambda: frt.attention_dropout("a"), TypeError,
+     "attention_dropout: scores must be a tensor or an array, got str"),
+    (lambda: frt.attention_dropout(A, mask=B), ValueError,
+     "attention_dropout: mask must broadcast to the shape of scores, (4, 8), got (4, 16)"),
     (lambda: frt.attention_score_softmax(HEADS, HEADS, "a"), TypeError,
      "attention_score_softmax: scale must be a number, got 'a'"),
     *((lambda offset=offset: frt.rotary_embedding(HEADS, offset=offset), ValueError,

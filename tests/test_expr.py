@@ -113,7 +113,7 @@ def test_derivative_is_that_of_central_differences(name):
 
 def test_a_primitive_has_a_rule_or_is_flat():
     flat = CONSTANT | {n for n, primitive in PRIMITIVES.items() if primitive.is_leaf} | {
-        "row_top", "row_first", "total", "is_column", "up_to_column"}
+        "row_top", "row_first", "total", "is_column", "up_to_column", "round_near"}
     assert flat | RULES.keys() == PRIMITIVES.keys() and flat.isdisjoint(RULES)
 
 

@@ -83,7 +83,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         if run is not None:
             return run(x, factor, mask)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
+        raise TypeError(f"{op}: {_called(op)} must be a tensor or an array, got {type(x).__name__}")
     rank = x.dim()
     if rank == 0:
         return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
@@ -117,9 +117,14 @@ def _fitting(op: str, name: str, value: Any, x: torch.Tensor) -> torch.Tensor:
                         f"{type(value).__name__}")
     if value.dim() > x.dim() or any(not is_among(n, 1, size) for n, size in zip(
             value.shape, x.shape[x.dim() - value.dim():], strict=True)):
-        raise ValueError(f"{op}: {name} must broadcast to the shape of x, {tuple(x.shape)}, got "
+        raise ValueError(f"{op}: {name} must broadcast to the shape of {_called(op)}, {tuple(x.shape)}, got "
                          f"{tuple(value.shape)}")
     return value
+
+
+def _called(op: str) -> str:
+    """What the op calls its first argument."""
+    return "scores" if op == "attention_dropout" else "x"
 
 
 def _movable(value: torch.Tensor, rank: int) -> torch.Tensor:
@@ -141,8 +146,9 @@ def _kind(op: str, mask: Any) -> str | None:
 def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
     """Of each row of the last two dimensions, the last column that causality lets pass."""
     if not is_last or x.dim() < 2:
-        raise ValueError(f"{op}: causal needs x of at least two dimensions and the last one as dim, got "
-                         f"x of shape {tuple(x.shape)}" + ("" if is_last else " and another dim"))
+        name = _called(op)
+        raise ValueError(f"{op}: causal needs {name} of at least two dimensions and the last one as dim, got "
+                         f"{name} of shape {tuple(x.shape)}" + ("" if is_last else " and another dim"))
     rows, columns = x.shape[-2:]
     return counted(columns - rows, columns, x)[:, None]
 
