@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) tokens(const __grid_constant
         if (!inside) continue;
         if (CHECKED && real && (id < 0 || id >= p.vocab_size)) report_index(p.fault, 1, id);
         int64_t input = id, label = real ? id : p.ignore;
-        if (SHIFTED) input = at == row.first ? p.start : row.token(p, at - 1);
+        if (SHIFTED) input = at == row.first ? p.first_input : row.token(p, at - 1);
         if (MASKED) {
             unsigned w[4];
             philox(state, static_cast<unsigned long long>(out), w);

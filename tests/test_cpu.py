@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import fusionrt as frt
 from fusionrt import reference, settling
 from fusionrt.cpu import compiler, pages, team, threads
+from fusionrt.cpu.kernel import Kernel
 from fusionrt.runtime import cache
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +149,22 @@ def test_a_kernel_is_compiled_under_numbas_lock(monkeypatch):
     monkeypatch.setattr(of_numba, "compile_extra", noting)
     compiler.build("def kernel(pointers, integers, scalars, start, stop): pass", "float32", "nothing")
     assert held == [True]
+
+
+def test_a_kernel_of_its_own_text(two_threads):
+    """Knows by names what it is given, in several parts as well."""
+    body = "    for i in range(start, stop):\n        x[offset + i] = plus_one(x[offset + i] * factor)"
+    made = Kernel("scale", body, pointers={"x": "float32"}, integers=("offset",), scalars=("factor",),
+                  before="@inline\ndef plus_one(v):\n    return v + ONE")
+    for size in (8, team.SERIAL_BELOW):
+        x = torch.randn(size + 3)
+        expected = torch.cat([x[:3], x[3:] * 0.5 + 1])
+        made(x.device, size, made.given(factor=0.5, x=x.data_ptr(), offset=3))
+        assert torch.equal(x, expected)
+    with pytest.raises(TypeError, match="'factor'"):
+        made.given(x=0, offset=0)
+    with pytest.raises(TypeError, match="'size'"):
+        made.given(x=0, offset=0, factor=1.0, size=0)
 
 
 def test_the_pool_grows_and_serves_nested_callers(two_threads):

@@ -1,9 +1,9 @@
 """Machines without a GPU: generated kernels, compiled by Numba.
 
-One file an idea. Text: `pointwise`, `abreast`, `rows`, `across`, `columns`, `reductions`, `lines`; what it is
-made of: `math16`, `math32`, `math64`, `storage`, `memory`. Machine code: `compiler`, `kernel` (of a text of
-its own). Calls: `calling`, `settled` (in machine code), `team` and `threads` (several cores), `pages` (memory
-of results).
+One file an idea. Text: `pointwise`, `abreast`, `rows`, `across`, `columns`, `lines`, `signature` (names of
+what a kernel is given); what it is made of: `math16`, `math32`, `math64`, `storage`, `reductions`, `memory`.
+Machine code: `compiler`, `kernel` (of a text of its own). Calls: `calling`, `settled` (in machine code),
+`team` and `threads` (several cores), `pages` (memory of results).
 """
 
 from __future__ import annotations

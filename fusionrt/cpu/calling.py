@@ -20,29 +20,35 @@ import torch
 from fusionrt import settling
 from fusionrt.cpu import pages, team, threads
 from fusionrt.cpu.compiler import Function
+from fusionrt.cpu.signature import Signature
 from fusionrt.problem import Output, Problem
 from fusionrt.texts import Lines
 
 
 class Arguments:
-    """Of a kernel: addresses, integers and numbers, one after the other."""
+    """Of a kernel, in memory: addresses and numbers of each call, integers of all calls but for a few."""
 
-    def __init__(self, pointers: int, integers: Sequence[int], numbers: int) -> None:
-        self.integers, self.numbers_at = struct.Struct(f"={len(integers)}q"), 8 * (pointers + len(integers))
-        self.memory = ctypes.create_string_buffer(self.numbers_at + 8 * numbers)
-        self.integers_at = 8 * pointers
-        self.integers.pack_into(self.memory, self.integers_at, *integers)
+    def __init__(self, pointers: Sequence[str], integers: Mapping[str, int], scalars: Sequence[str]) -> None:
+        self.signature = Signature(tuple(pointers), tuple(integers), tuple(scalars))
+        self.integers_at, self.scalars_at = self.signature.begins
+        self.memory = ctypes.create_string_buffer(self.scalars_at + 8 * len(scalars))
         first = ctypes.addressof(self.memory)
-        self.addresses = first, first + self.integers_at, first + self.numbers_at
-        self.pack_pointers = struct.Struct(f"={pointers}Q").pack_into
-        self.pack_numbers = struct.Struct(f"={numbers}d").pack_into
+        self.addresses = first, first + self.integers_at, first + self.scalars_at
+        self.pack_pointers = struct.Struct(f"={len(pointers)}Q").pack_into
+        self.pack_scalars = struct.Struct(f"={len(scalars)}d").pack_into
+        struct.pack_into(f"={len(integers)}q", self.memory, self.integers_at, *integers.values())
 
-    def put(self, place: int, form: str, *integers: int) -> None:
-        """At a place among the integers."""
-        struct.pack_into(f"={form}", self.memory, self.integers_at + 8 * place, *integers)
+    def place(self, integer: str) -> int:
+        """The byte that it begins at."""
+        return self.integers_at + 8 * self.signature.integers.index(integer)
 
-    def integers_now(self) -> tuple[int, ...]:
-        return self.integers.unpack_from(self.memory, self.integers_at)
+    def put(self, integer: str, value: int) -> None:
+        struct.pack_into("=q", self.memory, self.place(integer), value)
+
+    def integers_now(self) -> dict[str, int]:
+        names = self.signature.integers
+        return dict(zip(names, struct.unpack_from(f"={len(names)}q", self.memory, self.integers_at),
+                        strict=True))
 
 
 def pays(elements: int) -> bool:
@@ -53,17 +59,16 @@ def pays(elements: int) -> bool:
 class Division:
     """Of a range among threads: OpenMP's, or a pool's where there are none."""
 
-    def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, place: int | None,
-                 parallel: bool) -> None:
-        self.kernel, self.arguments, self.place, self.is_parallel = run, arguments, place, parallel
+    def __init__(self, run: Function, arguments: Arguments, size: int, grain: int, parallel: bool) -> None:
+        self.kernel, self.arguments, self.is_parallel = run, arguments, parallel
         self.size, self.grain, self.threads, self.chunk, self.tasks = size, grain, 0, size, 1
         self.job: team.Job | None = None
 
     def by(self, n_threads: int) -> None:
         self.threads, self.chunk = n_threads, -(-self.size // (n_threads * self.grain)) * self.grain
         self.tasks = -(-self.size // self.chunk)
-        if self.place is not None:
-            self.arguments.put(self.place, "q", self.chunk)
+        if "chunk" in self.arguments.signature.integers:
+            self.arguments.put("chunk", self.chunk)
         if self.job is None and n_threads > 1 and team.usable():
             self.job = team.Job(self.kernel.address, self.kernel.scratch, self.arguments.addresses)
         if self.job is not None:
@@ -77,7 +82,7 @@ class Division:
 
     def _part(self, first: int, last: int) -> None:
         for t in range(first, last):
-            self.kernel(*self.arguments.addresses, t * self.chunk, min((t + 1) * self.chunk, self.size))
+            self.kernel(self.arguments.addresses, t * self.chunk, min((t + 1) * self.chunk, self.size))
 
 
 class Memory(NamedTuple):
@@ -94,13 +99,11 @@ class Text(Lines):
 
     def __init__(self, problem: Problem, results: Sequence[Output], run: Function, arguments: Arguments
                  ) -> None:
-        super().__init__(pack_pointers=arguments.pack_pointers, pack_numbers=arguments.pack_numbers,
-                         memory=arguments.memory, put=arguments.put, call=run.call)
+        super().__init__(pack_pointers=arguments.pack_pointers, pack_scalars=arguments.pack_scalars,
+                         memory=arguments.memory, call=run.call)
         self.problem, self.results, self.kernel, self.arguments = problem, results, run, arguments
         self.returned: list[str] = []
-        self.pointers = [f"{o.name}.data_ptr()" for o in problem.inputs]
         self.of_kernel: list[Memory] = []
-        self.drawn_at: int | None = None  # where seed and offset stand
         self.is_launch_alone = not any(pages.is_large(r.shape, r.strides, r.dtype) for r in results)
         for k, result in enumerate(results):
             self.returned.append(f"out{k}" if result.into is None else f"a{result.into}")
@@ -108,31 +111,33 @@ class Text(Lines):
             if result.into is None:
                 self.scope[f"new{k}"] = pages.allocator(result.shape, result.strides, result.dtype)
                 self.lines.append(f"out{k} = new{k}()")
-        self.pointers += [f"{name}.data_ptr()" for name in self.returned]
+        operands = [*(o.name for o in problem.inputs), *self.returned]
+        self.pointers = {name: f"{operand}.data_ptr()" for name, operand in zip(
+            arguments.signature.pointers, operands, strict=False)}  # what follows is scratch
 
-    def draw(self, place: int) -> None:
-        """Random numbers, the last argument of the callable, among the integers."""
-        self.scope["random"], self.drawn_at = _random, place
-        self.lines.append(f"put({place}, '2Q', *random(rng))")
+    def draw(self) -> None:
+        """Random numbers, the last argument of the callable, as the integers `seed` and `offset`."""
+        self.scope |= {"random": _random, "pack_random": struct.Struct("=2Q").pack_into}
+        self.lines.append(f"pack_random(memory, {self.arguments.place('seed')}, *random(rng))")
 
-    def divide(self, size: int, parallel: bool, grain: int, place: int | None = None) -> None:
-        """[0, size) is worked on by all threads if it is `parallel`, in chunks of multiples of `grain`. Where
-        the kernel wants to know how long they are, `place` says where among the integers.
+    def divide(self, size: int, parallel: bool, grain: int) -> None:
+        """[0, size) is worked on by all threads if it is `parallel`, in chunks of multiples of `grain`. A
+        kernel that wants to know how long they are has an integer `chunk`.
 
         From here on the text knows `division`: its chunk, and how many there are (tasks)."""
-        self.division = Division(self.kernel, self.arguments, size, grain, place, parallel)
+        self.division = Division(self.kernel, self.arguments, size, grain, parallel)
         self.scope |= {"division": self.division, "n_threads": torch.get_num_threads}
         if parallel:
             self.lines.append("if n_threads() != division.threads: division.by(n_threads())")
         else:
             self.division.by(1)
 
-    def scratch(self, size: int, places: Sequence[int]) -> None:
-        """Memory of `size` bytes for each task; the kernel is told the `places` within the first one's."""
+    def scratch(self, size: int, places: Mapping[str, int]) -> None:
+        """Memory of `size` bytes for each task; pointers are the `places` within the first one's."""
         self.scope["scratch_of"] = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
         self.of_kernel.append(Memory("scratch", size, torch.uint8, each=True))
         self.lines.append(f"scratch = scratch_of({self.name(size)} * division.tasks)")
-        self.pointers += [f"scratch.data_ptr() + {place}" for place in places]
+        self.pointers |= {name: f"scratch.data_ptr() + {place}" for name, place in places.items()}
 
     def memory_of_tasks(self, size: int) -> None:
         """Of so many float64 numbers, known as `own`."""
@@ -140,17 +145,18 @@ class Text(Lines):
         self.of_kernel.append(Memory("own", size, torch.float64))
         self.lines.append("own = own_memory()")
 
-    def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: int = 0, size: int = 0,
+    def launch_tasks(self, tasks: int, kept: Mapping[int, int], buffers: Sequence[str] = (), size: int = 0,
                      joins: bool = False) -> None:
         """Each has memory of its own for the sums of some results, `kept[k]` numbers of result k, which are
-        added up in the end, if there are several or a single one `joins`, and for so many `buffers` of `size`
-        bytes."""
+        added up in the end, if there are several or a single one `joins`, and for `buffers` of `size` bytes.
+        """
         self.is_launch_alone &= not kept
         ends = list(itertools.accumulate((tasks * n for n in kept.values()), initial=0))
-        self.memory_of_tasks(ends[-1] + tasks * buffers * size // 8)
+        self.memory_of_tasks(ends[-1] + tasks * len(buffers) * size // 8)
         for k, place in zip(kept, ends, strict=False):
-            self.pointers[len(self.problem.inputs) + k] = f"own.data_ptr() + {8 * place}"
-        self.pointers += [f"own.data_ptr() + {8 * ends[-1] + k * tasks * size}" for k in range(buffers)]
+            self.pointers[self.problem.outputs[k].name] = f"own.data_ptr() + {8 * place}"
+        self.pointers |= {name: f"own.data_ptr() + {8 * ends[-1] + k * tasks * size}"
+                          for k, name in enumerate(buffers)}
         self.launch()
         if kept and (tasks > 1 or joins):
             self.launch_alone(tasks, tasks + 1)
@@ -161,11 +167,13 @@ class Text(Lines):
 
     def launch(self) -> None:
         known, d = {"row_size": float(self.problem.row_size)}, self.division
-        self.numbers: list[str | float] = [known.get(name, name) for name in self.problem.scalars]
-        self.lines.append(f"pack_pointers(memory, 0, {', '.join(map(self.spelled, self.pointers))})")
+        takes = self.arguments.signature
+        self.addresses = [self.pointers[name] for name in takes.pointers]
+        self.numbers: list[str | float] = [known.get(name, name) for name in takes.scalars]
+        self.lines.append(f"pack_pointers(memory, 0, {', '.join(map(self.spelled, self.addresses))})")
         if self.numbers:
             numbers = ", ".join(map(self.spelled, self.numbers))
-            self.lines.append(f"pack_numbers(memory, {self.arguments.numbers_at}, {numbers})")
+            self.lines.append(f"pack_scalars(memory, {self.arguments.scalars_at}, {numbers})")
         if d.threads:  # one, always
             self.launch_alone(0, d.size)
         else:
@@ -189,8 +197,8 @@ class Text(Lines):
         from fusionrt.cpu.settled import settled  # which most processes do not call
 
         results = dict(zip(self.returned, self.results, strict=True))
-        return settled(general, names, results, self.of_kernel, self.division, self.pointers, self.drawn_at,
-                       self.numbers)
+        return settled(general, names, results, self.of_kernel, self.division, self.addresses,
+                       bool(self.problem.streams), self.numbers)
 
 
 def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:

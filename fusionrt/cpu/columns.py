@@ -34,6 +34,7 @@ from fusionrt.cpu.pointwise import (
     walk_down,
     walk_down_together,
 )
+from fusionrt.cpu.signature import Signature, extents, function, known, pointers
 from fusionrt.dtypes import element_of
 from fusionrt.graph import emit
 from fusionrt.problem import Operand, Output, Problem
@@ -71,24 +72,19 @@ def _dims(problem: Problem, kept: bool) -> list[int]:
 
 
 def generate(problem: Problem) -> str:
-    """`pointers`: inputs, outputs, scratch of the first task."""
-    inputs, n_dims = problem.inputs, len(problem.sizes)
+    """The kernel's text. The pointers of scratch are those of the first task."""
+    inputs = problem.inputs
     outputs, scalars = _written(problem)
     buffered, means, tops = (buffered_sums(problem), outputs_of(problem, ("moment_mean",)),
                              outputs_of(problem, TOPS))
-    near = fetched(problem)
-    names = [*(o.name for o in (*inputs, *outputs)), *_scratch(problem)]
-    places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
-    own = {name: f"{places[name]} + task * {BUFFER}" for name in _scratch(problem)}
-    lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
-    lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]" for k, o in enumerate((*inputs, *outputs))
-              for d in range(n_dims) if o.strides[d] not in (0, 1)]
-    lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(scalars)]
+    near, operands, scratch = fetched(problem), _operands(problem), _scratch(problem)
+    places = Signature(pointers(operands, scratch), tuple(_integers(problem)), scalars).places()
+    own = {name: f"{places[name]} + task * {BUFFER}" for name in scratch}
+    lines = known(places, problem.sizes, operands, scalars)
     lines += [f"{o.name}_data = {element_of(o.dtype)}_at({places[o.name]})" for o in inputs]
     lines += [f"{o.name}_result = {element_of(o.dtype)}_at({places[o.name]})" for o in outputs]
-    after = n_dims * (1 + len(inputs) + len(outputs))
-    tasks = f"integers[{after}]"
-    lines += [f"width = integers[{after + 1}]", "blocks = (n0 + width - 1) // width"]
+    tasks = places["tasks"]
+    lines += [f"width = {places['width']}", "blocks = (n0 + width - 1) // width"]
 
     row = [*coordinates("row", _dims(problem, False)), *entering(problem.inputs),
            *inner_run(problem, problem.outputs, buffered, means)]
@@ -111,8 +107,15 @@ def generate(problem: Problem) -> str:
     count = " * ".join(["blocks", *(f"n{d}" for d in _dims(problem, True))])
     loop = [*begin, f"for block in range({count} * task // {tasks}, {count} * (task + 1) // {tasks}):",
             *indented(block)]
-    return "\n".join(["def kernel(pointers, integers, scalars, first, last):",
-                      *indented([*lines, "for task in range(first, last):", *indented(loop)]), ""])
+    return function([*lines, "for task in range(first, last):", *indented(loop)], "first", "last")
+
+
+def _operands(problem: Problem) -> tuple[Operand, ...]:
+    return *problem.inputs, *_written(problem)[0]
+
+
+def _integers(problem: Problem, tasks: int = 0) -> dict[str, int]:
+    return extents(problem.sizes, _operands(problem)) | {"tasks": tasks, "width": width(problem)}
 
 
 def _written(problem: Problem) -> tuple[tuple[Operand, ...], tuple[str, ...]]:
@@ -151,14 +154,13 @@ def _elements(problem: Problem) -> list[str]:
 def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[..., Any]:
     """A callable of the operator's arguments."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
-    outputs, scalars = _written(problem)
-    integers = [*problem.sizes, *(s for o in (*problem.inputs, *outputs) for s in o.strides)]
-    count, scratch = problem.domain.numel, len(_scratch(problem))
+    _, scalars = _written(problem)
+    count, scratch = problem.domain.numel, _scratch(problem)
     tasks = max(1, min(TASKS, _blocks(problem), count // team.SERIAL_BELOW))
-    text = Text(problem._replace(scalars=scalars), results, run, Arguments(
-        len(problem.inputs) + len(results) + scratch, [*integers, tasks, width(problem)], len(scalars)))
+    arguments = Arguments(pointers(_operands(problem), scratch), _integers(problem, tasks), scalars)
+    text = Text(problem, results, run, arguments)
     text.divide(tasks, tasks > 1 and pays(count), 1)
-    text.memory_of_tasks(tasks * scratch * BUFFER // 8)
-    text.pointers += [f"own.data_ptr() + {k * tasks * BUFFER}" for k in range(scratch)]
+    text.memory_of_tasks(tasks * len(scratch) * BUFFER // 8)
+    text.pointers |= {name: f"own.data_ptr() + {k * tasks * BUFFER}" for k, name in enumerate(scratch)}
     text.launch()
     return text.compile(n_args, lambda: build(problem, results, n_args))

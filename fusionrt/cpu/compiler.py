@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +36,9 @@ class Function(NamedTuple):
     scratch: int
     call: Callable[..., int]
 
-    def __call__(self, pointers: bytes | int, integers: bytes | int, scalars: bytes | int, start: int,
-                 stop: int) -> None:
-        """`pointers`, `integers` and `scalars`: they themselves, or where they are."""
-        self.call(self.scratch, self.scratch, pointers, integers, scalars, start, stop)
-
+    def __call__(self, addresses: Sequence[int], start: int, stop: int) -> None:
+        """`addresses`: where pointers, integers and scalars are."""
+        self.call(self.scratch, self.scratch, *addresses, start, stop)
 
 
 _loaded: dict[str, Function] = {}

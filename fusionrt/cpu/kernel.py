@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fusionrt import rehearsal
-from fusionrt.cpu import compiler, team, threads
+from fusionrt.cpu import compiler, signature, team, threads
 from fusionrt.cpu.calling import pays
+from fusionrt.cpu.signature import Signature
+from fusionrt.dtypes import element_of
+from fusionrt.texts import Lines
 
 
 class Kernel:
-    """`text` is a function in the words of `memory.scope(accuracy)`:
+    """`body`, indented by four, says what is done on [start, stop) of a range, which several threads share,
+    in the words of `memory.scope(accuracy)`. What it is given it knows by name:
 
-        def kernel(pointers, integers, scalars, start, stop):
-            x = float32_at(pointers[0])
+        Kernel("scale", '''
             for i in range(start, stop):
-                x[i] *= acc_t(scalars[0])
+                x[i] *= factor
+        ''', pointers={"x": "float32"}, scalars=("factor",))
 
-    It works on [start, stop) of a range, which several threads share; it may be called twice with parts that
-    it has to leave independent of each other. Make each once (functools.cache).
+    and is called as kernel(device, size, kernel.given(x=x.data_ptr(), factor=0.5)).
+
+    Pointers have the dtype of what lies there; without one ("") they are addresses. Scalars are acc_t.
+    `before`: what the text defines before the function. It may be called twice with parts that it has to
+    leave independent of each other. Make each once (functools.cache).
     """
 
-    def __init__(self, name: str, text: str, accuracy: str = "float32") -> None:
-        self.name, self.text, self.accuracy = name, text, accuracy
+    def __init__(self, name: str, body: str, accuracy: str = "float32", *, pointers: Mapping[str, str],
+                 integers: Sequence[str] = (), scalars: Sequence[str] = (), before: str = "") -> None:
+        self.name, self.accuracy = name, accuracy
+        takes = Signature(tuple(pointers), tuple(integers), tuple(scalars))
+        read = {name: f"{element_of(dtype)}_at({{}})" for name, dtype in pointers.items() if dtype}
+        read |= dict.fromkeys(scalars, "acc_t({})")
+        known = [f"{name} = {read.get(name, '{}').format(place)}" for name, place in takes.places().items()]
+        parts = before.strip("\n"), signature.function(known) + body.strip("\n")
+        self.text = "\n\n".join(filter(None, parts)) + "\n"
+        self._integers_at, self._scalars_at = takes.begins
+        lines, names = Lines(), ", ".join(itertools.chain(*takes))
+        form = struct.Struct(takes.format)
+        lines.lines = [f"made = {lines.name(ctypes.c_char * form.size)}()",
+                       f"{lines.name(form.pack_into)}(made, 0, {names})", "return made"]
+        self.given: Callable[..., Any] = lines.function([names])
 
     @functools.cached_property
     def _function(self) -> compiler.Function:
         return compiler.function(self.text, self.accuracy, self.name)
 
-    def __call__(self, device: torch.device, size: int, pointers: Sequence[int], integers: Sequence[int] = (),
-                 scalars: Sequence[float] = (), *, grain: int = 1, work: int = 1) -> None:
+    def __call__(self, device: torch.device, size: int, given: Any, *, grain: int = 1, work: int = 1
+                 ) -> None:
         """Over [0, size), by torch's number of threads where size * work reaches some 30,000 elementary
-        steps; parts begin at multiples of `grain`. For the meta device note only what would be compiled."""
+        steps; parts begin at multiples of `grain`. `given`: by the method of this name. For the meta device
+        note only what would be compiled."""
         if device.type == "meta":
             rehearsal.note(rehearsal.Source(self.text, self.accuracy, self.name))
             return
-        run = self._function
-        arguments = (struct.pack(f"={len(pointers)}Q", *pointers),
-                     struct.pack(f"={len(integers)}q", *integers), struct.pack(f"={len(scalars)}d", *scalars))
-        parallel = pays(size * work) and torch.get_num_threads() > 1
-        if parallel and team.usable():
-            team.run(run.address, run.scratch, arguments, size, grain)
+        run, first = self._function, ctypes.addressof(given)
+        addresses = first, first + self._integers_at, first + self._scalars_at
+        if not pays(size * work) or torch.get_num_threads() == 1:
+            run(addresses, 0, size)
+        elif team.usable():
+            team.run(run.address, run.scratch, addresses, size, grain)
         else:
-            threads.run(lambda start, stop: run(*arguments, start, stop), size, parallel, grain)
+            threads.run(lambda start, stop: run(addresses, start, stop), size, True, grain)

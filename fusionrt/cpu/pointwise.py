@@ -23,6 +23,7 @@ from typing import Any
 from fusionrt.cpu import compiler, team, threads
 from fusionrt.cpu.calling import Arguments, Text, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
+from fusionrt.cpu.signature import Signature, extents, function, known, pointers
 from fusionrt.dtypes import element_of
 from fusionrt.expr import Expr
 from fusionrt.graph import emit, toposort
@@ -41,7 +42,7 @@ ROWS = 8         # that are added up in float32 before they are in float64
 
 
 def generate(problem: Problem) -> str:
-    """The kernel's text. `pointers`: inputs, outputs (the tasks' sums for reduced ones), scratch."""
+    """The kernel's text. Of reduced outputs the pointers are those of the tasks' sums."""
     return _texts.text(_form(problem), lambda: _written(problem))
 
 
@@ -59,19 +60,13 @@ def _written(problem: Problem) -> str:
     inputs, outputs, n_dims = problem.inputs, problem.outputs, len(problem.sizes)
     buffered, means = buffered_sums(problem), outputs_of(problem, ("moment_mean",))
     summed = problem.sums
-    operands = [*inputs, *summed, *_apart(problem)]
-    seed = n_dims * (1 + len(operands))
-    lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
-    lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
-              for k, o in enumerate(operands) for d in range(n_dims) if o.strides[d] not in (0, 1)]
-    lines += [f"columns = n0 // integers[{seed + 3}]"] * (problem.abreast > 1)
-    lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(problem.scalars)]
-    scratch = [*problem.streams, *(f"buffer_{o.name}" for o in buffered)]
+    operands, scratch = _strided(problem), _scratch(problem)
+    places = Signature(pointers((*inputs, *outputs), scratch), tuple(_integers(problem)),
+                       problem.scalars).places()
+    lines = [*known(places, problem.sizes, operands, problem.scalars),
+             *[f"columns = n0 // {places['abreast']}"] * (problem.abreast > 1)]
     again, alike = repeated(problem), _alike(problem)
     near = [*fetched(problem), *again, *alike]
-    scratch += [f"near_{o.name}" for o in near]
-    names = [*(o.name for o in (*inputs, *outputs)), *scratch]
-    places = {name: f"pointers[{k}]" for k, name in enumerate(names)}
     lines += [f"{o.name}_data = {element_of(o.dtype)}_at({places[o.name]})"
               for o in (*inputs, *outputs) if o not in summed]
     if _has_tasks(problem):
@@ -86,14 +81,28 @@ def _written(problem: Problem) -> str:
             for name, dtype in ((f"bits_{s}", "uint16"), (f"words_{s}", "uint64"))]
     body = [*_coordinates(problem), *(
         [f"{o.name}_base = {'c0' if o in again else 'i'}" for o in operands] if again else bases(operands))]
-    body += _draws(problem, seed) if problem.streams else []
+    body += _draws(problem, places) if problem.streams else []
     body += [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base])" for o in inputs if not o.strides[0]]
     walk = [*own, *_walk(problem, [*body, *inner_run(problem, summed, buffered, means)], buffered)]
     has_tasks = _has_tasks(problem)
     count = " * ".join(f"n{d}" for d in range(1 if _in_columns(problem) else 0, n_dims)) or "1"
-    lines += in_tasks(problem, places, f"integers[{seed + 2}]", count, walk) if has_tasks else walk
-    parameters = "first, last" if has_tasks else "start, stop"
-    return "\n".join([f"def kernel(pointers, integers, scalars, {parameters}):", *indented(lines), ""])
+    lines += in_tasks(problem, places, count, walk) if has_tasks else walk
+    return function(lines, *(("first", "last") if has_tasks else ()))
+
+
+def _integers(problem: Problem, tasks: int = 0) -> dict[str, int]:
+    return extents(problem.sizes, _strided(problem)) | {
+        "seed": 0, "offset": 0, "tasks": tasks, "abreast": problem.abreast}
+
+
+def _strided(problem: Problem) -> list[Operand]:
+    return [*problem.inputs, *problem.sums, *_apart(problem)]
+
+
+def _scratch(problem: Problem) -> list[str]:
+    near = (*fetched(problem), *repeated(problem), *_alike(problem))
+    return [*problem.streams, *(f"buffer_{o.name}" for o in buffered_sums(problem)),
+            *(f"near_{o.name}" for o in near)]
 
 
 def _has_tasks(problem: Problem) -> bool:
@@ -120,9 +129,9 @@ def _coordinates(problem: Problem) -> list[str]:
     return [*lines, *coordinates("row", range(1, len(problem.sizes)))]
 
 
-def _draws(problem: Problem, seed: int) -> list[str]:
-    fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, uint64_of(integers[{seed}]), "
-             f"uint64_of(integers[{seed + 1}] + {s.removeprefix('random')}))" for s in problem.streams]
+def _draws(problem: Problem, places: Mapping[str, str]) -> list[str]:
+    fills = [f"    fill_random(words_{s}, drawn // 512, n_blocks, uint64_of({places['seed']}), "
+             f"uint64_of({places['offset']} + {s.removeprefix('random')}))" for s in problem.streams]
     return ["if i + length > drawn_end:", "    drawn = i - (i & 511)",
             "    n_blocks = 2 if (i & 511) + length <= 1024 else 3", *fills,
             "    drawn_end = drawn + 512 * n_blocks"]
@@ -140,11 +149,10 @@ def _walk(problem: Problem, body: Sequence[str], buffered: Sequence[Operand]) ->
     return ["i = start", *drawn, "while i < stop:", *indented([*body, "i += length"])]
 
 
-def in_tasks(problem: Problem, places: Mapping[str, str], tasks: str, count: str, walk: Sequence[str]
-             ) -> list[str]:
+def in_tasks(problem: Problem, places: Mapping[str, str], count: str, walk: Sequence[str]) -> list[str]:
     """A loop over tasks, each with sums of its own, and from `start` to `stop` of `count`; or the addition of
     all the sums."""
-    tops, sums, empty, joined = outputs_of(problem, TOPS), [], [], []
+    tasks, tops, sums, empty, joined = places["tasks"], outputs_of(problem, TOPS), [], [], []
     for o in problem.sums:
         kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
         sums.append(f"{o.name}_data = float64_at({places[o.name]} + task * {kept} * 8)")
@@ -350,22 +358,18 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = problem.summed
-    operands = [*problem.inputs, *(problem.outputs[k] for k in summed), *_apart(problem)]
-    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
     sums_of = {k: _kept(problem.outputs[k], problem.sizes) for k in summed}
     # A task per part of the domain, never so many that their sums take long beside the domain itself.
     most = min(SUM_TASKS, count // (32 * max(sums_of.values())) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
-    near = len(fetched(problem)) + len(repeated(problem)) + len(_alike(problem))
-    buffers = len(problem.streams) + len(buffered_sums(problem)) + near
+    scratch = _scratch(problem)
     text = Text(problem, results, run, Arguments(
-        len(problem.inputs) + len(results) + buffers, [*integers, 0, 0, tasks, problem.abreast],
-        len(problem.scalars)))
+        pointers((*problem.inputs, *problem.outputs), scratch), _integers(problem, tasks), problem.scalars))
     if problem.streams:
-        text.draw(len(integers))
+        text.draw()
     if _has_tasks(problem):
         text.divide(tasks, tasks > 1 and pays(count), 1)
-        text.launch_tasks(tasks, sums_of, buffers, BUFFER, joins=problem.abreast > 1)
+        text.launch_tasks(tasks, sums_of, scratch, BUFFER, joins=problem.abreast > 1)
     else:
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ from fusionrt.cpu.pointwise import (
     inner_run,
     walk_down_together,
 )
-from fusionrt.dtypes import element_of
+from fusionrt.cpu.signature import Signature, extents, function, known, pointers
+from fusionrt.dtypes import ITEMSIZE, element_of
 from fusionrt.expr import Expr
 from fusionrt.graph import emit, leaves, toposort
 from fusionrt.primitives import REDUCTION, SIZE
@@ -47,7 +48,7 @@ TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
 PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
 AHEAD = 256           # elements, between which lines of memory are asked for that a later loop needs
 CACHE_LINE = 64       # bytes
-APART = 1024          # bytes between a buffer and whatever else is in memory; see `_scratch`
+APART = 1024          # bytes between a buffer and whatever else is in memory; see `_apart`
 LEAST_SUMMED = 256    # rows whose sums go along: a task has 32 of them at least
 _COLUMN_TESTS = {"is_column": "==", "up_to_column": "<="}
 
@@ -100,8 +101,7 @@ def kept_values(roots: Sequence[Expr], walks: Sequence[Loop]) -> dict[Expr, str]
 # -- text ------------------------------------------------------------------------------------------
 
 def generate(problem: Problem) -> str:
-    """The kernel's text. `pointers`: inputs, outputs, scratch for random numbers, kept values, turned rows;
-    `integers`: sizes, strides, rows of a task, bytes of its scratch, seed, offset."""
+    """The kernel's text. The pointers of scratch are those of the first task."""
     return _written(_formed(problem))[0]
 
 
@@ -115,10 +115,20 @@ def _formed(problem: Problem) -> Problem:
 
 
 @functools.lru_cache(1024)
-def _written(problem: Problem) -> tuple[str, int]:
-    """The text, and how many rows of kept values it has."""
+def _written(problem: Problem) -> tuple[str, tuple[str, ...]]:
+    """The text, and the names of its rows of kept values."""
     text = _Text(problem)
-    return text.kernel(), len(text.kept)
+    return text.kernel(), tuple(text.kept.values())
+
+
+def _operands(problem: Problem) -> tuple[Operand, ...]:
+    return *problem.inputs, *problem.outputs
+
+
+def _integers(problem: Problem, share: int = 0, tasks: int = 0) -> dict[str, int]:
+    """`chunk`: how much of the range a thread has at a time; `share`: bytes of its scratch."""
+    return extents(problem.sizes, _operands(problem)) | {
+        "chunk": 0, "share": share, "seed": 0, "offset": 0, "tasks": tasks}
 
 
 def turned(problem: Problem) -> list[Operand]:
@@ -156,49 +166,40 @@ class _Text:
 
     def kernel(self) -> str:
         p, n_dims = self.problem, len(self.problem.sizes)
-        after = n_dims * (1 + len(self.operands))
+        scratch = _scratch(p, self.kept.values(), self.turned.values())
+        places = Signature(pointers(self.operands, scratch), tuple(_integers(p)), p.scalars).places()
         first, last = ("start", "stop") if self.sums is None else ("first", "last")
-        lines = [f"n{d} = integers[{d}]" for d in range(n_dims)]
-        lines += [f"{o.name}_s{d} = integers[{n_dims * (1 + k) + d}]"
-                  for k, o in enumerate(self.operands) for d in range(n_dims)
-                  if self.turned.get(o.name, o).strides[d] not in (0, 1)]
-        lines += [f"columns = {' * '.join(f'n{d}' for d in self.row_dims)}", "row_size = acc_t(columns)",
-                  f"mine = {first} // integers[{after}] * integers[{after + 1}]", *self._arrays()]
-        lines += [f"{name} = acc_t(scalars[{k}])" for k, name in enumerate(p.scalars)]
+        strided = [self.turned.get(o.name, o) for o in self.operands]
+        lines = [*known(places, p.sizes, strided, p.scalars),
+                 f"columns = {' * '.join(f'n{d}' for d in self.row_dims)}", "row_size = acc_t(columns)",
+                 f"mine = {first} // {places['chunk']} * {places['share']}",
+                 *self._arrays(places | {name: f"{places[name]} + mine" for name in scratch})]
         body, begin = self._row_begins(), list[str]()
         if p.streams:
-            lines += [f"seed = uint64_of(integers[{after + 2}])", f"offset = integers[{after + 3}]"]
+            lines += [f"seed = uint64_of({places['seed']})", f"offset = {places['offset']}"]
             begin = ["drawn = 0", "drawn_end = start * columns"]
             body += self._draws()
         body += [line for loop in self.loops for line in self._loop(loop)]
         if self.sums is not None:
-            places = {o.name: f"pointers[{k}]" for k, o in enumerate(self.operands)}
             rows = " * ".join(f"n{d}" for d in range(len(self.row_dims), n_dims))
-            body = in_tasks(p, places, f"integers[{after + 4}]", rows,
-                            [*begin, *self._with_sums(body, self.sums)])
+            body = in_tasks(p, places, rows, [*begin, *self._with_sums(body, self.sums)])
         elif self.turned:
             body = [*begin, *self._turning(body)]
         elif self.side_by_side:
             body = self._side_by_side(body)
         else:
             body = [*begin, "for row in range(start, stop):", *indented(body)]
-        return "\n".join([f"def kernel(pointers, integers, scalars, {first}, {last}):",
-                          *indented([*lines, *body]), ""])
+        return function([*lines, *body], first, last)
 
-    def _arrays(self) -> list[str]:
+    def _arrays(self, places: Mapping[str, str]) -> list[str]:
         p = self.problem
-        shared = [(f"{o.name}_{'memory' if o.name in self.turned else 'data'}", o.dtype)
-                  for o in self.operands]
-        own = [(f"bits_{s}_data", "uint16") for s in p.streams]
-        own += [(f"{name}_data", p.acc) for name in self.kept.values()]
-        own += [(f"{o.name}_data", o.dtype) for o in self.turned.values()]
-        places = [f"pointers[{k}]" for k in range(len(shared))]
-        places += [f"pointers[{len(shared) + k}] + mine" for k in range(len(own))]
-        of_tasks = {f"{o.name}_data" for o in p.sums}
-        lines = [f"{name} = {element_of(dtype)}_at({place})"
-                 for place, (name, dtype) in zip(places, shared + own, strict=True) if name not in of_tasks]
-        return lines + [f"words_{s} = uint64_at({place})"
-                        for place, s in zip(places[len(shared):], p.streams, strict=False)]
+        lines = [f"{o.name}_{'memory' if o.name in self.turned else 'data'} = "
+                 f"{element_of(o.dtype)}_at({places[o.name]})" for o in self.operands if o not in p.sums]
+        lines += [f"{name} = {dtype}_at({places[f'bits_{s}']})" for s in p.streams
+                  for name, dtype in ((f"bits_{s}_data", "uint16"), (f"words_{s}", "uint64"))]
+        lines += [f"{name}_data = {p.acc}_at({places[name]})" for name in self.kept.values()]
+        return lines + [f"{o.name}_data = {element_of(o.dtype)}_at({places[f'turned_{o.name}']})"
+                        for o in self.turned.values()]
 
     def _coordinates(self, row: str) -> list[str]:
         return [f"rest = {row}", *coordinates("rest", range(len(self.row_dims), len(self.problem.sizes)))]
@@ -475,19 +476,17 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     """A callable of the operator's arguments (and random numbers) that allocates and computes."""
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     columns, rows = math.prod(problem.sizes[:problem.row_dims]), math.prod(problem.sizes[problem.row_dims:])
-    operands = [*problem.inputs, *problem.outputs]
-    integers = [*problem.sizes, *(s for o in operands for s in o.strides)]
-    places, share = _scratch(problem, columns)
+    places, share = _apart(_scratch(problem, _written(_formed(problem))[1], turned(problem)))
     summed, work = problem.summed, WORK * rows * columns
     tasks = max(1, min(SUM_TASKS, rows // 32, work // team.SERIAL_BELOW))
-    arguments = Arguments(len(operands) + len(places), [*integers, 0, share, 0, 0, tasks],
-                          len(problem.scalars))
+    arguments = Arguments(pointers(_operands(problem), places), _integers(problem, share, tasks),
+                          problem.scalars)
     text = Text(problem, results, run, arguments)
-    text.divide(tasks if summed else rows, pays(work), 1, len(integers))
+    text.divide(tasks if summed else rows, pays(work), 1)
     if share:
         text.scratch(share, places)
     if problem.streams:
-        text.draw(len(integers) + 2)
+        text.draw()
     if summed:
         text.launch_tasks(tasks, dict.fromkeys(summed, columns))
     else:
@@ -495,15 +494,20 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     return text.compile(n_args, lambda: build(problem, results, n_args))
 
 
-def _scratch(problem: Problem, columns: int) -> tuple[list[int], int]:
+def _scratch(problem: Problem, kept: Iterable[str], turned: Iterable[Operand]) -> dict[str, int]:
+    """Bytes of each of a task's buffers."""
+    columns = math.prod(problem.sizes[:problem.row_dims])
+    drawn = max(512 * DRAWN_AHEAD, columns + 1024) * 2
+    row = columns * (8 if problem.acc == "float64" else 4)
+    return {**{f"bits_{s}": drawn for s in problem.streams}, **dict.fromkeys(kept, row),
+            **{f"turned_{o.name}": TURNED * (columns + PAD) * ITEMSIZE[o.dtype] for o in turned}}
+
+
+def _apart(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Where a task's buffers lie, and how many bytes they take.
 
     A loop asks whether what it writes begins within the few vectors behind what it reads, and then goes
     element by element. Sums have another order then: a row's bits would depend on what lies beside it.
     """
-    drawn = max(512 * DRAWN_AHEAD, columns + 1024) * 2
-    row = columns * (8 if problem.acc == "float64" else 4)
-    sizes = [drawn] * len(problem.streams) + [row] * _written(_formed(problem))[1]
-    sizes += [TURNED * (columns + PAD) * getattr(torch, o.dtype).itemsize for o in turned(problem)]
-    ends = list(itertools.accumulate((-(-size // 64) * 64 + APART for size in sizes), initial=APART))
-    return (ends[:-1], ends[-1]) if sizes else ([], 0)
+    ends = list(itertools.accumulate((-(-size // 64) * 64 + APART for size in sizes.values()), initial=APART))
+    return dict(zip(sizes, ends, strict=False)), ends[-1] if sizes else 0

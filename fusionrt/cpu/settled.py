@@ -33,25 +33,25 @@ class _Job(ctypes.Structure):
 
 
 def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
-            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], drawn_at: int | None,
+            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], draws: bool,
             numbers: Sequence[str | float]) -> Callable[..., Any]:
     """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text;
-    `drawn_at`: the place among its integers of random numbers' seed and offset, if it draws some."""
+    whether it `draws` random numbers, whose seed and offset are of each call."""
     now = torch.get_num_threads()
     if division.is_parallel and division.threads != now:
         division.by(now)
     if division.tasks > 1 and not team.usable():
         return general
-    integers: list[Any] = list(division.arguments.integers_now())
-    if drawn_at is not None:
-        integers[drawn_at:drawn_at + 2] = native.SEED, native.OFFSET
+    integers: dict[str, Any] = division.arguments.integers_now()
+    if draws:
+        integers |= {"seed": native.SEED, "offset": native.OFFSET}
     formats = "Q" * len(pointers) + "q" * len(integers) + "d" * len(numbers)
     params = source.Params([source.Field("", format) for format in formats])
     allocated = [Allocated(name, r.shape, r.strides, r.dtype) for name, r in results.items()]
     allocated += [Allocated(m.name, (m.size * (division.tasks if m.each else 1),), (1,), m.dtype)
                   for m in of_kernel]
     job = _job(division)
-    launched = Launched(ctypes.addressof(job), 0, 0, 0, 0, params, [*pointers, *integers, *numbers],
+    launched = Launched(ctypes.addressof(job), 0, 0, 0, 0, params, [*pointers, *integers.values(), *numbers],
                         len(allocated), owned=job)
     return native.settled(Plan(
         general, arguments, allocated, list(results), [launched], 0, threading.get_ident(),
@@ -62,7 +62,7 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
 def _job(division: Division) -> _Job:
     kernel, arguments = division.kernel, division.arguments
     job = _Job(kernel=kernel.address, scratch=kernel.scratch, size=division.size, chunk=division.chunk,
-               threads=1, integers_at=arguments.integers_at, numbers_at=arguments.numbers_at)
+               threads=1, integers_at=arguments.integers_at, numbers_at=arguments.scalars_at)
     if division.tasks > 1:
         (job.question0, job.question1), job.threads = team.answers(), division.threads
         job.parallel, job.member = team.parallel_address(), team.member()

@@ -91,10 +91,9 @@ class Job:
         self.parallel(self.member, self.address, threads, 0)
 
 
-def run(kernel: int, scratch: int, arguments: tuple[bytes, bytes, bytes], size: int, grain: int) -> None:
+def run(kernel: int, scratch: int, addresses: Sequence[int], size: int, grain: int) -> None:
     """A job over [0, size) that comes once, by torch.get_num_threads()."""
     threads = torch.get_num_threads()
-    addresses = [ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value or 0 for argument in arguments]
     job = Job(kernel, scratch, addresses)
     job.divide(size, -(-size // (threads * grain)) * grain)
     job(threads)

@@ -15,12 +15,11 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.samples import ADJUSTMENTS, PLACES
-from fusionrt.laid import address
 
 if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
 
-# The columns of the table of numbers, as the text below counts them.
+# The columns of the table of numbers; in the text below {data} is an image's own, and so on.
 NUMBERS = ("data", *PLACES)
 TASKS = 8  # a thread: images need different time
 
@@ -99,7 +98,7 @@ def sum_columns(pixels, row, weights, firsts, counts, limit, width):
 def fill_columns(weights, firsts, counts, limit, numbers, width):
     for x in range(width):
         taps = float32_at(weights + 4 * x * limit)
-        firsts[x], counts[x] = fill_taps(taps, numbers[10] + x, numbers[8], numbers[6])
+        firsts[x], counts[x] = fill_taps(taps, {offset_x} + x, {resized_width}, {box_width})
 '''
 
 ADJUST = '''
@@ -176,9 +175,9 @@ def adjust(pixels, width, order, factors, mean):
 
 STORE = '''
 @inline
-def store(at, sample, y, pixels, height, width, flip, scalars):
+def store(at, sample, y, pixels, height, width, flip, scales, shifts):
     for c in range({channels}):
-        scale, shift = np.float32(scalars[c]), np.float32(scalars[4 + c])
+        scale, shift = scales[c], shifts[c]
         out = {result}_at(at + {size} * {place})
         if flip:
             for x in range(width):
@@ -190,13 +189,10 @@ def store(at, sample, y, pixels, height, width, flip, scalars):
 
 # Both stages share the rows of all results among tasks.
 FROM_SOURCE = '''
-def kernel(pointers, integers, scalars, start, stop):
-    height, width, rows, tasks, limit, share = (integers[0], integers[1], integers[2], integers[3],
-                                                integers[4], integers[5])
     for task in range(start, stop):
-        scratch = pointers[5] + task * share
-        firsts, counts = int64_at(scratch), int64_at(scratch + 8 * width)
-        planes = scratch + 16 * width
+        own = scratch + task * share
+        firsts, counts = int64_at(own), int64_at(own + 8 * width)
+        planes = own + 16 * width
         weights = planes + 4 * {channels} * width
         down = float32_at(weights + 4 * width * limit)
         row = float32_at(weights + 4 * (width + 1) * limit)
@@ -205,49 +201,45 @@ def kernel(pointers, integers, scalars, start, stop):
         for k in range(rows * task // tasks, rows * (task + 1) // tasks):
             sample = k // height
             y = k - sample * height
-            numbers = int64_at(pointers[0] + sample * 8 * {columns})
+            numbers = int64_at(table + sample * 8 * {columns})
             if sample != seen:
                 fill_columns(weights, firsts, counts, limit, numbers, width)
                 seen = sample
-            first, count = fill_taps(down, numbers[9] + y, numbers[7], numbers[5])
+            first, count = fill_taps(down, {offset_y} + y, {resized_height}, {box_height})
             begin, end = firsts[0], firsts[width - 1] + counts[width - 1]
-            stride = numbers[2] * {bytes}
+            stride = {width} * {bytes}
             for plane in range({planes}):
-                line = plane * numbers[1] + numbers[3] + first
-                source = numbers[0] + line * stride + numbers[4] * {bytes}
+                line = plane * {height} + {top} + first
+                source = {data} + line * stride + {left} * {bytes}
                 sum_rows(row, source, stride, down, count, begin * {interleaved}, end * {interleaved})
                 sum_columns(float32_at(planes + 4 * plane * width), row, float32_at(weights), firsts, counts,
                             limit, width)
-            factors = float32_at(pointers[1] + sample * 16)
-            adjust(pixels, width, numbers[12], factors, np.float32(0))
+            adjust(pixels, width, {order}, float32_at(factors + sample * 16), np.float32(0))
 {finish}
 '''
-FINISH = "            store(pointers[2], sample, y, pixels, height, width, numbers[11] != 0, scalars)"
-LEAVE = '''            kept = float32_at(pointers[3] + 4 * k * {channels} * width)
+FINISH = "            store(out, sample, y, pixels, height, width, {flip} != 0, scales, shifts)"
+LEAVE = '''            kept = float32_at(between + 4 * k * {channels} * width)
             for i in range({channels} * width):
                 kept[i] = pixels[i]
             total = 0.0
             for x in range(width):
                 total += grey(pixels, width, x)
-            float64_at(pointers[4])[k] = total'''
+            sums[k] = total'''
 FROM_BETWEEN = '''
-def kernel(pointers, integers, scalars, start, stop):
-    height, width, rows, tasks = integers[0], integers[1], integers[2], integers[3]
-    sums = float64_at(pointers[4])
     for task in range(start, stop):
         seen, mean = -1, np.float32(0)
         for k in range(rows * task // tasks, rows * (task + 1) // tasks):
             sample = k // height
             y = k - sample * height
-            numbers = int64_at(pointers[0] + sample * 8 * {columns})
+            numbers = int64_at(table + sample * 8 * {columns})
             if sample != seen:
                 total = 0.0
                 for i in range(sample * height, sample * height + height):
                     total += sums[i]
                 seen, mean = sample, np.float32(total / (height * width))
-            pixels = float32_at(pointers[3] + 4 * k * {channels} * width)
-            adjust(pixels, width, numbers[12], float32_at(pointers[1] + sample * 16), mean)
-            store(pointers[2], sample, y, pixels, height, width, numbers[11] != 0, scalars)
+            pixels = float32_at(between + 4 * k * {channels} * width)
+            adjust(pixels, width, {order}, float32_at(factors + sample * 16), mean)
+            store(out, sample, y, pixels, height, width, {flip} != 0, scales, shifts)
 '''
 CALLS = {"brightness": "brighten(pixels, width, factors[0])",
          "contrast": "contrast(pixels, width, factors[1], mean)",
@@ -279,11 +271,17 @@ def _kernel(recipe: Recipe, stage: int) -> Kernel:
         "results": "\n".join(f"        pixels[{c} * width + x] = {unit.format(c)}" for c in channels),
         "grey": GREY if n == 3 else "pixels[x]",
         "begins": stage != SECOND, "stops": stage == FIRST, "columns": len(NUMBERS),
-        "adjustments": _adjustments(recipe, stage)}
+        "adjustments": _adjustments(recipe, stage),
+        **{name: f"numbers[{k}]" for k, name in enumerate(NUMBERS)}}
     found["filter"] = (CUBIC if recipe.cubic else LINEAR).format(**found)
     found["finish"] = (LEAVE if stage == FIRST else FINISH).format(**found)
-    parts = (TAPS, ADJUST, STORE, *((FROM_BETWEEN,) if stage == SECOND else (RESAMPLE, FROM_SOURCE)))
-    return Kernel(f"image_preprocess_{stage}", "".join(part.format(**found) for part in parts))
+    functions = (TAPS, ADJUST, STORE) if stage == SECOND else (TAPS, ADJUST, STORE, RESAMPLE)
+    return Kernel(
+        f"image_preprocess_{stage}", (FROM_BETWEEN if stage == SECOND else FROM_SOURCE).format(**found),
+        before="".join(part.format(**found) for part in functions), pointers={
+            "table": "", "factors": "", "out": "", "between": "", "scratch": "", "sums": "float64",
+            "scales": "float32", "shifts": "float32"},
+        integers=("height", "width", "rows", "tasks", "limit", "share"))
 
 
 def _adjustments(recipe: Recipe, stage: int) -> str:
@@ -306,13 +304,14 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     sums = torch.empty(lines if recipe.contrast else 0, dtype=torch.float64, device="cpu")
     limit, share = _scratch(recipe, rows, width)
     scratch = torch.empty(tasks * share, dtype=torch.uint8, device="cpu")
-    pointers = [numbers.ctypes.data, factors.ctypes.data,
-                *(address(t) for t in (out, between, sums, scratch))]
-    integers = (height, width, lines, tasks, limit, share)
-    scalars = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
+    scales, shifts = (np.array(values, np.float32) for values in affine)
     for stage in (FIRST, SECOND) if recipe.contrast else (WHOLE,):
-        _kernel(recipe, stage)(out.device, tasks, pointers, integers, scalars,
-                               work=max(1, out.numel() // tasks))
+        kernel = _kernel(recipe, stage)
+        kernel(out.device, tasks, kernel.given(
+            table=numbers.ctypes.data, factors=factors.ctypes.data, out=out.data_ptr(),
+            between=between.data_ptr(), scratch=scratch.data_ptr(), sums=sums.data_ptr(),
+            scales=scales.ctypes.data, shifts=shifts.ctypes.data, height=height, width=width, rows=lines,
+            tasks=tasks, limit=limit, share=share), work=max(1, out.numel() // tasks))
 
 
 def _scratch(recipe: Recipe, rows: Any, width: int) -> tuple[int, int]:

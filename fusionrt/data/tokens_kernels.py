@@ -62,8 +62,27 @@ class Masking(NamedTuple):
 
 _FLAGS = ("RAGGED", "LEFT", "BOS", "EOS", "SHIFTED", "MASKED", "CHECKED")
 _POINTERS = ("input_ids", "attention_mask", "position_ids", "labels")
-_NUMBERS = ("size", "total", "width", "limit", "pad", "bos", "eos", "start", "shift", "vocab_size", "ignore",
-            "mask", "n_special", "chosen_below", "masked_below", "random_below")
+
+
+class _Numbers(NamedTuple):
+    """Of a kernel on either device."""
+
+    size: int             # of a padded row
+    total: int            # ids
+    width: int
+    limit: int
+    pad: int
+    bos: int
+    eos: int
+    first_input: int
+    shift: int
+    vocab_size: int
+    ignore: int
+    mask: int
+    n_special: int
+    chosen_below: int
+    masked_below: int
+    random_below: int
 
 
 def _flags(batch: Batch, settings: Settings, masking: Masking | None) -> tuple[bool, ...]:
@@ -72,14 +91,15 @@ def _flags(batch: Batch, settings: Settings, masking: Masking | None) -> tuple[b
             settings.vocab_size is not None)
 
 
-def _numbers(batch: Batch, settings: Settings, masking: Masking | None) -> list[int]:
-    size = 0 if batch.is_ragged else batch.ids.shape[1]
-    optional = (settings.bos, settings.eos, settings.start)
-    bounds = (0, 0, 0) if masking is None else masking.bounds
-    return [size, batch.ids.numel(), settings.width, settings.limit, settings.pad,
-            *(0 if t is None else t for t in optional), settings.shift, settings.vocab_size or 0,
-            settings.ignore, 0 if masking is None else masking.mask,
-            0 if masking is None else len(masking.special), *bounds]
+def _numbers(batch: Batch, settings: Settings, masking: Masking | None) -> _Numbers:
+    mask, n_special, (chosen, masked, replaced) = (0, 0, (0, 0, 0)) if masking is None else (
+        masking.mask, len(masking.special), masking.bounds)
+    return _Numbers(
+        size=0 if batch.is_ragged else batch.ids.shape[1], total=batch.ids.numel(), width=settings.width,
+        limit=settings.limit, pad=settings.pad, bos=settings.bos or 0, eos=settings.eos or 0,
+        first_input=settings.start or 0, shift=settings.shift,
+        vocab_size=settings.vocab_size or 0, ignore=settings.ignore, mask=mask, n_special=n_special,
+        chosen_below=chosen, masked_below=masked, random_below=replaced)
 
 
 @functools.cache
@@ -87,8 +107,8 @@ def _gpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> gpu.Kernel:
     fields = [pointer("source_t", "ids"), pointer("long long", "offsets"),
               *(pointer("index_t", name, const=False) for name in _POINTERS),
               pointer("unsigned long long", "fault", const=False), pointer("unsigned long long", "state"),
-              *(Field(f"long long {name}", "q") for name in _NUMBERS), Field("unsigned long long seed", "Q"),
-              Field("unsigned long long offset", "Q"),
+              *(Field(f"long long {name}", "q") for name in _Numbers._fields),
+              Field("unsigned long long seed", "Q"), Field("unsigned long long offset", "Q"),
               Field(f"long long special[{MOST_SPECIAL}]", "q" * MOST_SPECIAL)]
     constants = [f"using source_t = {source}_t;", f"using index_t = {index}_t;",
                  *(f"constexpr bool {name} = {str(on).lower()};"
@@ -98,22 +118,9 @@ def _gpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> gpu.Kernel:
 
 # The words of kernels_src/tokens.cu, in which the flags are constants here as well.
 _TEXT = """
-{flags}
-
-def kernel(pointers, integers, scalars, start, stop):
-    ids = {source}_at(pointers[0])
-    offsets = int64_at(pointers[1])
-    input_ids, attention_mask = {index}_at(pointers[2]), {index}_at(pointers[3])
-    position_ids, labels = {index}_at(pointers[4]), {index}_at(pointers[5])
-    special = int64_at(pointers[6])
-    size, width, limit, pad = integers[0], integers[2], integers[3], integers[4]
-    bos, eos, first_input, shift = integers[5], integers[6], integers[7], integers[8]
-    vocab_size, ignore, mask, n_special = integers[9], integers[10], integers[11], integers[12]
-    chosen_below, masked_below, random_below = integers[13], integers[14], integers[15]
-    seed, offset = uint64_of(integers[16]), uint64_of(integers[17])
     half, low = uint64_of(32), uint64_of(0xFFFFFFFF)
-    k0, k1 = np.uint32(seed & low), np.uint32(seed >> half)
-    c0, c1 = np.uint32(offset & low), np.uint32(offset >> half)
+    k0, k1 = np.uint32(uint64_of(seed) & low), np.uint32(uint64_of(seed) >> half)
+    c0, c1 = np.uint32(uint64_of(offset) & low), np.uint32(uint64_of(offset) >> half)
     before, around = int(BOS), int(BOS) + int(EOS)
     for row in range(start, stop):
         begin, end = row * size, row * size + size
@@ -168,7 +175,9 @@ def kernel(pointers, integers, scalars, start, stop):
 @functools.cache
 def _cpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> cpu.Kernel:
     constants = "\n".join(f"{name} = {on}" for name, on in zip(_FLAGS, flags, strict=True))
-    return cpu.Kernel("token_preprocess", _TEXT.format(flags=constants, source=source, index=index))
+    return cpu.Kernel("token_preprocess", _TEXT, before=constants, integers=(
+        *_Numbers._fields, "seed", "offset"), pointers={
+        "ids": source, "offsets": "int64", **dict.fromkeys(_POINTERS, index), "special": "int64"})
 
 
 def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence[torch.Tensor]) -> None:
@@ -185,8 +194,9 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
             indices.check("token_preprocess", [indices.Indices("ids", ids, settings.vocab_size)
                                                for ids in (_real_ids(batch, settings), around)])
         table = torch.tensor(special, dtype=torch.int64, device="cpu")
-        _cpu_kernel(source, index, flags)(device, batch.rows, [*addresses, table.data_ptr()],
-                                          [*numbers, _signed(seed), _signed(offset)], work=4 * settings.width)
+        kernel = _cpu_kernel(source, index, flags)
+        kernel(device, batch.rows, kernel.given(*addresses, table.data_ptr(), *numbers, seed=_signed(seed),
+                                                offset=_signed(offset)), work=4 * settings.width)
         return
     watched = batch.longest is None or settings.vocab_size is not None  # offsets that nobody has seen
     fault = indices.fault_of(device) if watched else None

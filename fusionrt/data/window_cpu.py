@@ -16,7 +16,7 @@ import torch
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data import window_cpu_few, window_cpu_pieces
 from fusionrt.data.window_rows import LOADS, Request, Rows
-from fusionrt.dtypes import element_of, name_of
+from fusionrt.dtypes import name_of
 from fusionrt.laid import address
 
 COLUMNS = 64        # of a task
@@ -64,25 +64,18 @@ def family(op: str, indexed: bool) -> Family:
     return Family(("0.0", "0.0"), "", _WELFORD, _WELFORD, moments if op == "std" else moments[:2])
 
 
+_INTEGERS = (*Rows._fields, "results", "dense", "left", "window", "stride", "min_periods", "width", "group",
+             "tasks", "parts", "slab")
 _TEXT = """
-def kernel(pointers, integers, scalars, start, stop):
-    x = {memory}_at(pointers[0])
-    out = {memory}_at(pointers[1])
-    index = int32_at(pointers[2])
-    n, inner, row_step, step = integers[1], integers[2], integers[3], integers[4]
-    results, dense, left, window, stride = integers[5], integers[6], integers[7], integers[8], integers[9]
-    min_periods, width, group = integers[10], integers[11], integers[12]
-    tasks, parts = integers[13], integers[14]
-    correction, inf, nan = scalars[0], scalars[1], scalars[2]
     blocks, groups, segment = -(-inner // width), -(-dense // group), window - 1
     for part in range(start, stop):
-        tails = float64_at(pointers[3] + part * integers[15])
-        carry = float64_at(pointers[3] + part * integers[15] + {size} * 8 * window * width)
+        tails = float64_at(scratch + part * slab)
+        carry = float64_at(scratch + part * slab + {size} * 8 * window * width)
         for task in range(part, tasks, parts):
             column, row = task % blocks * width, task // blocks // groups
             first = task // blocks % groups * group
             last, columns = min(first + group, dense), min(width, inner - column)
-            source, target = row * row_step + column, row * results * inner + column
+            source, target = row * outer_step + column, row * results * inner + column
             result = -(-first // stride)
             while first < last:
                 {each}:
@@ -150,7 +143,7 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
         store.append("index[to + c] = cast_int32(where(missing, -1.0, i))")
     keep = tuple(f"T{k} = C{k}" for k in range(size))
     text = _TEXT.format(
-        memory=element_of(name), size=size, each=each,
+        size=size, each=each,
         reset=spelled(tuple(f"C{k} = {value}" for k, value in enumerate(parts.start)), 20),
         by_tail="1.0 / float64_of(n_tail)" if moments else "0.0",
         by_head="1.0 / float64_of(n_head)" if moments else "0.0",
@@ -161,7 +154,9 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
         refresh_head=spelled(tuple(line.format("k") for line in refresh), 24),
         keep=spelled(keep, 20), keep_at=spelled(keep, 28),
         result=spelled((*parts.result, *store), 28, place="k_tail"))
-    return Kernel(f"sliding_window {op}", text, "float64")
+    return Kernel(f"sliding_window {op}", text, "float64",
+                  pointers={"x": name, "out": name, "index": "int32", "scratch": ""},
+                  integers=_INTEGERS, scalars=("correction", "inf", "nan"))
 
 
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None
@@ -181,7 +176,9 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index
     slab = 8 * size * width * (request.window + 1) + 64  # tails, none of them, one carry
     scratch = torch.empty(parts * slab, dtype=torch.uint8, device=x.device)
     made = kernel(request.op, x.dtype, index is not None, rows.inner == 1)
-    made(x.device, parts, [address(t) for t in (x, out, index, scratch)],
-         [*rows, request.results(rows.n), dense, request.left, request.window, request.stride,
-          request.min_periods, width, group, tasks, parts, slab], [request.correction, math.inf, math.nan],
-         work=max(1, rows.outer * rows.inner * dense // max(parts, 1)))
+    made(x.device, parts, made.given(
+        x=x.data_ptr(), out=out.data_ptr(), index=address(index), scratch=scratch.data_ptr(),
+        **rows._asdict(), results=request.results(rows.n), dense=dense, left=request.left,
+        window=request.window, stride=request.stride, min_periods=request.min_periods, width=width,
+        group=group, tasks=tasks, parts=parts, slab=slab, correction=request.correction, inf=math.inf,
+        nan=math.nan), work=max(1, rows.outer * rows.inner * dense // max(parts, 1)))

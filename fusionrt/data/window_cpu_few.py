@@ -13,22 +13,13 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.window_rows import LOADS, Request, Rows
-from fusionrt.dtypes import element_of, name_of
-from fusionrt.laid import address
+from fusionrt.dtypes import name_of
 
 # Elements of a window; more are faster by scans. Of neighbours in rows, of columns.
 MOST = {"sum": (32, 16), "mean": (32, 16), "min": (32, 16), "max": (32, 16), "var": (24, 12), "std": (24, 12)}
 CHUNK = 1 << 12  # results of a task, about
 
-
 _TEXT = """
-def kernel(pointers, integers, scalars, start, stop):
-    x = {memory}_at(pointers[0])
-    out = {memory}_at(pointers[1])
-    n, inner, row_step, step = integers[1], integers[2], integers[3], integers[4]
-    results, left, stride, min_periods, chunk = (integers[5], integers[6], integers[7], integers[8],
-                                                 integers[9])
-    correction, inf, nan = scalars[0], scalars[1], scalars[2]
     chunks = -(-results // chunk)
     for task in range(start, stop):
         row, i = task // chunks, task % chunks * chunk
@@ -36,7 +27,7 @@ def kernel(pointers, integers, scalars, start, stop):
         while i < last:
             begin = i * stride - left
             low, high = max(-begin, 0), min({window}, n - begin)
-            at, to = row * row_step + begin * step, (row * results + i) * inner
+            at, to = row * outer_step + begin * step, (row * results + i) * inner
             count = float64_of(high - low)
             freedom = max(count - correction, 0.0)
             if high - low == {window}:
@@ -84,12 +75,14 @@ def kernel(op: str, dtype: torch.dtype, window: int, single: bool) -> Kernel:
                 f"    d = {element.format('x[at + k * step + c]')} - m", "    r += d * d"]
     lines = functools.partial(_indented, 20)
     text = _TEXT.format(
-        memory=element_of(name), window=window,
+        window=window,
         columns=f"min(last, n - {window - 1} + left) - i" if single else "inner",
         advance="columns" if single else "1", whole=lines([*whole, *ends]), store=f"store_{name}(acc_t(r))",
         start={"min": "inf", "max": "-inf"}.get(op, "0.0"), element=element.format("x[at + k * step + c]"),
         joined=joined, rest=lines([*rest, *ends] or ["pass"]))
-    return Kernel(f"sliding_window {op} of {window}", text, "float64")
+    return Kernel(f"sliding_window {op} of {window}", text, "float64", pointers={"x": name, "out": name},
+                  integers=(*Rows._fields, "results", "left", "stride", "min_periods", "chunk"),
+                  scalars=("correction", "inf", "nan"))
 
 
 def _indented(indent: int, lines: list[str]) -> str:
@@ -101,6 +94,7 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     results = request.results(rows.n)
     single, chunk = rows.inner == 1, max(1, CHUNK // rows.inner)
     made = kernel(request.op, x.dtype, request.window, single)
-    made(x.device, rows.outer * -(-results // chunk), [address(t) for t in (x, out)],
-         [*rows, results, request.left, request.stride, request.min_periods, chunk],
-         [request.correction, math.inf, math.nan], work=chunk * rows.inner * request.window)
+    made(x.device, rows.outer * -(-results // chunk), made.given(
+        x=x.data_ptr(), out=out.data_ptr(), **rows._asdict(), results=results, left=request.left,
+        stride=request.stride, min_periods=request.min_periods, chunk=chunk, correction=request.correction,
+        inf=math.inf, nan=math.nan), work=chunk * rows.inner * request.window)

@@ -16,8 +16,7 @@ import torch
 
 from fusionrt.cpu.kernel import Kernel
 from fusionrt.data.window_rows import LOADS, Request, Rows
-from fusionrt.dtypes import element_of, name_of
-from fusionrt.laid import address
+from fusionrt.dtypes import name_of
 
 MOST = 4096         # elements of a window; of more, scans are faster
 PIECES = 4          # of a power that make the next one (of 2 and 8: up to a third slower)
@@ -26,17 +25,11 @@ CHUNK = 1 << 12     # results of a task, or twice the window
 Join = Callable[[list[str]], str]
 
 _TEXT = """
-def kernel(pointers, integers, scalars, start, stop):
-    x = {memory}_at(pointers[0])
-    out = {memory}_at(pointers[1])
-    n, row_step, results, left, min_periods = integers[1], integers[3], integers[5], integers[6], integers[7]
-    chunk, parts, slab = integers[8], integers[9], integers[10]
-    inf, nan = scalars[0], scalars[1]
     chunks = -(-results // chunk)
-    tasks = integers[0] * chunks
+    tasks = outer * chunks
     for part in range(start, stop):
-        pieces = {scratch}_at(pointers[2] + part * slab)
-        found = {scratch}_at(pointers[2] + part * slab + {size} * (chunk + {window}))
+        pieces = {scratch}_at(scratch + part * slab)
+        found = {scratch}_at(scratch + part * slab + {size} * (chunk + {window}))
         for task in range(part, tasks, parts):
             row, first = task // chunks, task % chunks * chunk
             many = min(chunk, results - first)
@@ -44,7 +37,7 @@ def kernel(pointers, integers, scalars, start, stop):
             low, high = min(max(-begin, 0), size), max(min(n - begin, size), 0)
             for c in range(low):
                 pieces[c] = {least}
-            source = row * row_step + begin
+            source = row * outer_step + begin
             for c in range(low, high):
                 pieces[c] = {element}
             for c in range(max(low, high), size):
@@ -109,13 +102,15 @@ def kernel(op: str, dtype: torch.dtype, window: int) -> Kernel:
     steps = _extreme_steps(window, op) if extreme else _sum_steps(window)
     mean = op == "mean"
     text = _TEXT.format(
-        memory=element_of(name), name=name, window=window, scratch=scratch,
+        name=name, window=window, scratch=scratch,
         size=8 if scratch == "float64" else 4, least={"min": "inf", "max": "-inf"}.get(op, "0.0"),
         element=element if extreme else f"float64_of({element})",
         steps="\n".join(" " * 12 + line for line in steps),
         whole=f"found[c] * {1 / window!r}" if mean else "found[c]",
         part="found[c] / float64_of(have)" if mean else "found[c]")
-    return Kernel(f"sliding_window {op} of {window}", text, "float64")
+    return Kernel(f"sliding_window {op} of {window}", text, "float64",
+                  pointers={"x": name, "out": name, "scratch": ""}, scalars=("inf", "nan"),
+                  integers=(*Rows._fields, "results", "left", "min_periods", "chunk", "parts", "slab"))
 
 
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
@@ -126,6 +121,7 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     parts, slab = min(tasks, torch.get_num_threads()), 8 * (2 * chunk + request.window) + 64
     scratch = torch.empty(parts * slab, dtype=torch.uint8, device=x.device)
     made = kernel(request.op, x.dtype, request.window)
-    made(x.device, parts, [address(t) for t in (x, out, scratch)],
-         [*rows, results, request.left, request.min_periods, chunk, parts, slab], [math.inf, math.nan],
-         work=max(1, rows.outer * results // max(parts, 1)))
+    made(x.device, parts, made.given(
+        x=x.data_ptr(), out=out.data_ptr(), scratch=scratch.data_ptr(), **rows._asdict(), results=results,
+        left=request.left, min_periods=request.min_periods, chunk=chunk, parts=parts, slab=slab, inf=math.inf,
+        nan=math.nan), work=max(1, rows.outer * results // max(parts, 1)))

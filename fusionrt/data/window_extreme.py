@@ -11,8 +11,7 @@ import torch
 
 from fusionrt.cpu import kernel as cpu
 from fusionrt.data.window_rows import LOADS, Tensor, like, outermost_first
-from fusionrt.dtypes import SIGNIFICANT_BITS, element_of, name_of
-from fusionrt.laid import address
+from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
 from fusionrt.runtime.source import Field, pointer
@@ -33,10 +32,6 @@ def _gpu_kernel(dtype: torch.dtype) -> gpu.Kernel:
 
 
 _TEXT = """
-def kernel(pointers, integers, scalars, start, stop):
-    grad, out = {memory}_at(pointers[0]), {memory}_at(pointers[2])
-    index = int32_at(pointers[1])
-    results, n, inner = integers[0], integers[1], integers[2]
     for row in range(start, stop):
         outer, column = row // inner, row % inner
         of, to = outer * results * inner + column, outer * n * inner + column
@@ -55,9 +50,9 @@ def kernel(pointers, integers, scalars, start, stop):
 @functools.cache
 def _cpu_kernel(dtype: torch.dtype) -> cpu.Kernel:
     name = name_of(dtype)
-    text = _TEXT.format(memory=element_of(name), name=name,
-                        load=LOADS.get(dtype, "{}").format("grad[of + i * inner]"))
-    return cpu.Kernel("sliding_window gradient", text, "float64")
+    text = _TEXT.format(name=name, load=LOADS.get(dtype, "{}").format("grad[of + i * inner]"))
+    return cpu.Kernel("sliding_window gradient", text, "float64", integers=("results", "n", "inner"),
+                      pointers={"grad": name, "index": "int32", "out": name})
 
 
 def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
@@ -65,9 +60,11 @@ def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
     grad, index, dim = grad.permute(order).contiguous(), index.permute(order).contiguous(), order.index(dim)
     outer, results, inner = math.prod(index.shape[:dim]), index.shape[dim], math.prod(index.shape[dim + 1:])
     if grad.numel():
-        addresses = [address(t) for t in (grad, index, out)]
+        addresses = [t.data_ptr() for t in (grad, index, out)]
         if device_type(grad) == "cpu":
-            _cpu_kernel(grad.dtype)(grad.device, outer * inner, addresses, [results, n, inner], work=results)
+            kernel = _cpu_kernel(grad.dtype)
+            kernel(grad.device, outer * inner, kernel.given(*addresses, results=results, n=n, inner=inner),
+                   work=results)
         else:
             parts = -(-results // ITEMS)
             blocks = -(-outer * inner * parts // BLOCK)

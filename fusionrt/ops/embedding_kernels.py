@@ -11,7 +11,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import acc_of, element_of, name_of
+from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, address, laid
 from fusionrt.ops.embedding_gradients import add_partials, gradients_on_gpu, vector_of
@@ -374,21 +374,15 @@ def sum_by_index(grad: Tensor, index: Tensor, rows: int, scale: float, padding: 
 
 # -- on a CPU --------------------------------------------------------------------------------------
 
-_SUM_TEXT = """def kernel(pointers, integers, scalars, start, stop):
-    out, tokens, table = {store}_at(pointers[0]), int64_at(pointers[1]), {store}_at(pointers[2])
-    position_table, position_ids = {store}_at(pointers[3]), int64_at(pointers[4])
-    type_table, type_ids = {store}_at(pointers[5]), int64_at(pointers[6])
-    columns, scale = integers[0], acc_t(scalars[0])
+_SUM_TEXT = """
     for n in range(start, stop):
-        token = tokens[n] * integers[1]
-        position = position_ids[n % integers[3]] * integers[2]
-        type = type_ids[n % integers[5]] * integers[4]
+        token = token_ids[n] * token_stride
+        position = position_ids[n % position_period] * position_stride
+        type = type_ids[n % type_period] * type_stride
         for j in range(columns):
-            out[n * columns + j] = store_{dtype}(load_{dtype}(table[token + j]) * scale{more})
+            out[n * columns + j] = store_{dtype}(load_{dtype}(token_table[token + j]) * scale{more})
 """
-_GRADIENT_TEXT = """def kernel(pointers, integers, scalars, start, stop):
-    grad, index, total = {store}_at(pointers[0]), int64_at(pointers[1]), {acc}_at(pointers[2])
-    count, columns, rows, padding = integers[0], integers[1], integers[2], integers[3]
+_GRADIENT_TEXT = """
     for n in range(count):
         i = index[n]
         if 0 <= i and i < rows and i != padding:
@@ -401,15 +395,20 @@ _GRADIENT_TEXT = """def kernel(pointers, integers, scalars, start, stop):
 def _cpu_sum(dtype: str, positions: bool, types: bool) -> CpuKernel:
     more = [f" + load_{dtype}({name}_table[{name} + j])"
             for name, there in (("position", positions), ("type", types)) if there]
-    text = _SUM_TEXT.format(store=element_of(dtype), dtype=dtype, more="".join(more))
-    return CpuKernel("embedding_position", text, acc_of(dtype))
+    return CpuKernel(
+        "embedding_position", _SUM_TEXT.format(dtype=dtype, more="".join(more)), acc_of(dtype),
+        pointers={"out": dtype, **dict.fromkeys(("token_ids", "position_ids", "type_ids"), "int64"),
+                  **dict.fromkeys(("token_table", "position_table", "type_table"), dtype)},
+        integers=("columns", "token_stride", "position_stride", "type_stride", "position_period",
+                  "type_period"), scalars=("scale",))
 
 
 @functools.cache
 def _cpu_gradient(dtype: str) -> CpuKernel:
     acc = acc_of(dtype)
-    return CpuKernel("embedding_position_backward",
-                     _GRADIENT_TEXT.format(store=element_of(dtype), dtype=dtype, acc=acc), acc)
+    return CpuKernel("embedding_position_backward", _GRADIENT_TEXT.format(dtype=dtype), acc,
+                     pointers={"grad": dtype, "index": "int64", "total": acc},
+                     integers=("count", "columns", "rows", "padding"))
 
 
 def sum_on_cpu(call: Call) -> Tensor:
@@ -420,16 +419,16 @@ def sum_on_cpu(call: Call) -> Tensor:
         return out
     positions = torch.arange(call.period, device=device) if call.position_ids is None else call.position_ids
     types = torch.zeros(1, dtype=torch.int64, device=device) if call.token_type is None else call.token_type
-    ids = [t.long() for t in (call.tokens, positions, types)]
-    tables = [call.weight if t is None else t
-              for t in (call.weight, call.position_weight, call.token_type_weight)]
-    there = (t is not None for t in (call.position_weight, call.token_type_weight))
-    kernel = _cpu_sum(name_of(out.dtype), *there)
-    pointers = [out, ids[0], tables[0], tables[1], ids[1], tables[2], ids[2]]
-    kernel(device, rows, [t.data_ptr() for t in pointers],
-           [columns, tables[0].stride(0), tables[1].stride(0), ids[1].numel(), tables[2].stride(0),
-            ids[2].numel()],
-           [call.scale], work=columns)
+    tokens, positions, types = (t.long() for t in (call.tokens, positions, types))
+    token_table, position_table, type_table = (call.weight if t is None else t for t in call.tables)
+    kernel = _cpu_sum(name_of(out.dtype), *(t is not None for t in call.tables[1:]))
+    kernel(device, rows, kernel.given(
+        out=out.data_ptr(), token_ids=tokens.data_ptr(), position_ids=positions.data_ptr(),
+        type_ids=types.data_ptr(), token_table=token_table.data_ptr(),
+        position_table=position_table.data_ptr(), type_table=type_table.data_ptr(), columns=columns,
+        token_stride=token_table.stride(0), position_stride=position_table.stride(0),
+        type_stride=type_table.stride(0), position_period=positions.numel(), type_period=types.numel(),
+        scale=call.scale), work=columns)
     return out
 
 
@@ -440,6 +439,7 @@ def _gradient_on_cpu(grad: Tensor, index: Tensor, rows: int, scale: float, paddi
     if grad.numel():
         index = index.long()
         kernel = _cpu_gradient(name_of(grad.dtype))
-        kernel(grad.device, grad.shape[1], [t.data_ptr() for t in (grad, index, total)],
-               [index.numel(), grad.shape[1], rows, padding], grain=16, work=index.numel())
+        kernel(grad.device, grad.shape[1], kernel.given(
+            grad=grad.data_ptr(), index=index.data_ptr(), total=total.data_ptr(), count=index.numel(),
+            columns=grad.shape[1], rows=rows, padding=padding), grain=16, work=index.numel())
     return total.mul_(scale).to(grad.dtype) if scale != 1 else total.to(grad.dtype)

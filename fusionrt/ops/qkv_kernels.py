@@ -11,7 +11,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import acc_of, element_of, name_of
+from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, address, laid
 from fusionrt.ops.rotary_kernels import Options as Rotary
@@ -164,19 +164,15 @@ def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid |
 
 # -- on a CPU --------------------------------------------------------------------------------------
 
-_CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
-    x, out = {store}_at(pointers[0]), {store}_at(pointers[1])
-    cosines, sines = {table_store}_at(pointers[2]), {table_store}_at(pointers[3])
-    bias = {store}_at(pointers[4])
-    heads, length = integers[0], integers[1]
-    half, head_dim, direction = integers[2], integers[3], acc_t(scalars[0])
+_CPU_STEPS = tuple(f"{name}_{dim}" for name in ("x", "out") for dim in ("batch", "row", "head"))
+_CPU_TEXT = """
     for r in range(start, stop):
         head = r % heads
         row = r // heads % length
         batch = r // heads // length
-        at = batch * integers[4] + row * integers[5] + head * integers[6]
-        to = batch * integers[7] + row * integers[8] + head * integers[9]
-        angle = batch * integers[10] + row * integers[11]
+        at = batch * x_batch + row * x_row + head * x_head
+        to = batch * out_batch + row * out_row + head * out_head
+        angle = batch * angle_batch + row * angle_row
         of_head = head * head_dim
         for i in range(half):
             cos = load_{table}(cosines[angle + i])
@@ -195,19 +191,20 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, bias: bool) -> CpuKer
     first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
     added = {f"bias_{name}": f" + load_{dtype}(bias[of_head + {place}])" if bias else ""
              for name, place in (("first", first), ("second", second), ("i", "i"))}
-    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, store=element_of(dtype),
-                            table_store=element_of(table), **added)
-    return CpuKernel("qkv_heads", text, acc_of(dtype))
+    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second, **added)
+    return CpuKernel("qkv_heads", text, acc_of(dtype), scalars=("direction",), pointers={
+        "x": dtype, "out": dtype, "cosines": table, "sines": table, "bias": dtype}, integers=(
+        "heads", "length", "half", "head_dim", *_CPU_STEPS, "angle_batch", "angle_row"))
 
 
 def run_on_cpu(call: Call, bias: Tensor | None) -> None:
     """As `run_on_gpu`."""
     packed, rotary, half = call.packed, call.rotary, call.rotary.rotary_dim // 2
     cos = sin = torch.empty(0, dtype=torch.promote_types(packed.dtype, torch.float32), device=packed.device)
-    steps = 0, 0
+    angle_batch = angle_row = 0
     if half:
         cos, sin = cpu_tables("qkv_heads", packed, call.cos, call.sin, call.positions, rotary)
-        steps = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
+        angle_batch, angle_row = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
     added, first = None if rotary.inverse else bias, 0
     kernel = _cpu_kernel(name_of(packed.dtype), name_of(cos.dtype), rotary.interleaved, added is not None)
     for t, rotated in zip(call.heads, (True, True, False), strict=True):
@@ -217,9 +214,11 @@ def run_on_cpu(call: Call, bias: Tensor | None) -> None:
         sides = [(inside, (*inside.stride()[:2], head_dim)), (t, (t.stride(0), t.stride(2), t.stride(1)))]
         (x, at), (out, to) = reversed(sides) if rotary.inverse else sides
         place = 0 if added is None or added.is_meta else added[columns].data_ptr()
-        kernel(packed.device, batch * length * heads,
-               [x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), place],
-               [heads, length, half if rotated else 0, head_dim, *at, *to, *steps],
-               [-1.0 if rotary.inverse else 1.0], work=head_dim)
+        kernel(packed.device, batch * length * heads, kernel.given(
+            x=x.data_ptr(), out=out.data_ptr(), cosines=cos.data_ptr(), sines=sin.data_ptr(), bias=place,
+            heads=heads, length=length, half=half if rotated else 0, head_dim=head_dim,
+            x_batch=at[0], x_row=at[1], x_head=at[2], out_batch=to[0], out_row=to[1], out_head=to[2],
+            angle_batch=angle_batch, angle_row=angle_row, direction=-1.0 if rotary.inverse else 1.0),
+            work=head_dim)
     if bias is not None and rotary.inverse:
         torch.sum(packed, (0, 1), out=bias, dtype=bias.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from fusionrt import indices
 from fusionrt.cpu.kernel import Kernel as CpuKernel
-from fusionrt.dtypes import acc_of, element_of, name_of
+from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import WIDEST, Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
@@ -191,18 +191,16 @@ def position_steps(positions: Laid | None) -> tuple[int, int]:
 
 # -- on a CPU --------------------------------------------------------------------------------------
 
-_CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
-    x, out = {store}_at(pointers[0]), {store}_at(pointers[1])
-    cosines, sines = {table_store}_at(pointers[2]), {table_store}_at(pointers[3])
-    rows, columns = integers[0], integers[1]
-    half, head_dim, direction = integers[2], integers[3], acc_t(scalars[0])
+# Rows and columns: of heads and positions those that lie apart in memory, and the others.
+_CPU_STEPS = tuple(f"{name}_{dim}" for name in ("x", "out", "angle") for dim in ("batch", "row", "column"))
+_CPU_TEXT = """
     for r in range(start, stop):
         batch = r // (rows * columns)
         row = r // columns - batch * rows
         column = r % columns
-        at = batch * integers[4] + row * integers[5] + column * integers[6]
-        to = batch * integers[7] + row * integers[8] + column * integers[9]
-        angle = batch * integers[10] + row * integers[11] + column * integers[12]
+        at = batch * x_batch + row * x_row + column * x_column
+        to = batch * out_batch + row * out_row + column * out_column
+        angle = batch * angle_batch + row * angle_row + column * angle_column
         for i in range(half):
             cos = load_{table}(cosines[angle + i])
             sin = load_{table}(sines[angle + i]) * direction
@@ -218,11 +216,12 @@ _CPU_TEXT = """def kernel(pointers, integers, scalars, start, stop):
 @functools.cache
 def _cpu_kernel(dtype: str, table: str, interleaved: bool, in_place: bool) -> CpuKernel:
     first, second = ("2 * i", "2 * i + 1") if interleaved else ("i", "half + i")
-    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second,
-                            store=element_of(dtype), table_store=element_of(table))
+    text = _CPU_TEXT.format(dtype=dtype, table=table, first=first, second=second)
     if in_place:  # one name, so that LLVM sees one memory
         text = text.replace("out[to +", "x[at +")
-    return CpuKernel("rotary_embedding", text, acc_of(dtype))
+    return CpuKernel("rotary_embedding", text, acc_of(dtype),
+                     pointers={"x": dtype, "out": dtype, "cosines": table, "sines": table},
+                     integers=("rows", "columns", "half", "head_dim", *_CPU_STEPS), scalars=("direction",))
 
 
 def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
@@ -239,12 +238,14 @@ def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
         batch, length, heads, head_dim = x.shape
         at, to = source.stride(), result.stride()
         angle = cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), 0
-        order = (0, 2, 1) if at[1] < at[2] else (0, 1, 2)  # as in memory
-        sizes = (heads, length) if order[1] == 2 else (length, heads)
-        kernel(x.device, batch * length * heads, _pointers((source, result, cos, sin)),
-               [*sizes, options.rotary_dim // 2, head_dim,
-                *(strides[k] for strides in (at, to, angle) for k in order)],
-               [-1.0 if options.inverse else 1.0], work=head_dim)
+        row, column = (2, 1) if at[1] < at[2] else (1, 2)  # as in memory
+        kernel(x.device, batch * length * heads, kernel.given(
+            x=source.data_ptr(), out=result.data_ptr(), cosines=cos.data_ptr(), sines=sin.data_ptr(),
+            rows=x.shape[row], columns=x.shape[column], half=options.rotary_dim // 2, head_dim=head_dim,
+            x_batch=at[0], x_row=at[row], x_column=at[column],
+            out_batch=to[0], out_row=to[row], out_column=to[column],
+            angle_batch=angle[0], angle_row=angle[row], angle_column=angle[column],
+            direction=-1.0 if options.inverse else 1.0), work=head_dim)
         if result is not out:
             out.copy_(result)
 

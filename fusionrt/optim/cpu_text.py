@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING
 
 from fusionrt.dtypes import ITEMSIZE, element_of
 from fusionrt.optim.quantised import BLOCK
-from fusionrt.optim.table import CHUNK, SCALARS, Row
+from fusionrt.optim.table import CHUNK, CPU_SCALARS, Row
 
 if TYPE_CHECKING:
     from fusionrt.optim.kernels import Kind
 
-_COLUMNS = len(Row._fields)
-_STATE, _SCALE, _MASTER = map(Row._fields.index, ("state0", "scale0", "master"))
-_SCALARS = SCALARS["cpu"] // 8  # that `prepare` computes
+
+def _tensor(field: str) -> str:
+    """Of tensor t, as its Row has it."""
+    return f"tensors[{len(Row._fields)} * t + {Row._fields.index(field)}]"
+
+
+def _prepared(scalar: str) -> str:
+    """Of tensor t, as `prepare` computes it."""
+    return f"prepared[{len(CPU_SCALARS)} * t + {CPU_SCALARS.index(scalar)}]"
 
 
 def _indented(text: str, levels: int) -> str:
@@ -28,15 +34,12 @@ def _indented(text: str, levels: int) -> str:
 def norm(dtype: str) -> str:
     """Sums of squares, one a chunk: the same whatever the number of threads."""
     return f"""
-def kernel(pointers, integers, scalars, start, stop):
-    grads, tensors = int64_at(pointers[0]), int64_at(pointers[1])
-    chunks, squares = int32_at(pointers[2]), float64_at(pointers[3])
     for c in range(start, stop):
         t = int64_of(chunks[2 * c])
         total = float64_of(0)
         if grads[t] != 0:
             first = int64_of(chunks[2 * c + 1]) * {CHUNK}
-            count = min({CHUNK}, tensors[{_COLUMNS} * t + 2] - first)
+            count = min({CHUNK}, {_tensor("numel")} - first)
             g_data = {element_of(dtype)}_at(grads[t] + first * {ITEMSIZE[dtype]})
             for i in range(count):
                 g = float64_of(load_{dtype}(g_data[i]))
@@ -54,47 +57,41 @@ def prepare(kind: Kind) -> str:
         "SGD": """
             correction = where(step == ONE, ONE, ZERO)""",
     }.get(kind.rule, "")
+    kept = "\n        ".join(f"{_prepared(name)} = {name}" for name in CPU_SCALARS)
     return f"""
-def kernel(pointers, integers, scalars, start, stop):
-    grads, tensors, prepared = int64_at(pointers[0]), int64_at(pointers[1]), float64_at(pointers[2])
-    lr, weight_decay, beta1, beta2, max_norm = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
-    if pointers[3] != 0:
-        lr = float64_of(float32_at(pointers[3])[0])
+    if lr_tensor != 0:
+        lr = float64_of(float32_at(lr_tensor)[0])
     factor, skip = ONE, ZERO
-    if pointers[4] != 0:
-        factor = ONE / float64_of(float32_at(pointers[4])[0])
-    if pointers[5] != 0 and float32_at(pointers[5])[0] != 0:
+    if grad_scale != 0:
+        factor = ONE / float64_of(float32_at(grad_scale)[0])
+    if found_inf != 0 and float32_at(found_inf)[0] != 0:
         skip = ONE
-    if pointers[6] != 0:
-        squares, total, all_squares = float64_at(pointers[6]), ZERO, ZERO
-        for k in range(integers[0]):
-            all_squares += squares[k]
-            if k < integers[1]:
-                total += squares[k]
-        norm = sqrt(total) * abs_(factor)
-        if integers[4] != 0 and not sqrt(all_squares) * abs_(factor) <= 1.7976931348623157e308:
+    if squares != 0:
+        square, total, all_squares = float64_at(squares), ZERO, ZERO
+        for k in range(n_squares):
+            all_squares += square[k]
+            if k < n_clipped:
+                total += square[k]
+        found_norm = sqrt(total) * abs_(factor)
+        if skip_nonfinite != 0 and not sqrt(all_squares) * abs_(factor) <= 1.7976931348623157e308:
             skip = ONE
-        ratio = max_norm / (norm + 1e-6)
+        ratio = max_norm / (found_norm + 1e-6)
         factor *= where(ratio > ONE, ONE, ratio)
-        if pointers[7] != 0:
-            {kind.acc}_at(pointers[7])[0] = norm
-    if integers[3] != 0:
+        if norm != 0:
+            {kind.acc}_at(norm)[0] = found_norm
+    if maximize != 0:
         factor = -factor
-    for t in range(integers[2]):
+    for t in range(n_tensors):
         if grads[t] == 0:
             continue
         size, correction = lr, ZERO
-        counter = tensors[{_COLUMNS} * t + 1]
+        counter = {_tensor("step")}
         if counter != 0 and skip == 0:
             counted = float32_at(counter)
             step = float64_of(counted[0]) + ONE
             counted[0] = step{correction}
-        row = {_SCALARS} * t
-        prepared[row] = factor
-        prepared[row + 1] = {"ONE - lr * weight_decay" if kind.decoupled else "weight_decay"}
-        prepared[row + 2] = size
-        prepared[row + 3] = correction
-        prepared[row + 4] = skip
+        decay = {"ONE - lr * weight_decay" if kind.decoupled else "weight_decay"}
+        {kept}
 """
 
 
@@ -185,46 +182,42 @@ s0 = {_lerp("s0", 2)}
 
 
 _HEAD = """
-def kernel(pointers, integers, scalars, start, stop):
-    grads, tensors, chunks = int64_at(pointers[0]), int64_at(pointers[1]), int32_at(pointers[2])
-    prepared, seed = float64_at(pointers[3]), uint64_of(integers[0])
-    beta1, weight1, beta2 = acc_t(scalars[0]), acc_t(scalars[1]), acc_t(scalars[2])
-    weight2, eps = acc_t(scalars[3]), acc_t(scalars[4])
     for chunk in range(start, stop):
         t = int64_of(chunks[2 * chunk])
         if grads[t] == 0{skips}:
             continue
-        row = {columns} * t
         first = int64_of(chunks[2 * chunk + 1]) * {chunk}
-        count = min({chunk}, tensors[row + 2] - first)
+        count = min({chunk}, {numel} - first)
 """
-_SCALAR_NAMES = ("factor", "decay", "size", "correction")
 
 
 def step(kind: Kind) -> str:
     """The update of kernels_src/optimizer_step.cu."""
-    skips = "" if kind.rule == "AVERAGE" else f" or prepared[{_SCALARS} * t + 4] != 0"
+    skips = "" if kind.rule == "AVERAGE" else f" or {_prepared('skip')} != 0"
     if kind.rule == "SCALE":
-        skips += f" or prepared[{_SCALARS} * t] == 1"
-    helpers = _CHANCE if _draws(kind) else ""
-    helpers += _CODES if _is_quantised(kind) else ""
-    lines = [helpers + _HEAD.strip("\n").format(skips=skips, columns=_COLUMNS, chunk=CHUNK)]
+        skips += f" or {_prepared('factor')} == 1"
+    lines = [_HEAD.strip("\n").format(skips=skips, numel=_tensor("numel"), chunk=CHUNK)]
     body = []
     if kind.rule != "AVERAGE":
-        body += [f"{name} = acc_t(prepared[{_SCALARS} * t + {k}])" for k, name in enumerate(_SCALAR_NAMES)]
-    own = "grads[t]" if kind.rule == "SCALE" else "tensors[row]"
+        body += [f"{name} = acc_t({_prepared(name)})" for name in CPU_SCALARS]
+    own = "grads[t]" if kind.rule == "SCALE" else _tensor("param")
     arrays = {"g": ("grads[t]", kind.grad), "x": (own, kind.param)}
     if kind.master:
-        arrays["master"] = (f"tensors[row + {_MASTER}]", "float32")
-    arrays |= {f"s{n}": (f"tensors[row + {_STATE + n}]", kind.state) for n in range(kind.states)}
+        arrays["master"] = (_tensor("master"), "float32")
+    arrays |= {f"s{n}": (_tensor(f"state{n}"), kind.state) for n in range(kind.states)}
     body += [f"{name}_data = {element_of(dtype)}_at({address} + first * {ITEMSIZE[dtype]})"
              for name, (address, dtype) in arrays.items()]
     if _draws(kind):
-        body += ["counted = uint64_of(int64_of(float32_at(tensors[row + 1])[0]))",
-                 "numbered = uint64_of(tensors[row + 3]) << uint64_of(40)"]
+        body += [f"counted = uint64_of(int64_of(float32_at({_tensor('step')})[0]))",
+                 f"numbered = uint64_of({_tensor('position')}) << uint64_of(40)"]
     lines += ["        " + line for line in body]
     lines.append(_quantised(kind) if _is_quantised(kind) else _plain(kind))
     return "\n".join(lines) + "\n"
+
+
+def functions(kind: Kind) -> str:
+    """That the text of `step` calls."""
+    return _CHANCE * _draws(kind) + _CODES * _is_quantised(kind)
 
 
 def _draws(kind: Kind) -> bool:
@@ -253,7 +246,7 @@ def _plain(kind: Kind) -> str:
     lines = [*_loads(kind), *(f"s{n} = load_{kind.state}(s{n}_data[i])" for n in states), _rule(kind),
              *_stores(kind)]
     if kind.stochastic and kind.states:
-        lines.append("bits = chance_bits(first + i, counted, numbered, seed)")
+        lines.append("bits = chance_bits(first + i, counted, numbered, uint64_of(seed))")
     for n in states:
         by_chance = kind.stochastic and n < 2
         lines.append(f"s{n}_data[i] = " + (f"by_chance(s{n}, bits, {16 * n})" if by_chance
@@ -265,9 +258,9 @@ def _quantised(kind: Kind) -> str:
     """Twice over each block: what its states will be at most, then with that the update itself."""
     states = range(kind.states)
     update = [*_loads(kind), *(f"s{n} = decoded(s{n}_data[i], scale{n}, {n})" for n in states), _rule(kind)]
-    before = [line for n in states for line in (f"scale{n} = float32_at(tensors[row + {_SCALE + n}])[block]",
+    before = [line for n in states for line in (f"scale{n} = float32_at({_tensor(f'scale{n}')})[block]",
                                                 f"top{n} = ZERO")]
-    bits = "chance_bits(first + i, counted, numbered, seed)" if kind.states > 1 else "uint64_of(0)"
+    bits = "chance_bits(first + i, counted, numbered, uint64_of(seed))" if kind.states > 1 else "uint64_of(0)"
     encode = [f"bits = {bits}",
               *(f"s{n}_data[i] = encoded(s{n}, top{n}, {n}, bits)" for n in states)]
     return "\n".join([
@@ -277,4 +270,4 @@ def _quantised(kind: Kind) -> str:
         _block([*update, *(f"top{n} = larger_or_nan(top{n}, abs_(s{n}))" for n in states)], 4),
         _indented("for i in range(base, end):", 3),
         _block([*update, *_stores(kind), *encode], 4),
-        _block([f"float32_at(tensors[row + {_SCALE + n}])[block] = top{n}" for n in states], 3)])
+        _block([f"float32_at({_tensor(f'scale{n}')})[block] = top{n}" for n in states], 3)])

@@ -85,6 +85,9 @@ class Common(NamedTuple):
 
 _GRADS = Field(f"const void* grads[{CAPACITY}]", "Q" * CAPACITY)
 _PADDING = (0,) * CAPACITY
+# Of what tensors of a launch share in a step: tensors, of which some may be absent, and numbers.
+_ABSENT = ("lr_tensor", "grad_scale", "found_inf", "squares", "norm")
+_RATES = ("lr", "weight_decay", "beta1", "beta2", "max_norm")
 
 
 def _constants(kind: Kind, **flags: bool) -> list[str]:
@@ -116,11 +119,10 @@ def step_kernel(kind: Kind) -> Kernel:
 
 @functools.cache
 def prepare_kernel(kind: Kind, maximize: bool) -> Kernel:
-    numbers = ("lr", "weight_decay", "beta1", "beta2", "max_norm")
     fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Scalars", "scalars", const=False),
               pointer("float", "lr_tensor"), pointer("float", "grad_scale"), pointer("float", "found_inf"),
               pointer("double", "squares"), pointer("acc_t", "norm", const=False),
-              *(Field(f"double {name}", "d") for name in numbers),
+              *(Field(f"double {name}", "d") for name in _RATES),
               *(Field(f"unsigned {name}", "I") for name in ("n_squares", "n_clipped", "n_tensors",
                                                      "skip_nonfinite"))]
     return _gpu(kind, "optimizer_prepare", fields,
@@ -135,24 +137,30 @@ def norm_kernel(dtype: str) -> Kernel:
     return _gpu(kind, "gradient_norm", fields, [f"using grad_t = {dtype}_t;", *_constants(kind)])
 
 
-def _cpu(name: str, text: str, accuracy: str) -> CPUKernel:
-    from fusionrt.cpu.kernel import Kernel
-    return Kernel(name, text, accuracy)
+_CPU_TABLE = {"grads": "int64", "tensors": "int64"}
 
 
 @functools.cache
 def cpu_step(kind: Kind) -> CPUKernel:
-    return _cpu(f"{kind.rule.lower()}: optimizer_step", cpu_text.step(kind), kind.acc)
+    from fusionrt.cpu.kernel import Kernel
+    return Kernel(f"{kind.rule.lower()}: optimizer_step", cpu_text.step(kind), kind.acc, integers=("seed",),
+                  pointers={**_CPU_TABLE, "chunks": "int32", "prepared": "float64"},
+                  scalars=Coefficients._fields, before=cpu_text.functions(kind))
 
 
 @functools.cache
 def cpu_prepare(kind: Kind) -> CPUKernel:
-    return _cpu(f"{kind.rule.lower()}: optimizer_prepare", cpu_text.prepare(kind), "float64")
+    from fusionrt.cpu.kernel import Kernel
+    return Kernel(f"{kind.rule.lower()}: optimizer_prepare", cpu_text.prepare(kind), "float64", pointers={
+        **_CPU_TABLE, "prepared": "float64", **dict.fromkeys(_ABSENT, "")}, scalars=_RATES, integers=(
+        "n_squares", "n_clipped", "n_tensors", "maximize", "skip_nonfinite"))
 
 
 @functools.cache
 def cpu_norm(dtype: str) -> CPUKernel:
-    return _cpu("gradient_norm", cpu_text.norm(dtype), "float64")
+    from fusionrt.cpu.kernel import Kernel
+    return Kernel("gradient_norm", cpu_text.norm(dtype), "float64",
+                  pointers={**_CPU_TABLE, "chunks": "int32", "squares": "float64"})
 
 
 # -- their launches --------------------------------------------------------------------------------
@@ -171,8 +179,10 @@ def squares(table: Table, grads: Sequence[int], dtype: str, out: torch.Tensor) -
         return
     if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
-        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), out.data_ptr()]
-        cpu_norm(dtype)(table.device, table.n_chunks, pointers, work=table.work)
+        kernel = cpu_norm(dtype)
+        kernel(table.device, table.n_chunks, kernel.given(
+            grads=ctypes.addressof(held), tensors=table.tensors.data_ptr(), chunks=table.chunks.data_ptr(),
+            squares=out.data_ptr()), work=table.work)
         return
     norm_kernel(dtype)(table.device, len(out), *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
                        table.chunks.data_ptr(), out.data_ptr(), table.n_chunks)
@@ -184,21 +194,22 @@ def prepare(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coeffi
     size = SCALARS["cpu" if table.is_of_cpu else kind.acc]
     scalars = torch.empty(table.n_tensors * size, dtype=torch.uint8, device=table.device)
     sums, clipped = common.squares or (None, 0)
-    lr, tensors = common.lr, (common.grad_scale, common.found_inf, sums, common.norm)
-    lr_tensor, lr = (lr.data_ptr(), 0.0) if isinstance(lr, torch.Tensor) else (0, lr)
-    addresses = [address(t) for t in tensors]
-    numbers = (lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm)
+    lr_tensor, lr = (common.lr, 0.0) if isinstance(common.lr, torch.Tensor) else (None, common.lr)
+    addresses = [address(t) for t in (lr_tensor, common.grad_scale, common.found_inf, sums, common.norm)]
+    rates = lr, common.weight_decay, coefficients.beta1, coefficients.beta2, common.max_norm
     n_squares = 0 if sums is None else len(sums)
     if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
-        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), scalars.data_ptr(), lr_tensor]
-        cpu_prepare(kind)(table.device, 1, [*pointers, *addresses],
-                          [n_squares, clipped, table.n_tensors, common.maximize, common.skip_nonfinite],
-                          numbers)
+        kernel = cpu_prepare(kind)
+        kernel(table.device, 1, kernel.given(
+            grads=ctypes.addressof(held), tensors=table.tensors.data_ptr(), prepared=scalars.data_ptr(),
+            n_squares=n_squares, n_clipped=clipped, n_tensors=table.n_tensors, maximize=common.maximize,
+            skip_nonfinite=common.skip_nonfinite, **dict(zip(_ABSENT, addresses, strict=True)),
+            **dict(zip(_RATES, rates, strict=True))))
         return scalars
     prepare_kernel(kind, common.maximize)(
         table.device, -(-table.n_tensors // BLOCK), *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),
-        scalars.data_ptr(), lr_tensor, *addresses, *numbers, n_squares, clipped, table.n_tensors,
+        scalars.data_ptr(), *addresses, *rates, n_squares, clipped, table.n_tensors,
         common.skip_nonfinite)
     return scalars
 
@@ -211,9 +222,10 @@ def step(table: Table, kind: Kind, grads: Sequence[int], coefficients: Coefficie
     prepared = address(scalars)
     if table.is_of_cpu:
         held = (ctypes.c_uint64 * len(grads))(*grads)
-        pointers = [ctypes.addressof(held), table.tensors.data_ptr(), table.chunks.data_ptr(), prepared]
-        cpu_step(kind)(table.device, table.n_chunks, pointers, [seed - (seed >> 63 << 64)], coefficients,
-                       work=table.work)
+        kernel = cpu_step(kind)
+        kernel(table.device, table.n_chunks, kernel.given(
+            grads=ctypes.addressof(held), tensors=table.tensors.data_ptr(), chunks=table.chunks.data_ptr(),
+            prepared=prepared, seed=seed - (seed >> 63 << 64), **coefficients._asdict()), work=table.work)
         return
     hold(table)
     step_kernel(kind)(table.device, table.n_chunks, *grads, *_PADDING[len(grads):], table.tensors.data_ptr(),

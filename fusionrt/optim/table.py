@@ -12,8 +12,9 @@ from fusionrt.rehearsal import device_type
 
 CHUNK = 4096     # elements a block takes: four of float32 a thread, four times
 CAPACITY = 448   # tensors of a launch: their gradients' addresses are launch parameters, 4 KB at most
-# Bytes of a `Scalars` in kernels_src/optimizer.cuh; a CPU's are five float64.
-SCALARS = {"float32": 32, "float64": 48, "cpu": 40}
+CPU_SCALARS = ("factor", "decay", "size", "correction", "skip")  # in float64
+# Bytes of a `Scalars` in kernels_src/optimizer.cuh, and of a CPU's.
+SCALARS = {"float32": 32, "float64": 48, "cpu": 8 * len(CPU_SCALARS)}
 
 
 class Row(NamedTuple):
