@@ -1,10 +1,10 @@
 ; A CPU's kernel as call.ll launches it: the place of cuLaunchKernelEx. The parameters are its arguments: addresses,
-; then integers, then numbers. The structs are those of fusionrt/cpu/settled.py.
+; then integers, then scalars. %Job is that of fusionrt/cpu/settled.py; %name.at, %name.own are where its field is.
 
 %Job = type {
-    ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64,   ; 0 as cpu/team.py divides it: answers, kernel, scratch, arguments, size, chunk
+    ptr, ptr, ptr, ptr, ptr, ptr, ptr, i64, i64,   ; 0 of team.Job: answers, kernel, scratch, arguments, size, chunk
     ptr, ptr, i32,                                 ; 9 GOMP_parallel, what a thread of the team does; how many, or 1
-    i32, i32,                                      ; 12 where integers and numbers begin
+    i32, i32,                                      ; 12 where integers and scalars begin
     ptr                                            ; 14 what is not 0 where a fork has lost the team
 }
 
@@ -13,12 +13,12 @@ declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 define i32 @run_cpu(ptr %config, ptr %job, ptr %parameters.at, ptr %extra) {
     %own = alloca %Job                             ; whose arguments are this call's
     %arguments = load ptr, ptr %parameters.at
-    %integers.from = getelementptr %Job, ptr %job, i32 0, i32 12
-    %integers.at = load i32, ptr %integers.from
-    %integers = getelementptr i8, ptr %arguments, i32 %integers.at
-    %numbers.from = getelementptr %Job, ptr %job, i32 0, i32 13
-    %numbers.at = load i32, ptr %numbers.from
-    %numbers = getelementptr i8, ptr %arguments, i32 %numbers.at
+    %integers_at.at = getelementptr %Job, ptr %job, i32 0, i32 12
+    %integers_at = load i32, ptr %integers_at.at
+    %integers = getelementptr i8, ptr %arguments, i32 %integers_at
+    %scalars_at.at = getelementptr %Job, ptr %job, i32 0, i32 13
+    %scalars_at = load i32, ptr %scalars_at.at
+    %scalars = getelementptr i8, ptr %arguments, i32 %scalars_at
     %kernel.at = getelementptr %Job, ptr %job, i32 0, i32 2
     %kernel = load ptr, ptr %kernel.at
     %scratch.at = getelementptr %Job, ptr %job, i32 0, i32 3
@@ -30,7 +30,7 @@ define i32 @run_cpu(ptr %config, ptr %job, ptr %parameters.at, ptr %extra) {
     %is_one = icmp eq i32 %threads, 1
     br i1 %is_one, label %alone, label %ask
 alone:
-    %status = call i32 %kernel(ptr %scratch, ptr %scratch, ptr %arguments, ptr %integers, ptr %numbers, i64 0, i64 %size)
+    %status = call i32 %kernel(ptr %scratch, ptr %scratch, ptr %arguments, ptr %integers, ptr %scalars, i64 0, i64 %size)
     ret i32 0
 ask:
     %forked.at = getelementptr %Job, ptr %job, i32 0, i32 14
@@ -43,12 +43,12 @@ lost:
 together:
     %bytes = ptrtoint ptr getelementptr (%Job, ptr null, i32 1) to i64
     call void @llvm.memcpy.p0.p0.i64(ptr %own, ptr %job, i64 %bytes, i1 false)
-    %own.arguments = getelementptr %Job, ptr %own, i32 0, i32 4
-    store ptr %arguments, ptr %own.arguments
-    %own.integers = getelementptr %Job, ptr %own, i32 0, i32 5
-    store ptr %integers, ptr %own.integers
-    %own.numbers = getelementptr %Job, ptr %own, i32 0, i32 6
-    store ptr %numbers, ptr %own.numbers
+    %pointers.own = getelementptr %Job, ptr %own, i32 0, i32 4
+    store ptr %arguments, ptr %pointers.own
+    %integers.own = getelementptr %Job, ptr %own, i32 0, i32 5
+    store ptr %integers, ptr %integers.own
+    %scalars.own = getelementptr %Job, ptr %own, i32 0, i32 6
+    store ptr %scalars, ptr %scalars.own
     %parallel.at = getelementptr %Job, ptr %job, i32 0, i32 9
     %parallel = load ptr, ptr %parallel.at
     %member.at = getelementptr %Job, ptr %job, i32 0, i32 10

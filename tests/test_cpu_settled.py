@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import threading
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType
@@ -13,9 +15,11 @@ from checking import assert_same_bits, frames
 
 import fusionrt as frt
 from fusionrt import settling
-from fusionrt.cpu import pages, team
+from fusionrt.cpu import pages, settled, team
 from fusionrt.op import OPERATORS
+from fusionrt.runtime import source
 
+TYPES = {ctypes.c_void_p: "ptr", ctypes.c_int64: "i64", ctypes.c_uint32: "i32"}
 LARGE = (512, 1024)  # elements enough for several threads
 SMALL = (7, 40)
 
@@ -43,6 +47,16 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "bias_gelu": lambda x, y: frt.bias_gelu(x, y[0]),
     "quantize_int8": lambda x, y: frt.quantize_int8(x, 0.25, 3.0),
 }
+
+
+def test_a_job_in_machine_code_has_python_s_fields() -> None:
+    text = source.template("run_cpu.ll")
+    fields = [*team.Job._fields_, *settled.Job._fields_]
+    declared = re.sub(";.*", "", text[text.index("%Job = type {"):text.index("}")])
+    assert re.findall("ptr|i64|i32", declared) == [TYPES[kind] for _, kind in fields]
+    places = re.findall(r"%(\w+)\.(?:at|own) = getelementptr %Job, ptr %(?:job|own), i32 0, i32 (\d+)", text)
+    assert len(places) == text.count("getelementptr %Job, ptr %")
+    assert all(fields[int(place)][0] == name for name, place in places)
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["one thread", "two threads"])

@@ -70,9 +70,10 @@ class Division:
         if "chunk" in self.arguments.signature.integers:
             self.arguments.put("chunk", self.chunk)
         if self.job is None and n_threads > 1 and team.usable():
-            self.job = team.Job(self.kernel.address, self.kernel.scratch, self.arguments.addresses)
+            self.job = team.Job(*team.answers(), self.kernel.address, self.kernel.scratch,
+                                *self.arguments.addresses, self.size)
         if self.job is not None:
-            self.job.divide(self.size, self.chunk)
+            self.job.chunk = self.chunk
 
     def run(self) -> None:
         if self.job is not None and team.usable():

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from fusionrt.cpu.calling import Division, Memory
     from fusionrt.problem import Output
 
-_ADDRESSES = ("question0", "question1", "kernel", "scratch", "pointers", "integers", "numbers")
 
+class Job(team.Job):
+    """What kernels_src/run_cpu.ll runs: by GOMP_parallel and what a thread of the team does; of one thread
+    these are absent. Integers and scalars begin so many bytes behind a call's addresses."""
 
-class _Job(ctypes.Structure):
-    """Begins as team.Job's memory."""
-
-    _fields_ = (*((name, ctypes.c_void_p) for name in _ADDRESSES),
-                *((name, ctypes.c_int64) for name in ("size", "chunk")),
-                *((name, ctypes.c_void_p) for name in ("parallel", "member")),
-                *((name, ctypes.c_uint32) for name in ("threads", "integers_at", "numbers_at")),
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("parallel", "member")),
+                *((name, ctypes.c_uint32) for name in ("threads", "integers_at", "scalars_at")),
                 ("forked", ctypes.c_void_p))
 
 
@@ -59,12 +56,12 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
         driver=(_run(), None)))
 
 
-def _job(division: Division) -> _Job:
-    kernel, arguments = division.kernel, division.arguments
-    job = _Job(kernel=kernel.address, scratch=kernel.scratch, size=division.size, chunk=division.chunk,
-               threads=1, integers_at=arguments.integers_at, numbers_at=arguments.scalars_at)
-    if division.tasks > 1:
-        (job.question0, job.question1), job.threads = team.answers(), division.threads
+def _job(division: Division) -> Job:
+    kernel, arguments, several = division.kernel, division.arguments, division.tasks > 1
+    job = Job(*(team.answers() if several else ()), kernel=kernel.address, scratch=kernel.scratch,
+              size=division.size, chunk=division.chunk, threads=division.threads if several else 1,
+              integers_at=arguments.integers_at, scalars_at=arguments.scalars_at)
+    if several:
         job.parallel, job.member = team.parallel_address(), team.member()
         job.forked = ctypes.addressof(team.forked)
     return job

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusionrt.cpu.lines import indented
-from fusionrt.layout import Ints
-from fusionrt.problem import Operand
+
+if TYPE_CHECKING:
+    from fusionrt.layout import Ints
+    from fusionrt.problem import Operand
 
 
 class Signature(NamedTuple):

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from fusionrt.cpu.signature import Signature
 from fusionrt.forks import in_child, without_exec
 
 SERIAL_BELOW = 1 << 15  # elements, as torch's: 4 us of additions, where handing over costs 2
@@ -51,6 +51,9 @@ def torch_alone() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+_QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
+
+
 @functools.cache
 def _parallel() -> Any:
     """GOMP_parallel(function, data, threads, flags) of the library that torch loaded."""
@@ -63,45 +66,42 @@ def _parallel() -> Any:
     return parallel
 
 
-_QUESTIONS = ("omp_get_thread_num", "omp_get_num_threads")
-
-
 def parallel_address() -> int:
     return ctypes.cast(_parallel(), ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def answers() -> tuple[int, ...]:
+    """Where the team's threads ask, as a job begins."""
     process = ctypes.CDLL(None)
     return tuple(ctypes.cast(getattr(process, q), ctypes.c_void_p).value or 0 for q in _QUESTIONS)
 
 
-class Job:
-    """kernel(scratch, scratch, *addresses, start, stop) over chunks of a range, by a team of threads."""
+class Job(ctypes.Structure):
+    """kernel(scratch, scratch, pointers, integers, scalars, start, stop) over chunks of a range, by a team of
+    threads."""
 
-    def __init__(self, kernel: int, scratch: int, addresses: Sequence[int]) -> None:
-        self.memory = ctypes.create_string_buffer(struct.pack(
-            "=9Q", *answers(), kernel, scratch, *addresses, 0, 0), 72)
-        self.address, self.parallel, self.member = ctypes.addressof(self.memory), _parallel(), member()
+    _fields_ = (*((name, ctypes.c_void_p) for name in (
+                    *_QUESTIONS, "kernel", "scratch", *Signature._fields)),
+                *((name, ctypes.c_int64) for name in ("size", "chunk")))
 
-    def divide(self, size: int, chunk: int) -> None:
-        struct.pack_into("=2Q", self.memory, 56, size, chunk)
+    @functools.cached_property
+    def _start(self) -> Callable[[int, int], None]:
+        return functools.partial(_parallel(), member(), ctypes.addressof(self))
 
     def __call__(self, threads: int) -> None:
-        self.parallel(self.member, self.address, threads, 0)
+        self._start(threads, 0)
 
 
 def run(kernel: int, scratch: int, addresses: Sequence[int], size: int, grain: int) -> None:
     """A job over [0, size) that comes once, by torch.get_num_threads()."""
     threads = torch.get_num_threads()
-    job = Job(kernel, scratch, addresses)
-    job.divide(size, -(-size // (threads * grain)) * grain)
-    job(threads)
+    Job(*answers(), kernel, scratch, *addresses, size, -(-size // (threads * grain)) * grain)(threads)
 
 
 @functools.cache
 def member() -> int:
-    """Address of void member(int64 *job): chunks of the range for one thread of the team.
+    """Address of void member(Job *job): chunks of the range for one thread of the team.
 
     A team may be smaller than was asked for, hence the loop over chunks.
     """
@@ -114,9 +114,10 @@ def member() -> int:
     function = ir.Function(module, ir.FunctionType(void, [i64.as_pointer()]), "member")
     entry, loop, body, done = (function.append_basic_block(n) for n in ("entry", "loop", "body", "done"))
     b = ir.IRBuilder(entry)
-    job = [b.load(b.gep(function.args[0], [ir.Constant(i64, k)])) for k in range(9)]
-    number, count = (b.zext(b.call(b.inttoptr(job[k], asks.as_pointer()), []), i64) for k in (0, 1))
-    kernel, (scratch, pointers, integers, scalars, size, chunk) = job[2], job[3:]
+    places = {name: getattr(Job, name).offset // 8 for name, *_ in Job._fields_}
+    job = {name: b.load(b.gep(function.args[0], [ir.Constant(i64, k)])) for name, k in places.items()}
+    number, count = (b.zext(b.call(b.inttoptr(job[q], asks.as_pointer()), []), i64) for q in _QUESTIONS)
+    size, chunk = job["size"], job["chunk"]
     first = b.mul(number, chunk)
     b.branch(loop)
     b.position_at_end(loop)
@@ -126,8 +127,8 @@ def member() -> int:
     b.position_at_end(body)
     end = b.add(start, chunk)
     stop = b.select(b.icmp_signed("<", end, size), end, size)
-    b.call(b.inttoptr(kernel, kernel_type.as_pointer()),
-           [scratch, scratch, pointers, integers, scalars, start, stop])
+    b.call(b.inttoptr(job["kernel"], kernel_type.as_pointer()),
+           [job["scratch"], job["scratch"], *(job[name] for name in Signature._fields), start, stop])
     start.add_incoming(b.add(start, b.mul(count, chunk)), body)
     b.branch(loop)
     b.position_at_end(done)
