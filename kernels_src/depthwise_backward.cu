@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_row(const Params& p, const Strip& strip, in
 __device__ __forceinline__ void load_grad(const Params& p, const Strip& strip, int turn, Gradient& grad) {
     const int row = strip.grad_row + turn * p.dilation_h;
     if (turn < strip.rows && row < p.result_rows)
-        load_window(strip.grad + row * p.grad_row, p.grad_step, strip.result, grad);
+        load_window(strip.grad + row * p.grad_row, p.result_step, strip.result, grad);
     else
         clear(grad);
 }

@@ -26,7 +26,7 @@ from fusionrt.ops.depthwise_forms import (
     Form,
     Geometry,
     Images,
-    dense_steps,
+    dense_strides,
     line_of,
 )
 from fusionrt.runtime import compiler
@@ -128,7 +128,7 @@ def test_blocks_share_the_work(dtype):
     for k, stride, n, c, size in itertools.product((3, 5, 7), (1, 2), (1, 32, 512), (8, 576), (7, 14, 28)):
         line = line_of(size, -(-size // stride), k, stride, k // 2, 1, False)
         form = Form(dtype, (k, k), (stride, stride), 1, 0)
-        made = Images(dtype, n, c, (dense_steps(c, (size, size)), dense_steps(c, (line.result,) * 2)), 16)
+        made = Images(dtype, n, c, dense_strides(c, (size, size)), dense_strides(c, (line.result,) * 2), 16)
         if not ours.serves(form, made, line, line):
             assert size == 28
             continue
@@ -151,13 +151,13 @@ def test_blocks_share_the_work(dtype):
 def test_kernels_compile_without_spills(dtype, size, k, stride, arch):
     line = line_of(size, -(-size // stride), k, stride, k // 2, 1, False)
     back = line_of(line.result, size, k, stride, k // 2, 1, True) if stride > 1 else line
-    form, steps = Form(dtype, (k, k), (stride, stride), 1, 0), dense_steps(576, (size, size))
-    many = Images(dtype, 32, 576, (steps, dense_steps(576, (line.result,) * 2)), 16)
+    form, results = Form(dtype, (k, k), (stride, stride), 1, 0), (line.result,) * 2
+    many = Images(dtype, 32, 576, dense_strides(576, (size, size)), dense_strides(576, results), 16)
     found = [launch for made in (many, many._replace(batch=1)) for launch in (
         ours.convolution(form, made, line, line, PLAIN), ours.weight_sums(form, made, line, line)[0])]
     found.append(ours.convolution(form, many, line, line, LONG))
     found.append(ours.convolution(form._replace(transposed=stride > 1, flipped=stride == 1),
-                                  many._replace(steps=many.steps[::-1]), back, back, PLAIN))
+                                  many._replace(source=many.result, result=many.source), back, back, PLAIN))
     for kernel in (launch.kernel for launch in found):
         metadata, code = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0]
         assert (metadata["spills"], metadata["stack"], metadata["warnings"]) == (0, 0, 0), kernel.stem
@@ -207,8 +207,8 @@ def test_what_they_do_not_write_out_is_others():
         geometry = Geometry((1, 1), padding, (1, 1))
         rows, columns = (line_of(n, n + 2 * p - k + 1, k, 1, p, 1, False)
                          for n, k, p in zip(size, kernel, padding, strict=True))
-        steps = [dense_steps(64, n) for n in (size, geometry.result(size, kernel))]
-        made = Images("float16", batch, 64, steps, 16)
+        strides = [dense_strides(64, n) for n in (size, geometry.result(size, kernel))]
+        made = Images("float16", batch, 64, *strides, 16)
         return ours.serves(Form("float16", kernel, (1, 1), 1, 0), made, rows, columns)
 
     assert served((7, 7), (14, 14))

@@ -31,7 +31,7 @@ from fusionrt.ops.depthwise_forms import (
     Form,
     Geometry,
     Images,
-    dense_steps,
+    dense_strides,
     line_of,
     window,
 )
@@ -227,15 +227,15 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
     line = line_of(112, 112 // stride, k, stride, k // 2, 1, False)
     form = Form(dtype, (k, k), (stride, stride), 2, 0)
     size, half = (112, 112), (112 // stride,) * 2
-    made = Images(dtype, 32, 96, (dense_steps(96, size), dense_steps(96, half)), 16)
+    made = Images(dtype, 32, 96, dense_strides(96, size), dense_strides(96, half), 16)
     found = [tiles.convolution(form, made, line, line, finish) for finish in (PLAIN, LONG)]
     found.append(tiles.weight_sums(form, made, line, line)[0])
     if tiles.serves_both(form, made):
         flipped = form._replace(flipped=True)
-        found.append(tiles.gradients(flipped, made, line, line, dense_steps(96, size))[0])
+        found.append(tiles.gradients(flipped, made, line, line, dense_strides(96, size))[0])
     if stride > 1:
         line = line_of(56, 112, k, stride, k // 2, 1, True)
-        made = made._replace(steps=made.steps[::-1])
+        made = made._replace(source=made.result, result=made.source)
         found.append(tiles.convolution(form._replace(transposed=True), made, line, line, PLAIN))
     for kernel in (launch.kernel for launch in found):
         entry = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata

@@ -1,6 +1,7 @@
 """Geometry, against NumPy's and torch's and against counting element by element."""
 
 import math
+import re
 import struct
 
 import numpy as np
@@ -14,8 +15,9 @@ from fusionrt import layout
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch, pointwise
+from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.parts import split
-from fusionrt.runtime.source import Field, Params, magic, pointer
+from fusionrt.runtime.source import Field, Params, magic, members, pointer
 
 fast = settings(max_examples=100, deadline=None, derandomize=True)
 SIZES = st.integers(1, 4)
@@ -245,6 +247,20 @@ def test_params_have_no_padding(kinds):
 def test_params_refuse_a_field_that_would_be_padded():
     with pytest.raises(AssertionError, match="fields must not grow in size"):
         Params([Field("float x", "f"), pointer("float32_t", "p")])
+
+
+def test_what_a_plan_knows_is_given_by_name():
+    kernel = Kernel("copied", "transpose", [
+        pointer("float", "x"), Field("long long folds[2]", "qq"), *members("int", "rows", "columns"),
+        *members("Divisor", "by")])
+    assert [field.name for field in kernel.fields] == ["x", "folds", "rows", "columns", "by"]
+    assert kernel.planned(by=3, columns=5, rows=-7) == (-7, 5, *magic(3))
+    for values in ({"by": 3, "rows": 7}, {"by": 3, "row": 7, "columns": 5},
+                  dict.fromkeys(("a", "b", "c", "d", "e", "f"), 1)):
+        names = ", ".join(["x", "folds", "rows", "columns", "by"][-len(values):])
+        with pytest.raises(TypeError, match=re.escape(
+                f"copied: the last {len(values)} fields of transpose are {names}, got {', '.join(values)}")):
+            kernel.planned(**values)
 
 
 META_CALLS = [

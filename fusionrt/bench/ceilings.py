@@ -47,11 +47,11 @@ def read(nbytes: int) -> dict[str, float | str | int]:
 @functools.cache
 def _read(nbytes: int, device: int) -> dict[str, float | str | int]:
     from fusionrt.runtime.kernel import Kernel
-    from fusionrt.runtime.source import Field, pointer
+    from fusionrt.runtime.source import members, pointer
 
     blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     kernel = Kernel("read", "read", [pointer("unsigned", "x"), pointer("unsigned", "out", const=False),
-                                     Field("long long vectors", "q"), Field("unsigned never", "I")])
+                                     *members("long long", "vectors"), *members("unsigned", "never")])
     sets = [torch.randn(nbytes // 4, device="cuda") for _ in range(timing.n_sets(nbytes))]
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     never = (1 << 32) - 1

@@ -18,7 +18,7 @@ from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
@@ -115,8 +115,8 @@ def _kernel(which: Pass, dtype: str, window: Window, places: bool) -> Kernel:
     read = len(which.tensors) - which.written
     fields = [*(pointer("unsigned char" if name == "places" else "value_t", name, const=k < read)
                 for k, name in enumerate(which.tensors)),
-              *(Field(f"unsigned {name}", "I") for name in ("vectors", "packs")),
-              *(Field(f"int {name}", "i") for name in ("height", "width", "out_height", "out_width"))]
+              *members("unsigned", "vectors", "packs"),
+              *members("int", "height", "width", "out_height", "out_width")]
     sizes = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), window, strict=True)
     constants = [f"using value_t = {dtype}_t;", f"constexpr int PACK = {VECTOR} / sizeof(value_t);",
                  f"constexpr bool PLACES = {str(places).lower()};",

@@ -17,7 +17,7 @@ from fusionrt.ops.convolution import conv_activation
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, magic, pointer
+from fusionrt.runtime.source import magic, members, pointer
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -93,9 +93,8 @@ def _cut(packs: int, pixels: int, hidden: int, cluster: int) -> Cut:
 def _kernel(dtype: str, inner: Any, outer: Any, cluster: int, hidden_pack: int) -> Kernel:
     fields = [*(pointer("value_t", name) for name in ("x", "w1", "b1", "w2", "b2")),
               pointer("value_t", "out", const=False),
-              *(Field(f"int {name}", "i")
-                for name in ("pixels", "channels", "hidden", "part_bits", "pixels_each")),
-              *(Field(f"Divisor {name}", "III") for name in ("packs", "hidden_packs"))]
+              *members("int", "pixels", "channels", "hidden", "part_bits", "pixels_each"),
+              *members("Divisor", "packs", "hidden_packs")]
     constants = [f"using value_t = {dtype}_t;", f"constexpr int CLUSTER = {cluster}, SCRATCH = {SCRATCH};",
                  f"constexpr bool FEW = {str(cluster == LARGE_CLUSTER).lower()};",
                  f"constexpr int PACK = {VECTOR} / sizeof(value_t), HIDDEN_PACK = {hidden_pack};",

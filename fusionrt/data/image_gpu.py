@@ -10,7 +10,7 @@ import torch
 from fusionrt.data.samples import DECLARATION, ROW
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import Field, members, pointer
 
 if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
@@ -32,7 +32,7 @@ def _kernel(recipe: Recipe, stage: int) -> Kernel:
          pointer(f"{recipe.result}_t", "out", const=False), pointer("float", "between", const=False),
          pointer("float", "sums", const=False),
          Field("float scale[4]", "ffff"), Field("float shift[4]", "ffff"),
-         *(Field(f"int {name}", "i") for name in ("height", "width", "tiles"))],
+         *members("int", "height", "width", "tiles")],
         [f"using pixel_t = {recipe.source}_t;", f"using output_t = {recipe.result}_t;",
          *(f"constexpr int {name} = {value};" for name, value in flags.items()),
          *(f"constexpr bool {name} = {str(value).lower()};" for name, value in bools.items()), DECLARATION],

@@ -15,7 +15,7 @@ from fusionrt.laid import address
 from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import Field, members, pointer
 
 BLOCK = 256
 MOST_SPECIAL = 64
@@ -107,8 +107,7 @@ def _gpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> gpu.Kernel:
     fields = [pointer("source_t", "ids"), pointer("long long", "offsets"),
               *(pointer("index_t", name, const=False) for name in _POINTERS),
               pointer("unsigned long long", "fault", const=False), pointer("unsigned long long", "state"),
-              *(Field(f"long long {name}", "q") for name in _Numbers._fields),
-              Field("unsigned long long seed", "Q"), Field("unsigned long long offset", "Q"),
+              *members("long long", *_Numbers._fields), *members("unsigned long long", "seed", "offset"),
               Field(f"long long special[{MOST_SPECIAL}]", "q" * MOST_SPECIAL)]
     constants = [f"using source_t = {source}_t;", f"using index_t = {index}_t;",
                  *(f"constexpr bool {name} = {str(on).lower()};"

@@ -13,7 +13,7 @@ from fusionrt.data.window_rows import Request, Rows
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, magic, pointer, template
+from fusionrt.runtime.source import Field, magic, members, pointer, template
 
 RADIX = 16    # the template's
 LEVELS = 8    # 16^8 tiles are more than a dimension has
@@ -120,9 +120,8 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int,
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "out", const=False),
               pointer("int", "index", const=False), *(Field(f"State* {name}", "Q") for name in _MEMBERS),
               Field(f"const State* folds[{LEVELS}]", "Q" * LEVELS),
-              *(Field(f"long long {name}", "q") for name in _SIZES), *scalars,
-              *(Field(f"int {name}", "i") for name in _INTEGERS),
-              *(Field(f"Divisor {name}", "III") for name in _DIVISORS), Field("int wide", "i")]
+              *members("long long", *_SIZES), *scalars, *members("int", *_INTEGERS),
+              *members("Divisor", *_DIVISORS), *members("int", "wide")]
     return Kernel(f"sliding_window {op}", "window", fields, constants,
                   acc=name_of(acc), block=shape.block,
                   significant_bits=SIGNIFICANT_BITS[name])

@@ -17,7 +17,7 @@ from fusionrt.laid import address, heads_of_rows
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.matrix_units import multiply
-from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
+from fusionrt.runtime.source import TENSOR_MAP, Field, members, pointer
 from fusionrt.runtime.tensor_map import Heads
 
 Tensor = torch.Tensor
@@ -154,10 +154,8 @@ def _numbers(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Any, ...]:
 
 # -- their text ------------------------------------------------------------------------------------
 
-_NUMBERS = [*(Field(f"int {name}", "i") for name in (
-                "heads", "group", "tiles", "padded", "slopes_batch", "left", "right", "offset", "queries",
-                "keys")),
-            *(Field(f"float {name}", "f") for name in ("scale", "inner", "cap", "near"))]
+_NUMBERS = [*members("int", "heads", "group", "tiles", "padded", "slopes_batch", "left", "right", "offset",
+                     "queries", "keys"), *members("float", "scale", "inner", "cap", "near")]
 
 
 @functools.cache
@@ -182,7 +180,7 @@ def _of_queries(kind: Kind, tile: Tile) -> Kernel:
 
 def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constants: list[str]) -> Kernel:
     pointers = [pointer("float32_t", name) for name in ("slopes", "logarithms", "totals")]
-    fields = [*_map_fields(*maps), *pointers, *_NUMBERS, Field("float plain_scale", "f")]
+    fields = [*_map_fields(*maps), *pointers, *_NUMBERS, *members("float", "plain_scale")]
     return Kernel("attention", stem, fields, [*_constants(kind, tile), *constants],
                   significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
 

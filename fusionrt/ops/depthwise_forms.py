@@ -16,11 +16,10 @@ from fusionrt.graph import emit, toposort
 from fusionrt.laid import address
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, Field, pointer
+from fusionrt.runtime.source import ITEMSIZE, Field, members, pointer
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
-Steps = tuple[int, int, int]
 
 
 class Geometry(NamedTuple):
@@ -105,23 +104,18 @@ def constants(form: Form) -> list[str]:
                 ("TRANSPOSED", form.transposed), ("FLIPPED", form.flipped)))]
 
 
-def strides(images: Sequence[str], *steps: str) -> list[Field]:
-    return [Field(f"long long {image}_{step}", "q") for image in images
-            for step in ("batch", "row", "column", *steps)]
-
-
 def rounds(blocks: int, together: int) -> list[int]:
     """Of a GPU whose multiprocessors hold so many blocks: how many each has, in one round after the other."""
     full, rest = divmod(blocks, MULTIPROCESSORS * together)
     return [together] * full + ([-(-rest // MULTIPROCESSORS)] if rest else [])
 
 
-def operands(finish: Finish, also: Sequence[str] = ()) -> list[Field]:
-    """The first fields of a kernel that convolves; `also` of each image's strides."""
+def operands(finish: Finish, step: bool = False) -> list[Field]:
+    """The first fields of a kernel that convolves; `step` as in `stride_fields`."""
     return [pointer("scalar_t", "x"), pointer("scalar_t", "weight"),
             pointer("scalar_t", "out", const=False), pointer("scalar_t", "residual"),
             *(pointer(f"{dtype}_t", f"channel{k}") for k, dtype in enumerate(finish.channels)),
-            *strides(("x", "out"), *also)]
+            *stride_fields("x", "out", step=step)]
 
 
 def epilogue(finish: Finish) -> list[str]:
@@ -154,24 +148,33 @@ def arithmetic(dtype: str) -> dict[str, Any]:
 
 # -- launches ----------------------------------------------------------------------------------------
 
+class Strides(NamedTuple):
+    """From an image, a row, a column to the next."""
+
+    batch: int
+    row: int
+    column: int
+
+
 class Images(NamedTuple):
-    """Two images of which a kernel reads one and reads or writes the other: what they have in common, their
-    steps from an image, a row, a column to the next, and what divides all addresses (bytes, 16 at most)."""
+    """Two images: what they have in common, strides of the one that is read and of the one that is written
+    (for the gradient of the weights read as well), what divides all addresses (bytes, 16 at most)."""
 
     dtype: str
     batch: int
     channels: int
-    steps: tuple[Steps, Steps]
+    source: Strides
+    result: Strides
     alignment: int
 
     def unit(self, most: int) -> int:
         """Neighbouring channels that can be accessed together."""
-        return math.gcd(most, self.channels, *self.steps[0], *self.steps[1],
+        return math.gcd(most, self.channels, *self.source, *self.result,
                         self.alignment // ITEMSIZE[self.dtype])
 
 
 class Launch(NamedTuple):
-    """`values` follow the addresses of a kernel's operands."""
+    """`values` follow the addresses of a kernel's operands: as `Kernel.planned` has them."""
 
     kernel: Kernel
     blocks: int
@@ -189,15 +192,41 @@ def alignment(*tensors: Tensor | None) -> int:
     return low & -low
 
 
-def steps(strides: Sequence[int]) -> Steps:
-    """Of an image with such strides."""
-    return strides[0], strides[2], strides[3]
+def strides_of(strides: Sequence[int]) -> Strides:
+    """Of a tensor's."""
+    return Strides(strides[0], strides[2], strides[3])
 
 
-def row_steps(images: Images, rows: Line) -> list[int]:
-    """Of both images, and from a row to the next of the same residue."""
-    return [n for image in images.steps for n in (*image, image[1] * rows.step)]
+def dense_strides(channels: int, size: Pair) -> Strides:
+    return Strides(size[0] * size[1] * channels, size[1] * channels, channels)
 
 
-def dense_steps(channels: int, size: Pair) -> Steps:
-    return size[0] * size[1] * channels, size[1] * channels, channels
+# -- what kernels are given: fields, and their values by name ------------------------------------------
+
+def stride_fields(*images: str, step: bool = False) -> list[Field]:
+    """`step`: also from a row to the next of the same residue."""
+    return members("long long", *(f"{image}_{dim}" for image in images
+                                  for dim in (*Strides._fields, *["step"] * step)))
+
+
+def stride_values(rows: Line | None = None, **images: Strides) -> dict[str, int]:
+    """With `rows` those of `step`."""
+    found: dict[str, int] = {}
+    for image, strides in images.items():
+        step = {} if rows is None else {"step": strides.row * rows.step}
+        found |= {f"{image}_{dim}": n for dim, n in {**strides._asdict(), **step}.items()}
+    return found
+
+
+SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
+         "source_left", "result_top", "result_left", "dilation_h", "dilation_w")
+
+
+def size_values(images: Images, rows: Line, columns: Line) -> dict[str, int]:
+    """Of SIZES."""
+    return {"channels": images.channels,
+            "source_rows": rows.source, "source_columns": columns.source,
+            "result_rows": rows.result, "result_columns": columns.result,
+            "source_top": rows.source_first, "source_left": columns.source_first,
+            "result_top": rows.result_first, "result_left": columns.result_first,
+            "dilation_h": rows.step, "dilation_w": columns.step}

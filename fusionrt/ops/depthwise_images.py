@@ -15,15 +15,16 @@ from fusionrt.ops.depthwise_forms import (
     Launch,
     Line,
     Pair,
-    Steps,
+    Strides,
     arithmetic,
     constants,
     epilogue,
     operands,
+    stride_values,
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
+from fusionrt.runtime.source import ITEMSIZE, members, pointer
 
 UNIT = 16                    # bytes that are copied at a time
 MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
@@ -88,8 +89,8 @@ def serves(form: Form, images: Images, rows: Line, columns: Line) -> bool:
     if not (images.dtype != "float64" and images.unit(unit) == unit and rows.step == columns.step == 1
             and max(form.kernel) <= MOST_SIDE and max(rows.source, rows.result) <= MOST_ROWS
             and images.batch * MOST_ROWS < 1 << 31 and max(columns.source, columns.result) <= most
-            and all(_is_dense(at, images.batch, size) for at, size in zip(images.steps, (
-                (rows.source, columns.source), (rows.result, columns.result)), strict=True))):
+            and _is_dense(images.source, images.batch, (rows.source, columns.source))
+            and _is_dense(images.result, images.batch, (rows.result, columns.result))):
         return False
     case = images.batch, images.channels, rows, columns, form
     made = [(cut(*case), False), *([] if form.transposed else [(cut_of_sums(*case), True)])]
@@ -105,10 +106,10 @@ def most_elements(form: Form, rows: Line, sums: bool) -> float:
     return 20 << 20 if taps < MANY_TAPS and (plain or form.transposed) else math.inf
 
 
-def _is_dense(steps: Steps, batch: int, size: Pair) -> bool:
+def _is_dense(strides: Strides, batch: int, size: Pair) -> bool:
     """Whether rows, and images, follow each other."""
-    return ((size[0] == 1 or steps[1] == size[1] * steps[2])
-            and (batch == 1 or steps[0] == size[0] * size[1] * steps[2]))
+    return ((size[0] == 1 or strides.row == size[1] * strides.column)
+            and (batch == 1 or strides.batch == size[0] * size[1] * strides.column))
 
 
 @functools.lru_cache(1024)
@@ -199,16 +200,16 @@ def _constants(form: Form, sides: Sides, made: Cut, blocks: int) -> list[str]:
             f"constexpr int LEFT = {sides.left}, ROWS = {made.rows}, BLOCKS = {blocks};"]
 
 
-_SIZES = "channels", "source_rows", "result_rows", "chunk", "all"
-_FIELDS = (*(Field(f"int {name}", "i") for name in _SIZES),
-           *(Field(f"Divisor {name}", "III") for name in ("slices", "units")))
+_FIELDS = (*members("int", "channels", "source_rows", "result_rows", "chunk", "all"),
+           *members("Divisor", "slices", "units"))
 
 
-def _values(images: Images, rows: Line, made: Cut) -> tuple[int, ...]:
-    """Values of _FIELDS."""
+def _values(images: Images, rows: Line, made: Cut) -> dict[str, int]:
+    """Of _FIELDS."""
     units = made.units(rows)
-    return (images.channels, rows.source, rows.result, made.chunk, images.batch * units,
-            *magic(made.slices(images.channels)), *magic(units))
+    return {"channels": images.channels, "source_rows": rows.source, "result_rows": rows.result,
+            "chunk": made.chunk, "all": images.batch * units, "slices": made.slices(images.channels),
+            "units": units}
 
 
 # -- convolution, and the gradient of its source -------------------------------------------------------
@@ -225,8 +226,9 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
     made = made or cut(images.batch, images.channels, rows, columns, form)
     kernel = convolving(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                         resident(form, columns, made), finish)
-    return Launch(kernel, made.blocks(images.batch, images.channels, rows),
-                  (*images.steps[0], *images.steps[1], *_values(images, rows, made)),
+    values = kernel.planned(**stride_values(x=images.source, out=images.result),
+                            **_values(images, rows, made))
+    return Launch(kernel, made.blocks(images.batch, images.channels, rows), values,
                   shared_bytes(form, rows, columns, made, False))
 
 
@@ -236,7 +238,7 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
 def weighing(form: Form, sides: Sides, made: Cut, blocks: int) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False), *_FIELDS,
-              *(Field(f"int {name}", "i") for name in ("x_column", "grad_column", "together", "most_lines"))]
+              *members("int", "x_column", "grad_column", "together", "most_lines")]
     return Kernel("depthwise_conv2d_backward", "depthwise_images_backward", fields,
                   _constants(form, sides, made, blocks), block=made.warps * 32, **arithmetic(form.dtype))
 
@@ -247,8 +249,9 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut
     made = made or cut_of_sums(images.batch, images.channels, rows, columns, form)
     kernel = weighing(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                       resident(form, columns, made))
-    values = (*_values(images, rows, made), images.steps[0][2], images.steps[1][2], made.together,
-              lines(form, rows, made)[0])
+    values = kernel.planned(**_values(images, rows, made), x_column=images.source.column,
+                            grad_column=images.result.column, together=made.together,
+                            most_lines=lines(form, rows, made)[0])
     launch = Launch(kernel, made.blocks(images.batch, images.channels, rows), values,
                     shared_bytes(form, rows, columns, made, True))
     return launch, made.groups(images.batch, rows)

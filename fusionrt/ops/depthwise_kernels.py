@@ -28,9 +28,9 @@ from fusionrt.ops.depthwise_forms import (
     Line,
     Pair,
     alignment,
-    dense_steps,
+    dense_strides,
     line_of,
-    steps,
+    strides_of,
 )
 from fusionrt.runtime.partial_sums import add_up
 
@@ -87,8 +87,8 @@ def image_like(like: Tensor, size: Sequence[int]) -> Tensor:
 def _images(call: Call, size: Pair) -> Images:
     """That of the call and a dense one."""
     batch, channels = call.shape[:2]
-    return Images(name_of(call.dtype), batch, channels,
-                  (steps(call.strides[0]), dense_steps(channels, size)), call.alignment)
+    return Images(name_of(call.dtype), batch, channels, strides_of(call.strides[0]),
+                  dense_strides(channels, size), call.alignment)
 
 
 # -- convolution, and the gradient of its source -----------------------------------------------------
@@ -203,7 +203,7 @@ def weight_gradient(grad: Tensor, x: Tensor, geometry: Geometry, kernel: Sequenc
 def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
     form = _form(call, geometry)
     rows, columns = _lines(call, form, geometry, size)
-    images = _images(call, (1, 1))._replace(steps=(steps(call.strides[0]), steps(call.strides[1])))
+    images = _images(call, (1, 1))._replace(result=strides_of(call.strides[1]))
     by_units = UNITS_OF_WEIGHTS if geometry.stride == (1, 1) else UNITS_OF_STRIDED_WEIGHTS
     # Of a dilation each residue would be a row of partial sums.
     by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
@@ -231,9 +231,9 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tu
 @functools.lru_cache(4096)
 def _of_both(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
     form, images = _form(call, geometry)._replace(flipped=True), _images(call, size)
-    of_x = images._replace(steps=(steps(call.strides[1]), images.steps[1]))
+    of_x = images._replace(source=strides_of(call.strides[1]))
     if not (min(*call.shape, *size) and geometry.dilation == (1, 1) and _large(call, size, TILES_OF_BOTH)
             and all(depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
         return None
     rows, columns = _lines(call, form, _flipped(call, geometry), size)
-    return Sums(*depthwise_tiles.gradients(form, images, rows, columns, of_x.steps[0]))
+    return Sums(*depthwise_tiles.gradients(form, images, rows, columns, of_x.source))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
+    SIZES,
     Finish,
     Form,
     Images,
@@ -19,11 +20,12 @@ from fusionrt.ops.depthwise_forms import (
     epilogue,
     operands,
     rounds,
-    row_steps,
+    size_values,
+    stride_values,
     window,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, magic
+from fusionrt.runtime.source import members
 
 STRIPS, RESULTS = 8, 8              # of a product: strips, and results of each that there is room for
 ROWS = 2                            # of results that a turn finishes, where the stride is 1
@@ -158,7 +160,9 @@ def blocks(form: Form, finish: Finish = PLAIN) -> int:
 
 @functools.cache
 def convolving(form: Form, finish: Finish) -> Kernel:
-    return Kernel("depthwise_conv2d", "depthwise_mma", [*operands(finish, ("step",)), *_FIELDS], [
+    fields = [*operands(finish, step=True), *members("int", *SIZES, "units", "skipped", "row_bytes"),
+              *CUT_FIELDS]
+    return Kernel("depthwise_conv2d", "depthwise_mma", fields, [
         *constants(form), *epilogue(finish),
         f"constexpr int ROWS = {1 if form.transposed else rows_of_turn(form)[1]}, DEPTH = {depth(form)};",
         f"constexpr int STAGES = {STAGES}, BLOCKS = {blocks(form, finish)};"],
@@ -168,30 +172,23 @@ def convolving(form: Form, finish: Finish) -> Kernel:
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form, finish)
-    return Launch(convolving(form, finish), made.blocks, _values(images, rows, columns, made, form),
-                  shared_bytes(made, form))
+    kernel = convolving(form, finish)
+    values = kernel.planned(
+        **stride_values(rows, x=images.source, out=images.result), **size_values(images, rows, columns),
+        **cut_values(made, rows, columns), units=turns(form, rows), skipped=skipped(made, rows, form),
+        row_bytes=row_bytes(made, form))
+    return Launch(kernel, made.blocks, values, shared_bytes(made, form))
 
 
-_SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
-          "source_left", "result_top", "result_left", "dilation_h", "dilation_w", "units", "chunk", "skipped",
-          "columns", "strips", "pitch", "pixels", "row_bytes")
-_DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band")
-_FIELDS = [*(Field(f"int {name}", "i") for name in _SIZES), Field("unsigned lines", "I"),
-          *(Field(f"Divisor {name}", "III") for name in _DIVISORS)]
+CUT_FIELDS = (*members("int", "chunk", "columns", "strips", "pitch", "pixels"), *members("unsigned", "lines"),
+              *members("Divisor", "slices", "tiles", "residues_w", "chunks", "residues_h", "band"))
 
 
-def _values(images: Images, rows: Line, columns: Line, made: Cut, form: Form) -> tuple[int, ...]:
-    """Strides, and values of _FIELDS."""
-    return (*row_steps(images, rows), images.channels, rows.source, columns.source, rows.result,
-            columns.result, rows.source_first, columns.source_first, rows.result_first, columns.result_first,
-            rows.step, columns.step, turns(form, rows), made.chunk, skipped(made, rows, form), made.columns,
-            made.strips, made.pitch, made.pixels, row_bytes(made, form), made.lines,
-            *divisors(made, rows, columns))
-
-
-def divisors(made: Cut, rows: Line, columns: Line) -> list[int]:
-    return [n for by in (made.slices, made.tiles, columns.step, made.chunks, rows.step, made.band)
-            for n in magic(by)]
+def cut_values(made: Cut, rows: Line, columns: Line) -> dict[str, int]:
+    """Of CUT_FIELDS."""
+    return {"chunk": made.chunk, "columns": made.columns, "strips": made.strips, "pitch": made.pitch,
+            "pixels": made.pixels, "lines": made.lines, "slices": made.slices, "tiles": made.tiles,
+            "residues_w": columns.step, "chunks": made.chunks, "residues_h": rows.step, "band": made.band}
 
 
 def row_bytes(made: Cut, form: Form) -> int:

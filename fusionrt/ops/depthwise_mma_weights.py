@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from fusionrt.ops.depthwise_forms import (
+    SIZES,
     Form,
     Images,
     Launch,
@@ -12,22 +13,24 @@ from fusionrt.ops.depthwise_forms import (
     arithmetic,
     constants,
     rounds,
-    row_steps,
-    strides,
+    size_values,
+    stride_fields,
+    stride_values,
     window,
 )
 from fusionrt.ops.depthwise_mma import (
+    CUT_FIELDS,
     MOST_SHARED,
     RESULTS,
     STRIPS,
     UNIT,
     Cut,
+    cut_values,
     cuts,
-    divisors,
     has_units,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 
 UNITS = 2                   # of a pixel that a block has
 BLOCKS = 4                  # that share a multiprocessor
@@ -75,18 +78,12 @@ def _cycles(made: Cut, form: Form) -> float:
     return turns * sum(max(LATENCY, n * turn) for n in rounds(made.blocks, BLOCKS))
 
 
-_SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
-          "source_left", "dilation_h", "dilation_w", "units", "chunk", "columns", "strips", "pitch", "pixels",
-          "row_bytes", "shared_bytes")
-_DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band")
-
-
 @functools.cache
 def weighing(form: Form) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False),
-              *strides(("x", "grad"), "step"), *(Field(f"int {size}", "i") for size in _SIZES),
-              Field("unsigned lines", "I"), *(Field(f"Divisor {by}", "III") for by in _DIVISORS)]
+              *stride_fields("x", "grad", step=True),
+              *members("int", *SIZES, "units", "row_bytes", "shared_bytes"), *CUT_FIELDS]
     return Kernel("depthwise_conv2d_backward", "depthwise_mma_backward", fields, [
         *constants(form), f"constexpr int ROWS = {rows(form)}, SHIFTS = {16 // rows(form)};",
         f"constexpr int STAGES = {stages(form)}, GRADS = {grads(form)}, BLOCKS = {BLOCKS};"],
@@ -112,10 +109,8 @@ def weight_sums(form: Form, images: Images, lines: Line, columns: Line) -> tuple
     """And how many rows of partial sums it writes."""
     form = form._replace(vec=8)
     made = cut(images.batch, images.channels, lines, columns, form)
-    shared = shared_bytes(made, form)
-    values = (
-        *row_steps(images, lines), images.channels, lines.source, columns.source, lines.result,
-        columns.result, lines.source_first, columns.source_first, lines.step, columns.step, lines.units,
-        made.chunk, made.columns, made.strips, made.pitch, made.pixels, row_bytes(made), shared, made.lines,
-        *divisors(made, lines, columns))
-    return Launch(weighing(form), made.blocks, values, shared), made.blocks // made.slices
+    kernel, shared = weighing(form), shared_bytes(made, form)
+    values = kernel.planned(
+        **stride_values(lines, x=images.source, grad=images.result), **size_values(images, lines, columns),
+        **cut_values(made, lines, columns), units=lines.units, row_bytes=row_bytes(made), shared_bytes=shared)
+    return Launch(kernel, made.blocks, values, shared), made.blocks // made.slices

@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
+    SIZES,
     Finish,
     Form,
     Images,
@@ -20,11 +21,13 @@ from fusionrt.ops.depthwise_forms import (
     epilogue,
     operands,
     rounds,
-    strides,
+    size_values,
+    stride_fields,
+    stride_values,
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
+from fusionrt.runtime.source import ITEMSIZE, members, pointer
 
 BLOCK = 128
 LANES = 32                  # threads side by side along the channels, at most
@@ -181,30 +184,21 @@ def cycles_together(form: Form, width: int, chunk: int, blocks: int) -> float:
 
 # -- what a kernel is given ------------------------------------------------------------------------
 
-_SIZES = ("channels", "lanes", "source_rows", "source_columns", "result_rows", "result_columns",
-          "source_top", "source_left", "result_top", "result_left", "dilation_h", "dilation_w",
-          "source_step", "result_step", "units", "chunk")
-_COUNTS = ("tasks", "groups")
-_DIVISORS = ("slices", "strips", "residues_w", "chunks", "residues_h")
-
-
 def _constants(form: Form) -> list[str]:
     return [*constants(form), f"constexpr int COLUMNS = {form.columns}, LANES = {LANES};"]
 
 
-_FIELDS = (*(Field(f"int {size}", "i") for size in _SIZES),
-           *(Field(f"unsigned {count}", "I") for count in _COUNTS),
-           *(Field(f"Divisor {by}", "III") for by in _DIVISORS))
+_FIELDS = (*members("int", *SIZES, "source_step", "result_step", "lanes", "units", "chunk"),
+           *members("unsigned", "tasks", "groups"),
+           *members("Divisor", "slices", "strips", "residues_w", "chunks", "residues_h"))
 
 
-def _values(images: Images, rows: Line, columns: Line, plan: Cut) -> tuple[int, ...]:
-    """Strides, and values of _FIELDS."""
-    apart = (columns.step * column for _, _, column in images.steps)  # pixels of the same residue
-    return (*images.steps[0], *images.steps[1], images.channels, plan.lanes, rows.source, columns.source,
-            rows.result, columns.result, rows.source_first, columns.source_first, rows.result_first,
-            columns.result_first, rows.step, columns.step, *apart, rows.units, plan.chunk, plan.tasks,
-            plan.groups, *(n for by in (plan.slices, plan.strips, columns.step, plan.chunks, rows.step)
-              for n in magic(by)))
+def _values(images: Images, rows: Line, columns: Line, plan: Cut) -> dict[str, int]:
+    """Of _FIELDS. A step is from a pixel to the next of the same residue."""
+    return {**size_values(images, rows, columns), "source_step": columns.step * images.source.column,
+            "result_step": columns.step * images.result.column, "lanes": plan.lanes, "units": rows.units,
+            "chunk": plan.chunk, "tasks": plan.tasks, "groups": plan.groups, "slices": plan.slices,
+            "strips": plan.strips, "residues_w": columns.step, "chunks": plan.chunks, "residues_h": rows.step}
 
 
 # -- convolution, and the gradient of its source -----------------------------------------------------
@@ -220,7 +214,9 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
     form = form._replace(vec=_vector(form, images, 49))
     plan = cut(images.batch, images.channels, rows, columns, form, widths_of(form))
     kernel = convolving(form._replace(columns=plan.columns, turns=plan.turns), finish)
-    return Launch(kernel, plan.blocks, _values(images, rows, columns, plan))
+    values = kernel.planned(**stride_values(x=images.source, out=images.result),
+                            **_values(images, rows, columns, plan))
+    return Launch(kernel, plan.blocks, values)
 
 
 def widths_of(form: Form) -> tuple[int, ...]:
@@ -240,8 +236,7 @@ def _vector(form: Form, images: Images, most: int) -> int:
 @functools.cache
 def weighing(form: Form) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
-              pointer("acc_t", "partials", const=False), *strides(("x", "grad")),
-              *(Field(f.declaration.replace("result_step", "grad_step"), f.format) for f in _FIELDS)]
+              pointer("acc_t", "partials", const=False), *stride_fields("x", "grad"), *_FIELDS]
     return Kernel("depthwise_conv2d_backward", "depthwise_backward", fields, _constants(form), block=BLOCK,
                   **arithmetic(form.dtype))
 
@@ -251,7 +246,9 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[
     form = form._replace(vec=_vector(form, images, 49 if ITEMSIZE[form.dtype] == 2 else 25))
     plan = cut(images.batch, images.channels, rows, columns, form, widths_of_gradient(form), True)
     kernel = weighing(form._replace(columns=plan.columns))
-    return Launch(kernel, plan.blocks, _values(images, rows, columns, plan)), plan.groups
+    values = kernel.planned(**stride_values(x=images.source, grad=images.result),
+                            **_values(images, rows, columns, plan))
+    return Launch(kernel, plan.blocks, values), plan.groups
 
 
 def widths_of_gradient(form: Form) -> tuple[int, ...]:

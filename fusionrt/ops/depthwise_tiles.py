@@ -8,29 +8,31 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from fusionrt.ops.depthwise_forms import (
     PLAIN,
+    SIZES,
     Finish,
     Form,
     Images,
     Launch,
     Line,
     Pair,
-    Steps,
+    Strides,
     arithmetic,
     constants,
     epilogue,
     operands,
     rounds,
-    row_steps,
-    strides,
+    size_values,
+    stride_fields,
+    stride_values,
     window,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, Field, magic, pointer
+from fusionrt.runtime.source import ITEMSIZE, members, pointer
 
 VEC, UNIT = 2, 16           # channels of a thread; bytes that are copied at a time
 WIDTHS = 8, 7, 4            # columns of a thread
@@ -214,26 +216,19 @@ def shared_bytes(made: Cut, form: Form, wanted: Wanted) -> int:
 
 # -- what a kernel is given ----------------------------------------------------------------------------
 
-_SIZES = ("channels", "source_rows", "source_columns", "result_rows", "result_columns", "source_top",
-          "source_left", "result_top", "result_left", "dilation_h", "dilation_w", "result_step", "units",
-          "chunk", "bands", "pitch", "pixels")
-_DIVISORS = ("slices", "tiles", "residues_w", "chunks", "residues_h", "band", "beside")
-_FIELDS = (*(Field(f"int {name}", "i") for name in _SIZES), Field("unsigned lines", "I"),
-           *(Field(f"Divisor {name}", "III") for name in _DIVISORS))
+_FIELDS = (*members("int", *SIZES, "result_step", "units", "chunk", "bands", "pitch", "pixels"),
+           *members("unsigned", "lines"), *members(
+               "Divisor", "slices", "tiles", "residues_w", "chunks", "residues_h", "band", "beside"))
 
 
-def _values(images: Images, rows: Line, columns: Line, made: Cut, form: Form) -> tuple[int, ...]:
-    """Strides, and values of _FIELDS."""
+def _values(images: Images, rows: Line, columns: Line, made: Cut, form: Form) -> dict[str, int]:
+    """Of _FIELDS."""
     band = made.band(form)
-    return (*row_steps(images, rows), images.channels, rows.source, columns.source, rows.result,
-            columns.result, rows.source_first, columns.source_first, rows.result_first, columns.result_first,
-            rows.step, columns.step, columns.step * images.steps[1][2], rows.units, made.chunk, made.bands,
-            made.pitch(form), made.bands * band, made.lines, *_magic(
-                made.slices, made.tiles, columns.step, made.chunks, rows.step, band, made.beside))
-
-
-def _magic(*divisors: int) -> Sequence[int]:
-    return [n for by in divisors for n in magic(by)]
+    return {**size_values(images, rows, columns), "result_step": columns.step * images.result.column,
+            "units": rows.units, "chunk": made.chunk, "bands": made.bands, "pitch": made.pitch(form),
+            "pixels": made.bands * band, "lines": made.lines, "slices": made.slices, "tiles": made.tiles,
+            "residues_w": columns.step, "chunks": made.chunks, "residues_h": rows.step, "band": band,
+            "beside": made.beside}
 
 
 class Shape(NamedTuple):
@@ -266,26 +261,27 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form)
     kernel = convolving(form, shape_of(made, form, Wanted.RESULT), finish)
-    return Launch(kernel, made.blocks, _values(images, rows, columns, made, form),
-                  shared_bytes(made, form, Wanted.RESULT))
+    values = kernel.planned(**stride_values(rows, x=images.source, out=images.result),
+                            **_values(images, rows, columns, made, form))
+    return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.RESULT))
 
 
 @functools.cache
 def convolving(form: Form, shape: Shape, finish: Finish) -> Kernel:
-    return Kernel("depthwise_conv2d", "depthwise_tiles", [*operands(finish, ("step",)), *_FIELDS],
+    return Kernel("depthwise_conv2d", "depthwise_tiles", [*operands(finish, step=True), *_FIELDS],
                   [*_constants(form, shape, Wanted.RESULT), *epilogue(finish)], block=shape.threads,
                   **arithmetic(form.dtype))
 
 
 # -- gradients -----------------------------------------------------------------------------------------
 
-_OTHER = Field("int other_pixels", "i"), Field("Divisor other_band", "III")
+_OTHER = *members("int", "other_pixels"), *members("Divisor", "other_band")
 
 
-def _of_other(made: Cut) -> tuple[int, ...]:
-    """Values of _OTHER."""
+def _other_values(made: Cut) -> dict[str, int]:
+    """Of _OTHER."""
     band = made.beside * made.columns
-    return made.bands * band, *magic(band)
+    return {"other_pixels": made.bands * band, "other_band": band}
 
 
 def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
@@ -293,14 +289,16 @@ def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form, Wanted.WEIGHTS)
     kernel = weighing(form, shape_of(made, form, Wanted.WEIGHTS))
-    values = (*_values(images, rows, columns, made, form), *_of_other(made))
+    values = kernel.planned(**stride_values(rows, x=images.source, grad=images.result),
+                            **_values(images, rows, columns, made, form), **_other_values(made))
     return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.WEIGHTS)), made.groups
 
 
 @functools.cache
 def weighing(form: Form, shape: Shape) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
-              pointer("acc_t", "partials", const=False), *strides(("x", "grad"), "step"), *_FIELDS, *_OTHER]
+              pointer("acc_t", "partials", const=False),
+              *stride_fields("x", "grad", step=True), *_FIELDS, *_OTHER]
     return Kernel("depthwise_conv2d_backward", "depthwise_tiles_backward", fields,
                   _constants(form, shape, Wanted.WEIGHTS), block=shape.threads, **arithmetic(form.dtype))
 
@@ -311,13 +309,15 @@ def serves_both(form: Form, images: Images) -> bool:
             and few(math.prod(form.kernel)))
 
 
-def gradients(form: Form, images: Images, rows: Line, columns: Line, x: Steps) -> tuple[Launch, int]:
-    """Both, of a convolution whose gradient and whose source's gradient are `images`, with x in such steps.
+def gradients(form: Form, images: Images, rows: Line, columns: Line, x: Strides
+              ) -> tuple[Launch, int]:
+    """Both, of a convolution whose gradient and whose source's gradient are `images`, with x of such strides.
     And how many rows of partial sums the launch writes."""
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form, Wanted.BOTH)
     kernel = differentiating(form, shape_of(made, form, Wanted.BOTH))
-    values = (*x, x[1] * rows.step, *_values(images, rows, columns, made, form), *_of_other(made))
+    values = kernel.planned(**stride_values(rows, x=x, grad=images.source, out=images.result),
+                            **_values(images, rows, columns, made, form), **_other_values(made))
     return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.BOTH)), made.groups
 
 
@@ -325,7 +325,7 @@ def gradients(form: Form, images: Images, rows: Line, columns: Line, x: Steps) -
 def differentiating(form: Form, shape: Shape) -> Kernel:
     fields = [*(pointer("scalar_t", name) for name in ("grad", "weight", "x", "residual")),
               pointer("scalar_t", "out", const=False), pointer("acc_t", "partials", const=False),
-              *strides(("x", "grad", "out"), "step"), *_FIELDS, *_OTHER]
+              *stride_fields("x", "grad", "out", step=True), *_FIELDS, *_OTHER]
     return Kernel("depthwise_conv2d_backward", "depthwise_tiles_gradients", fields,
                   [*_constants(form, shape, Wanted.BOTH), *epilogue(PLAIN)], block=shape.threads,
                   **arithmetic(form.dtype))

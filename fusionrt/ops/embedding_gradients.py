@@ -12,7 +12,7 @@ import torch
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.laid import Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 
 Tensor = torch.Tensor
 
@@ -35,8 +35,8 @@ def sort_kernel(index: str, bits: int, scatter: bool, first: bool, last: bool) -
               *(pointer("unsigned", name, const=False) for name in (
                   "keys_out", "order_out", "counts", "next_counts", "zeroed")),
               pointer("unsigned char", "present", const=False),
-              Field("int64_t rows", "q"), Field("int64_t padding", "q"),
-              *(Field(f"unsigned {name}", "I") for name in ("count", "zeros", "tile", "shift"))]
+              *members("int64_t", "rows", "padding"),
+              *members("unsigned", "count", "zeros", "tile", "shift")]
     constants = [f"using index_t = {index}_t;", f"constexpr int BITS = {bits};",
                  *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
                      ("SCATTER", scatter), ("FIRST", first), ("LAST", last)))]
@@ -65,15 +65,19 @@ class Sort:
         pairs = (places[0], places[1]), (places[2], places[3])
         self.found = *pairs[(self.passes - 1) % 2], present, listing, listed
         steps = [(False, 0), *((True, k) for k in range(self.passes))]
-        self._launches = [(
-            sort_kernel(name_of(index.dtype), bits, scatter, k == 0, k + 1 == self.passes),
-            (*pairs[(k + 1) % 2], *pairs[k % 2], counts if k == 0 else later + 4 * (k - 1) * table,
-             later + 4 * k * table, later, present),
-            (rows, padding, count, zeros, tile.bit_length() - 1, k * bits)) for scatter, k in steps]
+        self._launches = []
+        for scatter, k in steps:
+            kernel = sort_kernel(name_of(index.dtype), bits, scatter, k == 0, k + 1 == self.passes)
+            offsets_of_pass = (*pairs[(k + 1) % 2], *pairs[k % 2],
+                               counts if k == 0 else later + 4 * (k - 1) * table, later + 4 * k * table,
+                               later, present)
+            self._launches.append((kernel, offsets_of_pass, kernel.planned(
+                rows=rows, padding=padding, count=count, zeros=zeros, tile=tile.bit_length() - 1,
+                shift=k * bits)))
 
     def __call__(self, device: torch.device, index: int, memory: int) -> None:
-        for kernel, offsets, numbers in self._launches:
-            kernel(device, self.tiles, index, *(memory + offset for offset in offsets), *numbers)
+        for kernel, offsets, values in self._launches:
+            kernel(device, self.tiles, index, *(memory + offset for offset in offsets), *values)
 
 
 # -- rows of a gradient ----------------------------------------------------------------------------
@@ -82,6 +86,7 @@ MOST_TYPES = 4                       # that are summed with the positions
 CHUNK, TEAMS_WANTED, MOST_WINDOWS, MOST_JOINS = 32, 1 << 11, 8, 128
 ROWS_OF_A_GROUP, FEWEST_ROWS_OF_A_GROUP = 128, 8   # of token types
 BLOCK = 128
+_BLOCKS = "group_blocks", "chunk_blocks", "zero_blocks"
 
 
 @functools.cache
@@ -92,10 +97,9 @@ def gradient_kernel(dtype: str, type_ids: str, vec: int, types: int, stage: int)
               *(pointer("unsigned", name, const=False) for name in ("list", "listed")),
               *(pointer("acc_t", name, const=False) for name in ("partials", "of_types")),
               *(pointer("scalar_t", name, const=False) for name in ("out", "position_out", "type_out")),
-              *(Field(f"int64_t {name}", "q") for name in ("count", "rows")), Field("double scale", "d"),
-              *(Field(f"unsigned {name}", "I") for name in (
-                  "columns", "windows", "period", "share", "position_rows", "type_period",
-                  "group_blocks", "chunk_blocks", "zero_blocks", "joins"))]
+              *members("int64_t", "count", "rows"), *members("double", "scale"),
+              *members("unsigned", "columns", "windows", "period", "share", "position_rows", "type_period",
+                       *_BLOCKS, "joins")]
     constants = [f"using scalar_t = {dtype}_t;", f"using type_t = {type_ids}_t;",
                  *(f"constexpr int {name} = {value};" for name, value in (
                      ("VEC", vec), ("TYPES", types), ("STAGE", stage)))]
@@ -118,7 +122,7 @@ NO_GROUPS = Groups(1, 0, 0, None)
 
 
 class Plan(NamedTuple):
-    """Launches but for addresses: each a kernel, its grid, and the numbers of its call."""
+    """Launches but for addresses: each a kernel, its grid, and the values that follow those."""
 
     sort: Sort | None
     launches: tuple[tuple[Kernel, tuple[int, int], tuple[float, ...]], ...]
@@ -141,12 +145,14 @@ def _planned(grad: Laid, index: Laid | None, rows: int, scale: float, padding: i
     blocks = (-(-max(period, groups.rows) // (warps // share)) * grouped, -(-chunks // warps),
               -(-rows // (32 * warps)) if index is not None else 0)
     dtype, ids = name_of(grad.dtype), groups.type_ids
-    numbers = (count, rows, scale, columns, windows, period, share, groups.rows,
-               1 if ids is None else ids.numel, *blocks, joins)
     kernels = [gradient_kernel(dtype, "int64" if ids is None else name_of(ids.dtype), vec,
                                0 if stage else groups.types, stage) for stage in (0, 1)]
     grids = (sum(blocks) * parts, 1), (joins + groups.types, parts)
-    launches = tuple((kernel, grid, numbers) for kernel, grid in zip(kernels, grids, strict=True) if grid[0])
+    launches = tuple((kernel, grid, kernel.planned(
+        count=count, rows=rows, scale=scale, columns=columns, windows=windows, period=period, share=share,
+        position_rows=groups.rows, type_period=1 if ids is None else ids.numel,
+        **dict(zip(_BLOCKS, blocks, strict=True)), joins=joins))
+        for kernel, grid in zip(kernels, grids, strict=True) if grid[0])
     of_types = 2 * chunks * columns * acc
     partials = of_types + groups.types * period * columns * acc
     sort = None if index is None else Sort(index, rows, padding, chunks)
@@ -169,8 +175,8 @@ def gradients_on_gpu(grad: Tensor, index: Tensor | None, rows: int, scale: float
         found = tuple(sorts + offset for offset in plan.sort.found)
     addresses = (grad.data_ptr(), *found[:3], address(type_ids), *found[3:],
                  partials, partials + plan.of_types, *(out.data_ptr() for out in outs))
-    for kernel, grid, numbers in plan.launches:
-        kernel(grad.device, grid, *addresses, *numbers)
+    for kernel, grid, values in plan.launches:
+        kernel(grad.device, grid, *addresses, *values)
     return outs
 
 
@@ -178,9 +184,17 @@ def add_partials(partials: Tensor, out: Tensor) -> None:
     """out[k] = partials[k].sum(0), of shape (kinds, rows, columns)."""
     kinds, rows, columns = partials.shape
     vec = vector_of(columns, (laid(out),))
-    kernel = gradient_kernel(name_of(out.dtype), "int64", vec, 0, 1)
+    kernel, values = _joining(name_of(out.dtype), vec, rows, columns)
     kernel(out.device, (kinds, -(-columns // (32 * vec))), *(0,) * 8, partials.data_ptr(), 0, 0,
-           out.data_ptr(), rows, 0, 1.0, columns, 1, rows, *(0,) * 7)
+           out.data_ptr(), *values)
+
+
+@functools.lru_cache(1024)
+def _joining(dtype: str, vec: int, rows: int, columns: int) -> tuple[Kernel, tuple[float, ...]]:
+    """The second stage alone: kinds are its types, rows their groups."""
+    kernel = gradient_kernel(dtype, "int64", vec, 0, 1)
+    none = dict.fromkeys(("rows", "share", "position_rows", "type_period", *_BLOCKS, "joins"), 0)
+    return kernel, kernel.planned(**none, count=rows, scale=1.0, columns=columns, windows=1, period=rows)
 
 
 def sum_rows_on_gpu(grad: Tensor, tokens: Tensor, token_type: Tensor | None, period: int,

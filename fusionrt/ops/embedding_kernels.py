@@ -18,7 +18,7 @@ from fusionrt.ops.embedding_gradients import add_partials, gradients_on_gpu, vec
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 
 Tensor = torch.Tensor
 NONE, COUNTED, GIVEN = range(3)      # as in the template
@@ -100,6 +100,9 @@ class Form(NamedTuple):
     rounded: bool = False    # what a norm is taken of
 
 
+_TABLES = "token", "position", "type"
+
+
 @functools.cache
 def sum_kernel(form: Form) -> Kernel:
     fields = [pointer("token_t", "tokens"), pointer("position_t", "positions"), pointer("type_t", "types")]
@@ -109,12 +112,10 @@ def sum_kernel(form: Form) -> Kernel:
         ("scalar_t", "out"), ("acc_t", "mean"), ("acc_t", "rstd"), ("acc_t", "partials"),
         ("unsigned long long", "fault"))]
     fields += [pointer("unsigned long long", "random_state")]
-    fields += [Field(f"int64_t {name}", "q") for name in (
-        "token_stride", "position_stride", "type_stride", "token_rows", "position_rows", "type_rows")]
-    fields += [Field(f"unsigned long long {name}", "Q") for name in ("seed", "random_offset")]
-    fields += [Field(f"double {name}", "d") for name in ("scale", "eps", "p", "scale_of_kept")]
-    fields += [Field(f"unsigned {name}", "I") for name in (
-        "rows", "columns", "position_period", "type_period", "apart", "each")]
+    fields += members("unsigned long long", "seed", "random_offset")
+    fields += members("double", "scale", "eps", "p", "scale_of_kept")
+    fields += members("int64_t", *(f"{table}_{what}" for table in _TABLES for what in ("stride", "rows")))
+    fields += members("unsigned", "rows", "columns", "position_period", "type_period", "apart", "each")
     constants = [f"using {name} = {dtype}_t;" for name, dtype in (
         ("scalar_t", form.dtype), *zip(("token_t", "position_t", "type_t"), form.ids, strict=True))]
     constants += [f"constexpr int {name} = {value};" for name, value in (
@@ -279,12 +280,11 @@ def _common(form: Form, rows: Rows, each: int) -> int:
 
 
 class Plan(NamedTuple):
-    """A launch but for addresses and the caller's numbers."""
+    """A launch but for addresses and the caller's numbers, which `values` follow."""
 
     kernel: Kernel
     grid: tuple[int, int]
-    of_tables: tuple[int, ...]   # strides and rows
-    of_rows: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 @functools.lru_cache(1024)
@@ -304,11 +304,14 @@ def _planned(rows: Rows, gradient: bool) -> Plan | None:
     form = form._replace(each=1 if rows.norm else share.each, one_position=share.one_position)
     form = form._replace(common=_common(form, rows, share.each))
     blocks = -(-share.apart // max(1, 128 // threads))
-    of_tables = *(0 if t is None else t.stride(0) for t in rows.tables), *(
-        0 if t is None else t.shape[0] for t in rows.tables)
-    return Plan(sum_kernel(form), (blocks, -(-columns // tile)), of_tables, (
-        rows.total, columns, rows.position_period, 1 if rows.ids[2] is None else rows.ids[2].numel,
-        share.apart, share.each))
+    of_tables = {f"{name}_{what}": n for name, t in zip(_TABLES, rows.tables, strict=True)
+                 for what, n in (("stride", 0 if t is None else t.stride(0)),
+                                 ("rows", 0 if t is None else t.shape[0]))}
+    kernel = sum_kernel(form)
+    values = kernel.planned(
+        **of_tables, rows=rows.total, columns=columns, position_period=rows.position_period,
+        type_period=1 if rows.ids[2] is None else rows.ids[2].numel, apart=share.apart, each=share.each)
+    return Plan(kernel, (blocks, -(-columns // tile)), values)
 
 
 def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, out: Tensor,
@@ -318,8 +321,8 @@ def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, 
     seed, offset, state = (0, 0, None) if dropout is None else dropout.random
     plan.kernel(out.device, plan.grid, *map(address, (
         *call.ids, *call.tables, *affine, grad, out, *stats, partials, fault, state)),
-        *plan.of_tables, seed, offset, call.scale, 0.0 if norm is None else norm.eps,
-        *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.of_rows)
+        seed, offset, call.scale, 0.0 if norm is None else norm.eps,
+        *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.values)
 
 
 def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None

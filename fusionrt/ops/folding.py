@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusionrt.dtypes import STORAGE
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, Params, pointer
+from fusionrt.runtime.source import Field, Params, members, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
@@ -52,8 +52,7 @@ class Form(NamedTuple):
 LAYER = [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in OF_NORM),
          *(Field(f"{kind}* {name}", "Q") for kind, name in (
              ("folded_t", "folded"), ("folded_t", "folded_bias"), ("unsigned long long", "applied"))),
-         *(Field(f"int {name}", "i") for name in ("row", "pixels", "inner", "channels", "team")),
-         Field("float eps", "f")]
+         *members("int", "row", "pixels", "inner", "channels", "team"), *members("float", "eps")]
 
 
 @functools.cache
@@ -67,7 +66,7 @@ def kernel(form: Form, many: bool = False) -> Kernel:
     fields = LAYER
     if many:
         constants.append(Params(fields, "Layer").declaration)
-        fields = [pointer("Layer", "layers"), pointer("int2", "channels"), Field("int count", "i")]
+        fields = [pointer("Layer", "layers"), pointer("int2", "channels"), *members("int", "count")]
     else:
         constants.append("struct Params;\nusing Layer = Params;")
     return Kernel("fold_norm", "fold_norm", fields, constants, block=BLOCK)

@@ -21,7 +21,7 @@ from fusionrt.runtime import tensor_map
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.matrix_units import multiply
-from fusionrt.runtime.source import TENSOR_MAP, Field, pointer
+from fusionrt.runtime.source import TENSOR_MAP, Field, members, pointer
 from fusionrt.runtime.tensor_map import Matrix
 
 ARCHITECTURE = "sm_90"
@@ -79,7 +79,7 @@ class _Plan(NamedTuple):
     shared: int
     x_rows: int              # of the boxes that are copied
     weight_rows: int
-    numbers: tuple[int, ...]
+    values: tuple[int, ...]
 
 
 # -- where it is of use ----------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Planned:
         return plan.kernel.packed(
             tensor_map.encode(of_x, plan.x_rows, STAGE_COLUMNS),
             tensor_map.encode(of_weight, plan.weight_rows, STAGE_COLUMNS),
-            *(tensor_map.encode(part, PART_ROWS, PART_COLUMNS) for part in parts), bias, *plan.numbers)
+            *(tensor_map.encode(part, PART_ROWS, PART_COLUMNS) for part in parts), bias, *plan.values)
 
 
 @functools.lru_cache(4096)
@@ -202,7 +202,8 @@ def _plan(kind: Kind, m: int, n: int, k: int, device: torch.device) -> _Plan:
     # A box that reaches far beyond the last row is slower than one that ends there.
     x_rows = min(tile.rows, -(-m // 8) * 8)
     return _Plan(kernel, clusters * tile.cluster, shared, x_rows, tile.columns // tile.cluster,
-                 (n, -(-k // STAGE_COLUMNS), tiles_m, tiles_n, x_rows * STAGE_COLUMNS * 2))
+                 kernel.planned(n=n, steps=-(-k // STAGE_COLUMNS), tiles_m=tiles_m, tiles_n=tiles_n,
+                                x_bytes=x_rows * STAGE_COLUMNS * 2))
 
 
 @functools.cache
@@ -231,8 +232,8 @@ def _matrix(t: torch.Tensor) -> Matrix:
 def _kernel(kind: Kind) -> Kernel:
     tile = kind.tile
     fields = [*(Field(f"TensorMap {name}", TENSOR_MAP) for name in ("x", "w", "out", "kept", "residual")),
-              pointer("value_t", "bias"), Field("int n", "i"),
-              *(Field(f"unsigned {name}", "I") for name in ("steps", "tiles_m", "tiles_n", "x_bytes"))]
+              pointer("value_t", "bias"), *members("int", "n"),
+              *members("unsigned", "steps", "tiles_m", "tiles_n", "x_bytes")]
     constants = [
         f"constexpr int HALVES = {tile.rows // 64}, BN = {tile.columns}, CLUSTER = {tile.cluster};",
         f"constexpr int GROUPS = {tile.groups}, CHUNK = {PART_COLUMNS};",

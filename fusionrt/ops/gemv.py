@@ -16,7 +16,7 @@ from fusionrt.expr import Expr
 from fusionrt.laid import address
 from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 
 BLOCK = 256
 COLUMNS = 16         # of the result, that a block computes
@@ -68,7 +68,9 @@ class Planned:
         (m, k), n = x.shape, weight.shape[0]
         self.kernel = _kernel(Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
         self.keep, self.shape, self.blocks = keep, (m, n), -(-n // COLUMNS)
-        self.numbers = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), m, n, k)
+        self.values = self.kernel.planned(
+            x_row=x.stride(0), w_row=weight.stride(0),
+            residual_row=0 if residual is None else residual.stride(0), m=m, n=n, k=k)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  residual: torch.Tensor | None = None) -> Results | None:
@@ -78,7 +80,7 @@ class Planned:
         addresses = [address(t) for t in (x, weight, out, kept, residual, bias)]
         if not x.is_meta and (addresses[0] | addresses[1]) & 15:
             return None
-        self.kernel(x.device, self.blocks, *addresses, *self.numbers)
+        self.kernel(x.device, self.blocks, *addresses, *self.values)
         return out, kept
 
 
@@ -86,8 +88,7 @@ class Planned:
 def _kernel(kind: Kind) -> Kernel:
     fields = [*(pointer("value_t", name, const=name not in {"out", "kept"})
                 for name in ("x", "w", "out", "kept", "residual", "bias")),
-              *(Field(f"long long {name}", "q") for name in ("x_row", "w_row", "residual_row")),
-              *(Field(f"int {name}", "i") for name in ("m", "n", "k"))]
+              *members("long long", "x_row", "w_row", "residual_row"), *members("int", "m", "n", "k")]
     constants = [
         f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
         *kind.layer.constants()]

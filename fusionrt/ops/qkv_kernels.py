@@ -14,13 +14,13 @@ from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, address, laid
+from fusionrt.ops.rotary_kernels import TABLE_FIELDS, Plan, cpu_tables, is_packed, table_values
 from fusionrt.ops.rotary_kernels import Options as Rotary
-from fusionrt.ops.rotary_kernels import Plan, cpu_tables, is_packed, position_steps, table_steps
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime.device import MULTIPROCESSORS, multiprocessors
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.partial_sums import add_up
-from fusionrt.runtime.source import Field, magic, pointer
+from fusionrt.runtime.source import members, pointer
 
 Tensor = torch.Tensor
 LANES = 32
@@ -73,16 +73,13 @@ def kernel_of(form: Form) -> Kernel:
     fields += [pointer("scalar_t", "bias"), pointer("acc_t", "partials", const=False),
                pointer("table_t", "cos"), pointer("table_t", "sin"), pointer("position_t", "positions"),
                pointer("unsigned long long", "fault", const=False)]
-    steps = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in ("batch", "row", "head")]
-    fields += [Field(f"int64_t {name}", "q") for name in (
-        "packed_batch", "packed_row", *steps, "table_batch", "table_row", "table_column", "table_rows",
-        "positions_batch", "positions_row", "offset")]
-    fields += [Field(f"double {name}", "d") for name in ("octaves", "turns")]
-    fields += [Field(f"Divisor {name}", "III") for name in ("of_units", "of_length")]
-    fields += [Field(f"unsigned {name}", "I") for name in (
-        "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count", "chunk_step", "step", "rows",
-        "width")]
-    fields += [Field(f"int {name}", "i") for name in ("rotated_units", "half", "head_dim")]
+    strides = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in ("batch", "row", "head")]
+    fields += members("int64_t", "offset", "packed_batch", "packed_row", *strides, *TABLE_FIELDS)
+    fields += members("double", "octaves", "turns")
+    fields += members("Divisor", "of_units", "of_length")
+    fields += members("unsigned", "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count",
+                      "chunk_step", "step", "rows", "width")
+    fields += members("int", "rotated_units", "half", "head_dim")
     constants = [
         f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
         f"using position_t = {form.positions or 'int64'}_t;",
@@ -109,7 +106,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     if call.positions is not None and call.cos is not None:
         fault = indices.fault_of(q.device)
     places = [address(t) for t in (*tensors[:5], partials, *tensors[5:], fault)]
-    plan.kernel(q.device, plan.blocks, *places, *plan.steps, rotary.offset, *plan.numbers)
+    plan.kernel(q.device, plan.blocks, *places, rotary.offset, *plan.values)
     if partials is not None and bias is not None:
         add_up("qkv_heads_backward", partials, bias)
     if fault is not None and call.cos is not None:
@@ -139,17 +136,20 @@ def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Lai
     depth = kernel.block // LANES
     if form.stays:
         chunks = min(-(-count // depth), max(1, STAYING * n_multiprocessors // column_blocks))
-        walk = depth, chunks * depth, count
+        walk = {"chunk_step": depth, "step": chunks * depth, "rows": count}
     else:
         rows = depth * max(1, min(MOST_ROWS, count * column_blocks // (depth * ENOUGH_BLOCKS)))
         chunks = -(-count // rows)
-        walk = rows, depth, rows
-    steps = (*packed.strides[:2], *(t.stride(k) for t in (q, k, v) for k in (0, 2, 1)), *table_steps(table),
-             *position_steps(positions))
-    return Plan(kernel, column_blocks * chunks, steps, (
-        2 * math.log2(rotary.base) / max(1, rotary.rotary_dim), 1 / (2 * math.pi * rotary.scaling),
-        *magic(units), *magic(length), column_blocks, groups, heads, q_heads, kv_heads, count, *walk,
-        packed.shape[2], half // pairs, half, head_dim)), chunks
+        walk = {"chunk_step": rows, "step": depth, "rows": rows}
+    strides = {f"{name}_{dim}": t.stride(d) for name, t in (("q", q), ("k", k), ("v", v))
+               for d, dim in enumerate(("batch", "head", "row"))}
+    values = kernel.planned(
+        packed_batch=packed.stride(0), packed_row=packed.stride(1), **strides,
+        **table_values(table, positions), octaves=2 * math.log2(rotary.base) / max(1, rotary.rotary_dim),
+        turns=1 / (2 * math.pi * rotary.scaling), of_units=units, of_length=length,
+        column_blocks=column_blocks, groups=groups, heads=heads, q_heads=q_heads, kv_heads=kv_heads,
+        count=count, **walk, width=packed.shape[2], rotated_units=half // pairs, half=half, head_dim=head_dim)
+    return Plan(kernel, column_blocks * chunks, values), chunks
 
 
 def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid | None) -> int:

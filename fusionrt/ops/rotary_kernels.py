@@ -15,7 +15,7 @@ from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import WIDEST, Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, magic, pointer
+from fusionrt.runtime.source import members, pointer
 
 Tensor = torch.Tensor
 # Heads that share a thread's angles at most, as long as there are so many threads.
@@ -53,25 +53,22 @@ class Form(NamedTuple):
     wide: bool
 
 
-_OPERANDS = ("q", "k", "q_out", "k_out")
+_OPERANDS, _DIMS = ("q", "k", "q_out", "k_out"), ("batch", "row", "head", "column")
+TABLE_FIELDS = ("table_batch", "table_row", "table_column", "table_rows", "positions_batch", "positions_row")
 
 
 @functools.cache
 def kernel_of(form: Form) -> Kernel:
-    count = "unsigned long long" if form.wide else "unsigned"
-    division, code = ("WideDivisor", "Q") if form.wide else ("Divisor", "III")
+    count, division = ("unsigned long long", "WideDivisor") if form.wide else ("unsigned", "Divisor")
     fields = [pointer("scalar_t", name, const=not name.endswith("out")) for name in _OPERANDS]
     fields += [pointer("table_t", "cos"), pointer("table_t", "sin"), pointer("position_t", "positions"),
                pointer("unsigned long long", "fault", const=False)]
-    strides = [f"{name}_{dim}" for name in _OPERANDS for dim in ("batch", "row", "head", "column")]
-    fields += [Field(f"int64_t {name}", "q") for name in (
-        *strides, "table_batch", "table_row", "table_column", "table_rows", "positions_batch",
-        "positions_row", "offset")]
-    fields += [Field(f"double {name}", "d") for name in ("octaves", "turns")]
-    numbers = [Field(f"{count} threads", code[0]),
-               *(Field(f"{division} {name}", code) for name in ("of_units", "of_fast", "of_length"))]
-    small = [Field(f"unsigned {name}", "I") for name in ("heads", "q_heads", "groups", "positions_first")]
-    small += [Field(f"int {name}", "i") for name in ("rotated_units", "half", "head_dim")]
+    strides = [f"{name}_{dim}" for name in _OPERANDS for dim in _DIMS]
+    fields += members("int64_t", "offset", *strides, *TABLE_FIELDS)
+    fields += members("double", "octaves", "turns")
+    fields += members(count, "threads") + members(division, "of_units", "of_fast", "of_length")
+    fields += members("unsigned", "heads", "q_heads", "groups", "positions_first")
+    fields += members("int", "rotated_units", "half", "head_dim") + members("float", "direction")
     constants = [
         f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
         f"using position_t = {form.positions or 'int64'}_t;",
@@ -80,17 +77,15 @@ def kernel_of(form: Form) -> Kernel:
             ("int", "VEC", form.vec), ("bool", "INTERLEAVED", form.interleaved),
             ("bool", "TABLES", form.table is not None), ("bool", "TABLE_PACKS", form.table_packs),
             ("bool", "POSITIONS", form.positions is not None)))]
-    return Kernel("rotary_embedding", "rotary", [*fields, *numbers, *small, Field("float direction", "f")],
-                  constants, acc=acc_of(form.dtype))
+    return Kernel("rotary_embedding", "rotary", fields, constants, acc=acc_of(form.dtype))
 
 
 class Plan(NamedTuple):
-    """A launch but for addresses and the first position."""
+    """A launch but for addresses and the first position, which `values` follow."""
 
     kernel: Kernel
     blocks: int
-    steps: tuple[int, ...]
-    numbers: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
@@ -102,7 +97,7 @@ def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor
                     *map(laid, (cos, sin, positions)))
     fault = None if positions is None or cos is None else indices.fault_of(q.device)
     plan.kernel(q.device, plan.blocks, *_pointers(tensors), *_pointers(outs), *_pointers((cos, sin)),
-                *_pointers((positions, fault)), *plan.steps, options.offset, *plan.numbers)
+                *_pointers((positions, fault)), options.offset, *plan.values)
     if fault is not None and cos is not None:
         indices.check_later("rotary_embedding", fault, [Indices("position_ids", None, cos.shape[1])])
 
@@ -125,16 +120,17 @@ def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Se
     groups = _groups(heads, places, max(2, FEW_BYTES // q.itemsize) if few else MOST_HEADS)
     threads = places * groups
     wide = threads >= WIDE_FROM
-    divisors = units, batch * length if positions_first else groups, length
     kernel = kernel_of(Form(name_of(q.dtype), None if table is None else name_of(table[0].dtype),
                             None if positions is None else name_of(positions.dtype), vec, packs,
                             options.interleaved, wide))
-    steps = *_strides(tensors), *_strides(outs), *table_steps(table), *position_steps(positions)
-    return Plan(kernel, -(-threads // kernel.block), steps, (
-        2 * math.log2(options.base) / options.rotary_dim, 1 / (2 * math.pi * options.scaling),
-        threads, *(n for d in divisors for n in ((d,) if wide else magic(d))),
-        heads, q.shape[2], groups, positions_first, half // pairs, half, head_dim,
-        -1.0 if options.inverse else 1.0))
+    values = kernel.planned(
+        **_strides(tensors, outs), **table_values(table, positions),
+        octaves=2 * math.log2(options.base) / options.rotary_dim, turns=1 / (2 * math.pi * options.scaling),
+        threads=threads, of_units=units, of_fast=batch * length if positions_first else groups,
+        of_length=length, heads=heads, q_heads=q.shape[2], groups=groups, positions_first=positions_first,
+        rotated_units=half // pairs, half=half, head_dim=head_dim,
+        direction=-1.0 if options.inverse else 1.0)
+    return Plan(kernel, -(-threads // kernel.block), values)
 
 
 def _groups(heads: int, places: int, share: int) -> int:
@@ -170,23 +166,29 @@ def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
     return found + [0] * (2 - len(found))
 
 
-def _strides(tensors: Sequence[Laid]) -> list[int]:
-    found = [stride for t in tensors for stride in t.strides]
-    return found + [0] * (8 - len(found))
+def _strides(tensors: Sequence[Laid], outs: Sequence[Laid]) -> dict[str, int]:
+    """Zeros of a k that is not there."""
+    operands = (operand for given in (tensors, outs) for operand in (*given, None)[:2])
+    return {f"{name}_{dim}": 0 if t is None else t.strides[d]
+            for name, t in zip(_OPERANDS, operands, strict=True) for d, dim in enumerate(_DIMS)}
 
 
-def table_steps(table: tuple[Laid, Laid] | None) -> tuple[int, ...]:
-    """From batch to batch, position to position and column to column, and how many positions there are."""
-    if table is None:
-        return 0, 0, 0, 0
-    cos = table[0]
-    return (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1), cos.stride(2), cos.shape[1]
+def table_values(table: tuple[Laid, Laid] | None, positions: Laid | None) -> dict[str, int]:
+    """Of TABLE_FIELDS: steps from batch to batch, position to position and column to column, and how many
+    positions there are; zeros of what is not there."""
+    found = dict.fromkeys(TABLE_FIELDS, 0)
+    if table is not None:
+        cos = table[0]
+        found |= {"table_batch": _batch_step(cos), "table_row": cos.stride(1), "table_column": cos.stride(2),
+                  "table_rows": cos.shape[1]}
+    if positions is not None:
+        found |= {"positions_batch": _batch_step(positions), "positions_row": positions.stride(1)}
+    return found
 
 
-def position_steps(positions: Laid | None) -> tuple[int, int]:
-    if positions is None:
-        return 0, 0
-    return (positions.stride(0) if positions.shape[0] > 1 else 0), positions.stride(1)
+def _batch_step(t: Laid) -> int:
+    """0 where all of a batch share it."""
+    return t.stride(0) if t.shape[0] > 1 else 0
 
 
 # -- on a CPU --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, pointer
+from fusionrt.runtime.source import members, pointer
 
 Tensor = torch.Tensor
 FEWEST_ROWS = 16       # below, most of a block's part would be empty: torch's
@@ -21,7 +21,7 @@ def kernel(itemsize: int, each: int) -> Kernel:
     word = {2: "unsigned short", 4: "unsigned"}[itemsize * each]
     return Kernel("transpose", "transpose",
                   [pointer("word_t", "x"), pointer("word_t", "y", const=False),
-                   *(Field(f"int {name}", "i") for name in ("rows", "columns", "down", "across"))],
+                   *members("int", "rows", "columns", "down", "across")],
                   [f"using word_t = {word};", f"constexpr int EACH = {each};"])
 
 

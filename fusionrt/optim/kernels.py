@@ -16,7 +16,7 @@ from fusionrt.laid import address
 from fusionrt.optim import cpu_text
 from fusionrt.optim.table import CAPACITY, CHUNK, SCALARS, Table, hold
 from fusionrt.runtime import source
-from fusionrt.runtime.source import ITEMSIZE, Field, pointer
+from fusionrt.runtime.source import ITEMSIZE, Field, members, pointer
 
 if TYPE_CHECKING:
     from fusionrt.cpu.kernel import Kernel as CPUKernel
@@ -108,7 +108,7 @@ def step_kernel(kind: Kind) -> Kernel:
     width = 8 if quantised else 16 // max(ITEMSIZE[d] for d in kind.streams)
     number = "d" if kind.acc == "float64" else "f"
     fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Chunk", "chunks"), pointer("Scalars", "scalars"),
-              Field("unsigned long long seed", "Q"),
+              *members("unsigned long long", "seed"),
               *(Field(f"acc_t {name}", number) for name in Coefficients._fields)]
     return _gpu(kind, "optimizer_step", fields, [
         f"using param_t = {kind.param}_t; using grad_t = {kind.grad}_t; using state_t = {kind.state}_t;",
@@ -122,9 +122,8 @@ def prepare_kernel(kind: Kind, maximize: bool) -> Kernel:
     fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Scalars", "scalars", const=False),
               pointer("float", "lr_tensor"), pointer("float", "grad_scale"), pointer("float", "found_inf"),
               pointer("double", "squares"), pointer("acc_t", "norm", const=False),
-              *(Field(f"double {name}", "d") for name in _RATES),
-              *(Field(f"unsigned {name}", "I") for name in ("n_squares", "n_clipped", "n_tensors",
-                                                     "skip_nonfinite"))]
+              *members("double", *_RATES),
+              *members("unsigned", "n_squares", "n_clipped", "n_tensors", "skip_nonfinite")]
     return _gpu(kind, "optimizer_prepare", fields,
                 _constants(kind, MAXIMIZE=maximize, DECOUPLED=kind.decoupled))
 
@@ -133,7 +132,7 @@ def prepare_kernel(kind: Kind, maximize: bool) -> Kernel:
 def norm_kernel(dtype: str) -> Kernel:
     kind = Kind("SCALE", dtype, dtype)
     fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Chunk", "chunks"),
-              pointer("double", "squares", const=False), Field("unsigned n_chunks", "I")]
+              pointer("double", "squares", const=False), *members("unsigned", "n_chunks")]
     return _gpu(kind, "gradient_norm", fields, [f"using grad_t = {dtype}_t;", *_constants(kind)])
 
 

@@ -17,7 +17,7 @@ from fusionrt.graph import emit
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.source import U64, Field, Params, pointer, scalar_fields
+from fusionrt.runtime.source import U64, Field, Params, members, pointer, scalar_fields
 
 COUNT = {"sum": 1, "max": 1, "first": 2, "softmax": 2, "moments": 4}
 START = {"sum": ("0",), "max": ("-acc_t(inf)",), "first": ("-acc_t(inf)", "0"),
@@ -41,8 +41,7 @@ class Group(NamedTuple):
 def sum_fields(acc: str, out: str) -> list[Field]:
     """Parameters of sum_partials; `out` are SUMS addresses."""
     return [pointer(acc, "partials"), Field(f"{out}* out[{SUMS}]", f"{SUMS}{U64}"),
-            Field("unsigned long long chunks", U64), Field("unsigned long long kept", U64),
-            Field("int side", "i")]
+            *members("unsigned long long", "chunks", "kept"), *members("int", "side")]
 
 
 def outs(*addresses: int) -> list[int]:

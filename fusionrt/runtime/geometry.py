@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fusionrt.layout import dense
 from fusionrt.problem import Operand
-from fusionrt.runtime.source import U64, Field, magic
+from fusionrt.runtime.source import Field, members
 
 INDEX_LIMIT = 2**31  # where 32-bit index arithmetic ends
 
@@ -25,12 +25,11 @@ class Geometry:
         self.fields: list[tuple[Field, tuple[str | int, ...]]] = []
 
     def index(self, name: str, value: str | int) -> str:
-        self.fields.append((Field(f"{self.index_t} {name}", U64 if self.wide else "I"), (value,)))
+        self._declare(self.index_t, name, value)
         return f"p.{name}"
 
     def divisor(self, name: str, value: int) -> str:
-        values = (value,) if self.wide else magic(value)
-        self.fields.append((Field(f"{self.divisor_t} {name}", U64 if self.wide else "III"), values))
+        self._declare(self.divisor_t, name, value)
         return f"p.{name}"
 
     def coordinates(self, index: str) -> list[str]:
@@ -50,11 +49,12 @@ class Geometry:
         for o in operands:
             for d, stride in enumerate(o.strides):
                 if stride not in (0, 1):
-                    self._stride(f"{o.name}_{self.axis}_stride{d}", stride)
+                    self._declare("unsigned long long" if self.wide_strides else self.index_t,
+                                  f"{o.name}_{self.axis}_stride{d}", stride)
 
-    def _stride(self, name: str, value: int) -> None:
-        t, code = ("unsigned long long", U64) if self.wide_strides else (self.index_t, "I")
-        self.fields.append((Field(f"{t} {name}", code), (value,)))
+    def _declare(self, type: str, name: str, value: str | int) -> None:
+        field, = members(type, name)
+        self.fields.append((field, field.packed(value)))
 
     def offset(self, operand: Operand) -> str:
         terms = [f"{self.axis}{d}" + ("" if stride == 1 else f" * p.{operand.name}_{self.axis}_stride{d}")

@@ -20,15 +20,15 @@ class Kernel:
     `constants` are the lines that this specialisation puts before it; BLOCK, the threads of a block, is one.
     `cluster`: blocks of a cluster, where the template declares them. `reads_first`: see `source.arithmetic`.
 
-        scale = Kernel("scale", "scale", [pointer("float32_t", "x", const=False), Field("float by", "f")])
+        scale = Kernel("scale", "scale", [pointer("float32_t", "x", const=False), *members("float", "by")])
         scale(x.device, -(-x.numel() // scale.block), x.data_ptr(), 2.0)
     """
 
     def __init__(self, name: str, stem: str, fields: Sequence[Field], constants: Sequence[str] = (), *,
                  acc: str = "float32", significant_bits: int = 24, block: int = 256,
                  cluster: int = 1, reads_first: bool = False) -> None:
-        self.name, self.stem, self.block, self.params = name, stem, block, Params(fields)
-        self.cluster = cluster
+        self.name, self.stem, self.block, self.cluster = name, stem, block, cluster
+        self.fields, self.params = tuple(fields), Params(fields)
         self.text = assemble(stem, arithmetic(acc, significant_bits, reads_first), [
             f"constexpr int BLOCK = {block};", *constants, self.params.declaration])
         self._functions: dict[tuple[int, int], int] = {}
@@ -41,6 +41,16 @@ class Kernel:
             rehearsal.note(rehearsal.Source(self.text, self.stem, self.name))
         else:
             self.launch(cuda.index_of(device), grid, self.packed(*values), shared)
+
+    def planned(self, **values: Any) -> tuple[Any, ...]:
+        """What a plan knows: values of the last fields, given by name, as its calls pass them after those of
+        the first fields, such as addresses. A divisor is given as the number that it is."""
+        last = self.fields[max(0, len(self.fields) - len(values)):]
+        names = [field.name for field in last]
+        if set(names) != values.keys():
+            raise TypeError(f"{self.name}: the last {len(values)} fields of {self.stem} are "
+                            f"{', '.join(names)}, got {', '.join(values)}")
+        return tuple(n for field in last for n in field.packed(values[field.name]))
 
     def packed(self, *values: Any) -> bytes:
         """The parameters, of the values of the fields."""

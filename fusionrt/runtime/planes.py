@@ -18,7 +18,7 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import Again
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.resident import Joined, kept, places, recalling
-from fusionrt.runtime.source import ITEMSIZE, Field, Specialisation, arithmetic, assemble, template
+from fusionrt.runtime.source import ITEMSIZE, Specialisation, arithmetic, assemble, members, template
 
 OWNED = (False, True, False)     # of pixels, channels, images: a thread stays in a channel
 RESERVED = 1 << 10               # bytes of shared memory that a block takes beside what it asks for
@@ -141,7 +141,7 @@ def generate(problem: Problem) -> Specialisation:
     geometry = pointwise.geometry_of(then, made.width)
     second = pointwise.assembled("pointwise_planes", then, geometry, made.width, pointwise.fields_of(
         then, geometry, None, made.width, False), [f"constexpr int VEC = {made.width};"], OWNED, again)
-    fields = [Field("unsigned images", "I"), Field("unsigned image", "I")]
+    fields = members("unsigned", "images", "image")
     params = Joined(fields, first.params, second.params)
     constants = [f"constexpr int TOGETHER = {made.together}, PLANE = {problem.sizes[0]}, "
                  f"LANES = {made.lanes}, CLUSTER = {made.cluster};",

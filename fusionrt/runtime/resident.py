@@ -21,7 +21,16 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.parts import split
-from fusionrt.runtime.source import ITEMSIZE, Field, Params, Specialisation, arithmetic, assemble, pointer
+from fusionrt.runtime.source import (
+    ITEMSIZE,
+    Field,
+    Params,
+    Specialisation,
+    arithmetic,
+    assemble,
+    members,
+    pointer,
+)
 
 RESERVED = 1 << 10  # bytes of shared memory that every block takes
 REGISTERS = 1 << 16
@@ -89,7 +98,7 @@ def generate(problem: Problem) -> Specialisation:
     at_once = min(unroll, pointwise.walk_unroll(then, width))
     constants = [f"constexpr int MIN_BLOCKS = {staying}, AT_ONCE = {at_once}, "
                  f"KEPT_BYTES = {pack_bytes(problem)};"]
-    fields = [pointer("unsigned", "arrived", const=False), Field("int kept", "i"), Field("int side", "i")]
+    fields = [pointer("unsigned", "arrived", const=False), *members("int", "kept", "side")]
     params = Joined(fields, first.params, second.params)
     text = assemble("pointwise_resident", arithmetic(problem.acc, then.significant_bits), [
         "namespace finding {", *first.lines, "}", "namespace elements {", *second.lines, "}",

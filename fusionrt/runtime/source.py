@@ -74,13 +74,28 @@ class Field(NamedTuple):
     declaration: str
     format: str
 
+    @property
+    def name(self) -> str:
+        return re.findall(r"\w+", self.declaration.partition("[")[0])[-1]
 
-POINTER, U64, TENSOR_MAP = "Q", "Q", "128s"
+    def packed(self, value: Any) -> tuple[Any, ...]:
+        """What the struct has of it: of a divisor what takes the division's place."""
+        return magic(value) if self.format == DIVISOR else (value,)
+
+
+POINTER, U64, TENSOR_MAP, DIVISOR = "Q", "Q", "128s", "III"
 TENSOR_MAP_ALIGNMENT = 64
+_FORMATS = {"int": "i", "unsigned": "I", "float": "f", "double": "d", "int64_t": "q", "long long": "q",
+            "unsigned long long": U64, "Divisor": DIVISOR, "WideDivisor": U64}
 
 
 def pointer(dtype: str, name: str, const: bool = True) -> Field:
     return Field(f"{'const ' if const else ''}{dtype}* __restrict__ {name}", POINTER)
+
+
+def members(type: str, *names: str) -> list[Field]:
+    """Numbers of one type."""
+    return [Field(f"{type} {name}", _FORMATS[type]) for name in names]
 
 
 def scalar_fields(problem: Problem) -> list[tuple[Field, tuple[str, ...]]]:
