@@ -11,7 +11,7 @@
 // else takes time, and a thread has so few TURNS that all of their windows are under way together, with the weights.
 //
 // With a dilation D the rows of one residue modulo D are an image of their own, and so are the columns.
-// TRANSPOSED is the gradient of the source of a convolution with a stride: a turn takes one row and finishes
+// TRANSPOSED is the gradient of the input of a convolution with a stride: a turn takes one row and finishes
 // STRIDE_H; without a stride it is a convolution with the kernel FLIPPED.
 //
 // A result's additions have the order of the rows, then of the columns, however the work is cut.

@@ -1,4 +1,4 @@
-// Both gradients of a depthwise convolution without a stride, of the source and of the weights, in one pass over the
+// Both gradients of a depthwise convolution without a stride, of the input and of the weights, in one pass over the
 // gradient and x, whose rows come by way of shared memory (depthwise_copies.cuh), STAGES turns ahead:
 //
 //     grad_x[n, r, c] = sum over i, j of grad[n, r + P - i D, c + P - j D] weight[i, j]
@@ -8,7 +8,7 @@
 // A pixel of the gradient that counts for a held result by some tap counts, times the same pixel of x, for that tap's
 // weight: beside the HELD rows of results stand as many of x, a row of which is read when its result begins.
 //
-// The prologue defines what it does for depthwise_tiles.cu, `source` being the gradient, FLIPPED true, STEPS a multiple
+// The prologue defines what it does for depthwise_tiles.cu, `source` being grad_output, FLIPPED true, STEPS a multiple
 // of HELD; and
 //   OTHER_LOADS    units of a row of x that a thread copies
 

@@ -19,7 +19,8 @@ from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, chan
 @contextlib.contextmanager
 def planned_anew(**others: Any):
     """With other thresholds, and without the kernels for small images, which have tests of their own."""
-    planned = kernels._convolution, kernels._of_source, kernels._of_weight, kernels._of_both
+    planned = [getattr(kernels, f"_planned_{what}")
+               for what in ("forward", "grad_input", "grad_weight", "backward")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(depthwise_images, "serves", lambda *args: False)
         for name, value in others.items():
@@ -71,7 +72,7 @@ def check_gradients(convolved, weighed, size, kernel, stride, padding, dilation)
     of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
     source, up = (t.detach().movedim(1, -1).numpy() for t in (x, grad))
     taps = weight.detach()[:, 0].movedim(0, -1).numpy()
-    result = geometry.result(size, kernel)
+    result = geometry.output_size(size, kernel)
     torch.testing.assert_close(of_last(convolved(source, taps, result, geometry, False)), y.detach())
     found = weighed(source, up, kernel, geometry)
     torch.testing.assert_close(torch.from_numpy(found).movedim(-1, 0)[:, None], of_weight)

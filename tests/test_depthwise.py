@@ -11,7 +11,7 @@ from depthwise_walk import GEOMETRIES, check_gradients, digits, images, pairs, p
 import fusionrt as frt
 from fusionrt.ops import depthwise, depthwise_kernels, depthwise_strips
 from fusionrt.ops.depthwise_forms import PLAIN, Form, Geometry, line_of
-from fusionrt.ops.depthwise_strips import BLOCK, convolving, cut, weighing
+from fusionrt.ops.depthwise_strips import BLOCK, convolution_kernel, cut, grad_weight_kernel
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
@@ -150,7 +150,7 @@ def test_gradients_of_any_order(geometry, device):
     weight = torch.randn(4, 1, 3, 3, dtype=F64, device=device, requires_grad=True)
 
     def run(x, weight):
-        return depthwise._result(x.contiguous(memory_format=torch.channels_last), weight, *geometry)
+        return depthwise._forward(x.contiguous(memory_format=torch.channels_last), weight, *geometry)
 
     assert torch.autograd.gradcheck(run, (x, weight), fast_mode=True)
     assert torch.autograd.gradgradcheck(run, (x, weight), fast_mode=True)
@@ -159,10 +159,10 @@ def test_gradients_of_any_order(geometry, device):
 def test_known_to_torch(device):
     x, weight = images(2, 4, 5, 6, device=device).requires_grad_(), torch.randn(
         4, 1, 3, 3, device=device, requires_grad=True)
-    for op, *args in ((torch.ops.fusionrt.depthwise_conv2d_result, x, weight),
-                      (torch.ops.fusionrt.depthwise_conv2d_of_source, x, weight, [5, 6]),
-                      (torch.ops.fusionrt.depthwise_conv2d_of_weight, x, x, [3, 3]),
-                      (torch.ops.fusionrt.depthwise_conv2d_of_both, x, x, weight)):
+    for op, *args in ((torch.ops.fusionrt.depthwise_conv2d_forward, x, weight),
+                      (torch.ops.fusionrt.depthwise_conv2d_grad_input, x, weight, [5, 6]),
+                      (torch.ops.fusionrt.depthwise_conv2d_grad_weight, x, x, [3, 3]),
+                      (torch.ops.fusionrt.depthwise_conv2d_backward, x, x, weight)):
         torch.library.opcheck(op.default, (*args, [1, 1], [1, 1], [1, 1]))
 
 
@@ -206,7 +206,8 @@ def together(form):
     fits = [(w, c) for w in depthwise_strips.widths_of(form) for c in depthwise_strips.CHUNKS_TOGETHER
             if depthwise_strips.registers_together(form, w, c) <= depthwise_strips.MOST_TOGETHER]
     most = sorted(fits, key=lambda fit: depthwise_strips.registers_together(form, *fit))[-2:]
-    return [convolving(form._replace(columns=w, turns=c + (form.kernel[0] - 1) // form.stride[0]), PLAIN)
+    before = (form.kernel[0] - 1) // form.stride[0]
+    return [convolution_kernel(form._replace(columns=w, turns=c + before), PLAIN)
             for w, c in most]
 
 
@@ -217,12 +218,12 @@ def together(form):
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, vec, arch):
     form = Form(dtype, (k, k), (stride, stride), vec, 0)
-    made = [convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
+    made = [convolution_kernel(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
             *together(form),
-            weighing(form._replace(columns=max(depthwise_strips.widths_of_gradient(form))))]
+            grad_weight_kernel(form._replace(columns=max(depthwise_strips.widths_of_gradient(form))))]
     if stride > 1:
         form = form._replace(transposed=True)
-        made += [convolving(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
+        made += [convolution_kernel(form._replace(columns=max(depthwise_strips.widths_of(form))), PLAIN),
                  *together(form)]
     for kernel in made:
         found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
@@ -236,7 +237,7 @@ def test_long_rows_of_taps_compile(dtype, taps, vec):
     """Their sums do not fit into shared memory together."""
     form = Form(dtype, (1, taps), (1, 1), vec, 0)
     form = form._replace(columns=max(depthwise_strips.widths_of_gradient(form)))
-    kernel = weighing(form)
+    kernel = grad_weight_kernel(form)
     assert compiler.cubin(kernel.text, kernel.stem, "sm_90", kernel.name)[0].metadata["shared"] <= 48 << 10
 
 
@@ -269,7 +270,7 @@ def test_as_accurate_as_torch(dtype, options_of):
     geometry = Geometry(*options)
     named = dict(zip(("stride", "padding", "dilation"), geometry, strict=True))
     for channels, *size in SHAPES if options_of in OPTIONS else FEWER_SHAPES:
-        if min(geometry.result(size, kernel)) > 0:
+        if min(geometry.output_size(size, kernel)) > 0:
             x = images(2, channels, *size, dtype=dtype, device="cuda")
             weight, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in (
                 (channels, 1, *kernel), (channels,)))
@@ -295,7 +296,7 @@ def test_turns_one_by_one_give_the_same_bits(dtype, monkeypatch):
              for c, k, stride in itertools.product((32, 130), (3, 5), (1, 2))]
 
     def run():
-        for cached in (cut, convolving, depthwise_kernels._convolution):
+        for cached in (cut, convolution_kernel, depthwise_kernels._planned_forward):
             cached.cache_clear()
         with torch.no_grad():
             return [frt.depthwise_conv2d(x, weight, bias, "silu", padding=weight.shape[2] // 2, stride=stride)
@@ -308,7 +309,7 @@ def test_turns_one_by_one_give_the_same_bits(dtype, monkeypatch):
         check_in_norm(torch.no_grad()(frt.depthwise_conv2d), (x, weight, bias, "silu"),
                       {"padding": weight.shape[2] // 2, "stride": stride},
                       torch.no_grad()(frt.depthwise_conv2d.reference))
-    for cached in (cut, convolving, depthwise_kernels._convolution):
+    for cached in (cut, convolution_kernel, depthwise_kernels._planned_forward):
         cached.cache_clear()
 
 

@@ -132,7 +132,7 @@ def test_blocks_share_the_work(dtype):
         if not ours.serves(form, made, line, line):
             assert size == 28
             continue
-        launch, (sums, groups) = ours.convolution(form, made, line, line, PLAIN), ours.weight_sums(
+        launch, (sums, groups) = ours.convolution(form, made, line, line, PLAIN), ours.grad_weight(
             form, made, line, line)
         assert launch.shared <= ours.MOST_SHARED >= sums.shared
         assert launch.blocks * launch.kernel.block * 2 * 8 >= n * c * line.result
@@ -154,7 +154,7 @@ def test_kernels_compile_without_spills(dtype, size, k, stride, arch):
     form, results = Form(dtype, (k, k), (stride, stride), 1, 0), (line.result,) * 2
     many = Images(dtype, 32, 576, dense_strides(576, (size, size)), dense_strides(576, results), 16)
     found = [launch for made in (many, many._replace(batch=1)) for launch in (
-        ours.convolution(form, made, line, line, PLAIN), ours.weight_sums(form, made, line, line)[0])]
+        ours.convolution(form, made, line, line, PLAIN), ours.grad_weight(form, made, line, line)[0])]
     found.append(ours.convolution(form, many, line, line, LONG))
     found.append(ours.convolution(form._replace(transposed=stride > 1, flipped=stride == 1),
                                   many._replace(source=many.result, result=many.source), back, back, PLAIN))
@@ -176,7 +176,7 @@ def test_small_images_are_theirs(size, k, stride, dtype, stem):
     call = kernels.Call(shape, (strides, strides), (k, k), dtype, 16, True)
 
     def used(call):
-        launch, = kernels._convolution(call, geometry, PLAIN).launches
+        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
         return launch.kernel.stem
 
     assert used(call) == stem
@@ -188,11 +188,11 @@ def test_small_images_are_theirs(size, k, stride, dtype, stem):
 def test_many_images_are_others_where_these_are_faster():
     def used(count, k, size=14, stride=1):
         geometry = Geometry((stride, stride), (k // 2, k // 2), (1, 1))
-        result = geometry.result((size, size), (k, k))
+        result = geometry.output_size((size, size), (k, k))
         strides = tuple((576 * n * n, 1, 576 * n, 576) for n in (size, result[0]))
         call = kernels.Call((count, 576, size, size), strides, (k, k), F16, 16, True)
-        launch, = kernels._convolution(call, geometry, PLAIN).launches
-        sums, = kernels._of_weight(call, geometry, result)
+        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
+        sums, = kernels._planned_grad_weight(call, geometry, result)
         return launch.kernel.stem, sums.partial.kernel.stem
 
     assert used(64, 3) == used(256, 3, stride=2) == used(256, 5) == used(256, 7, 7) == (
@@ -207,7 +207,7 @@ def test_what_they_do_not_write_out_is_others():
         geometry = Geometry((1, 1), padding, (1, 1))
         rows, columns = (line_of(n, n + 2 * p - k + 1, k, 1, p, 1, False)
                          for n, k, p in zip(size, kernel, padding, strict=True))
-        strides = [dense_strides(64, n) for n in (size, geometry.result(size, kernel))]
+        strides = [dense_strides(64, n) for n in (size, geometry.output_size(size, kernel))]
         made = Images("float16", batch, 64, *strides, 16)
         return ours.serves(Form("float16", kernel, (1, 1), 1, 0), made, rows, columns)
 

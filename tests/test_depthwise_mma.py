@@ -143,11 +143,11 @@ ALONE = Finish(normcdf(VALUE * channel(0) + channel(1)) * (VALUE + channel(2)), 
     ("float16", (3, 3), 2), ("bfloat16", (5, 5), 2), ("float16", (7, 7), 2), ("float16", (1, 1), 1)], ids=str)
 def test_kernels_compile_without_spills(dtype, k, stride, arch):
     form = Form(dtype, k, (stride, stride), 4, 0)
-    made = [mma.convolving(form, finish) for finish in (PLAIN, LONG, ALONE)]
+    made = [mma.convolution_kernel(form, finish) for finish in (PLAIN, LONG, ALONE)]
     if k[1] < 9:
-        made.append(weights.weighing(form))
+        made.append(weights.grad_weight_kernel(form))
     if stride > 1:
-        made.append(mma.convolving(form._replace(transposed=True), PLAIN))
+        made.append(mma.convolution_kernel(form._replace(transposed=True), PLAIN))
     for kernel in made:
         found = compiler.cubin(kernel.text, kernel.stem, arch, kernel.name)[0].metadata
         assert (found["spills"], found["stack"], found["warnings"]) == (0, 0, 0), kernel.stem
@@ -164,14 +164,14 @@ def test_large_images_are_theirs(channels, size, stems):
     shape = (32, channels, size, size)
     strides = (channels * size * size, 1, channels * size, channels)
     call = kernels.Call(shape, (strides, strides), (5, 5), F16, 16, True)
-    launch, = kernels._convolution(call, geometry, PLAIN).launches
-    sums, = kernels._of_weight(call, geometry, (size, size))
+    launch, = kernels._planned_forward(call, geometry, PLAIN).launches
+    sums, = kernels._planned_grad_weight(call, geometry, (size, size))
     assert (launch.kernel.stem, sums.partial.kernel.stem) == stems
     for other in (call._replace(has_units=False), call._replace(alignment=8)):
-        launch, = kernels._convolution(other, geometry, PLAIN).launches
+        launch, = kernels._planned_forward(other, geometry, PLAIN).launches
         assert launch.kernel.stem == "depthwise"
     for other in (call._replace(dtype=F32), call._replace(kernel=(3, 3))):
-        launch, = kernels._convolution(other, geometry, PLAIN).launches
+        launch, = kernels._planned_forward(other, geometry, PLAIN).launches
         assert launch.kernel.stem != "depthwise_mma"
 
 

@@ -103,14 +103,14 @@ def convolved(source, taps, result, geometry, transposed):
 def weighed(source, grad, kernel, geometry):
     """depthwise_tiles_backward.cu"""
     (kh, kw), (sh, sw) = kernel, geometry.stride
-    blocks = Blocks(source, grad.shape[1:3], kernel, geometry, False, Wanted.WEIGHTS)
+    blocks = Blocks(source, grad.shape[1:3], kernel, geometry, False, Wanted.GRAD_WEIGHT)
     made, rows, columns, before = blocks.cut, blocks.rows, blocks.columns, tiles.before(blocks.form)
     sums = np.zeros((kh, kw, source.shape[3]))
     for image, first, grad_first, unit, units, down in blocks.strips():
         held = np.zeros((before + 1, made.columns, source.shape[3]))
         across = [first + k * columns.step for k in range(window(blocks.form, made.columns))]
         grad_across = [grad_first + q * columns.step for q in range(made.columns)]
-        for step in range(blocks.turns(Wanted.WEIGHTS)):
+        for step in range(blocks.turns(Wanted.GRAD_WEIGHT)):
             row = (unit + step) * rows.step + down if step < units else -1
             held = np.concatenate((pixels(grad[image], row, grad_across)[None], held[:-1]))
             for s in range(sh):
@@ -204,7 +204,7 @@ def test_one_strip_has_room(dtype):
 def test_the_gradient_of_a_permuted_weight_is_contiguous():
     x = images(2, 8, 6, 7, device="meta")
     weight = torch.empty(3, 3, 1, 8, device="meta").permute(3, 2, 1, 0)
-    for run in (depthwise._of_both.run, depthwise._of_both._overload):
+    for run in (depthwise._backward.run, depthwise._backward._overload):
         made = run(x, x, weight, [1, 1], [1, 1], [1, 1])
         assert made[1].is_contiguous() and made[1].shape == weight.shape
 
@@ -229,10 +229,10 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
     size, half = (112, 112), (112 // stride,) * 2
     made = Images(dtype, 32, 96, dense_strides(96, size), dense_strides(96, half), 16)
     found = [tiles.convolution(form, made, line, line, finish) for finish in (PLAIN, LONG)]
-    found.append(tiles.weight_sums(form, made, line, line)[0])
+    found.append(tiles.grad_weight(form, made, line, line)[0])
     if tiles.serves_both(form, made):
         flipped = form._replace(flipped=True)
-        found.append(tiles.gradients(flipped, made, line, line, dense_strides(96, size))[0])
+        found.append(tiles.backward(flipped, made, line, line, dense_strides(96, size))[0])
     if stride > 1:
         line = line_of(56, 112, k, stride, k // 2, 1, True)
         made = made._replace(source=made.result, result=made.source)
@@ -258,8 +258,8 @@ def test_large_images_are_theirs(size, k, stride, dtype, stems):
     call = kernels.Call(shape, (strides, strides), (k, k), dtype, 16, True)
 
     def used(call):
-        launch, = kernels._convolution(call, geometry, PLAIN).launches
-        sums, = kernels._of_weight(call, geometry, geometry.result((size, size), (k, k)))
+        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
+        sums, = kernels._planned_grad_weight(call, geometry, geometry.output_size((size, size), (k, k)))
         return launch.kernel.stem, sums.partial.kernel.stem
 
     assert used(call) == stems
@@ -325,7 +325,7 @@ def test_the_same_bits_as_strips_and_views(of_any_size, monkeypatch):
     cases = wide[:, :24], wide[:, 8:32], wide[:, 24:, 1:, 2:], wide[:, :24, ::2]
     ours = [frt.depthwise_conv2d(x, weight, padding=1) for x in cases]
     monkeypatch.setattr(kernels, "TILES_OF_RESULTS", {})
-    kernels._convolution.cache_clear()
+    kernels._planned_forward.cache_clear()
     for x, y in zip(cases, ours, strict=True):
         assert_same_bits(y, frt.depthwise_conv2d(x, weight, padding=1))
 

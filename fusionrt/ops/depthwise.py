@@ -46,7 +46,7 @@ def finished(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish, chan
 
 def depthwise(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """The convolution, with its gradients."""
-    found: Tensor = _result(x, weight, *map(list, geometry))
+    found: Tensor = _forward(x, weight, *map(list, geometry))
     return found
 
 
@@ -61,96 +61,101 @@ def _image(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous(memory_format=torch.channels_last)
 
 
-def _run_result(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor:
+def _run_forward(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor:
     if device_type(x) == "cpu":
         y = F.conv2d(x, weight, None, geometry[0], geometry[1], geometry[2], x.shape[1])
         return y.contiguous(memory_format=torch.channels_last)
     return kernels.convolve(_image(x), weight.contiguous(), _geometry(*geometry), PLAIN)
 
 
-def _run_of_source(grad: Tensor, weight: Tensor, size: Sequence[int], *geometry: Sequence[int]) -> Tensor:
-    if device_type(grad) == "cpu":
-        x = grad.new_empty((*grad.shape[:2], *size))
-        return _gradient_on_cpu(grad, x, weight, geometry, 0).contiguous(memory_format=torch.channels_last)
-    return kernels.source_gradient(_image(grad), weight.contiguous(), _geometry(*geometry), size)
+def _run_grad_input(grad_output: Tensor, weight: Tensor, input_size: Sequence[int], *geometry: Sequence[int]
+                    ) -> Tensor:
+    if device_type(grad_output) == "cpu":
+        x = grad_output.new_empty((*grad_output.shape[:2], *input_size))
+        found = _backward_on_cpu(grad_output, x, weight, geometry, [True, False, False])[0]
+        return found.contiguous(memory_format=torch.channels_last)
+    return kernels.grad_input(_image(grad_output), weight.contiguous(), _geometry(*geometry), input_size)
 
 
-def _run_of_weight(grad: Tensor, x: Tensor, kernel: Sequence[int], *geometry: Sequence[int]) -> Tensor:
-    if device_type(x) == "cpu":
-        return _gradient_on_cpu(grad, x, x.new_empty((x.shape[1], 1, *kernel)), geometry, 1)
-    return kernels.weight_gradient(_image(grad), _image(x), _geometry(*geometry), kernel)
-
-
-def _run_of_both(grad: Tensor, x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> tuple[Tensor, Tensor]:
-    if device_type(x) == "cpu":
-        return (_run_of_source(grad, weight, x.shape[2:], *geometry),
-                _run_of_weight(grad, x, weight.shape[2:], *geometry))
-    return kernels.gradients(_image(grad), _image(x), weight.contiguous(), _geometry(*geometry))
-
-
-def _gradient_on_cpu(grad: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Sequence[int]], which: int
+def _run_grad_weight(grad_output: Tensor, x: Tensor, kernel_size: Sequence[int], *geometry: Sequence[int]
                      ) -> Tensor:
-    wanted = [which == 0, which == 1, False]
-    found = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, False, [0, 0], x.shape[1],
-                                                wanted)
-    made: Tensor = found[which]
-    return made
+    if device_type(x) == "cpu":
+        weight = x.new_empty((x.shape[1], 1, *kernel_size))
+        return _backward_on_cpu(grad_output, x, weight, geometry, [False, True, False])[1]
+    return kernels.grad_weight(_image(grad_output), _image(x), _geometry(*geometry), kernel_size)
 
 
-def _fake_result(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor:
-    return kernels.image_like(x, _geometry(*geometry).result(x.shape[2:], weight.shape[2:]))
+def _run_backward(grad_output: Tensor, x: Tensor, weight: Tensor, *geometry: Sequence[int]
+                  ) -> tuple[Tensor, Tensor]:
+    if device_type(x) == "cpu":
+        return (_run_grad_input(grad_output, weight, x.shape[2:], *geometry),
+                _run_grad_weight(grad_output, x, weight.shape[2:], *geometry))
+    return kernels.backward(_image(grad_output), _image(x), weight.contiguous(), _geometry(*geometry))
 
 
-def _of_result(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
-               ) -> Sequence[Any]:
+def _backward_on_cpu(grad_output: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Sequence[int]],
+                     output_mask: list[bool]) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = torch.ops.aten.convolution_backward(
+        grad_output, x, weight, None, *geometry, False, [0, 0], x.shape[1], output_mask)
+    return found
+
+
+def _fake_forward(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor:
+    return kernels.image_like(x, _geometry(*geometry).output_size(x.shape[2:], weight.shape[2:]))
+
+
+def _grads_of_forward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
+                      ) -> Sequence[Any]:
     (x, weight), geometry, grad = saved, args[2:], grads[0]
     if needed[0] and needed[1]:
-        return *_of_both(grad, x, weight, *geometry), *[None] * 3
-    return (_of_source(grad, weight, x.shape[2:], *geometry) if needed[0] else None,
-            _of_weight(grad, x, weight.shape[2:], *geometry) if needed[1] else None, *[None] * 3)
+        return *_backward(grad, x, weight, *geometry), *[None] * 3
+    return (_grad_input(grad, weight, x.shape[2:], *geometry) if needed[0] else None,
+            _grad_weight(grad, x, weight.shape[2:], *geometry) if needed[1] else None, *[None] * 3)
 
 
-def _of_of_source(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
-                  ) -> Sequence[Any]:
-    (grad, weight), geometry, seed = saved, args[3:], grads[0]
-    return (_result(seed, weight, *geometry) if needed[0] else None,
-            _of_weight(grad, seed, weight.shape[2:], *geometry) if needed[1] else None, *[None] * 4)
+def _grads_of_grad_input(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any],
+                         needed: Sequence[bool]) -> Sequence[Any]:
+    (grad_output, weight), geometry, grad = saved, args[3:], grads[0]
+    return (_forward(grad, weight, *geometry) if needed[0] else None,
+            _grad_weight(grad_output, grad, weight.shape[2:], *geometry) if needed[1] else None, *[None] * 4)
 
 
-def _of_of_weight(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
-                  ) -> Sequence[Any]:
-    (grad, x), geometry, seed = saved, args[3:], grads[0]
-    return (_result(x, seed, *geometry) if needed[0] else None,
-            _of_source(grad, seed, x.shape[2:], *geometry) if needed[1] else None, *[None] * 4)
+def _grads_of_grad_weight(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any],
+                          needed: Sequence[bool]) -> Sequence[Any]:
+    (grad_output, x), geometry, grad = saved, args[3:], grads[0]
+    return (_forward(x, grad, *geometry) if needed[0] else None,
+            _grad_input(grad_output, grad, x.shape[2:], *geometry) if needed[1] else None, *[None] * 4)
 
 
-def _of_of_both(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool]
-                ) -> Sequence[Any]:
+def _grads_of_backward(saved: Sequence[Any], args: Sequence[Any], grads: Sequence[Any],
+                       needed: Sequence[bool]) -> Sequence[Any]:
     """The sum of what the gradients of either give."""
-    grad, x, weight = saved
+    grad_output, x, weight = saved
     found: list[Tensor | None] = [None] * 3
     if grads[0] is not None:
-        found[0], found[2], *_ = _of_of_source((grad, weight), args, grads[:1], (needed[0], needed[2]))
+        found[0], found[2], *_ = _grads_of_grad_input(
+            (grad_output, weight), args, grads[:1], (needed[0], needed[2]))
     if grads[1] is not None:
-        of_grad, found[1], *_ = _of_of_weight((grad, x), args, grads[1:], needed[:2])
+        of_grad, found[1], *_ = _grads_of_grad_weight((grad_output, x), args, grads[1:], needed[:2])
         found[0] = of_grad if found[0] is None or of_grad is None else found[0] + of_grad
     return *found, *[None] * 3
 
 
 _OPTIONS = "int[2] stride, int[2] padding, int[2] dilation"
-_result = StructuredOp(f"depthwise_conv2d_result(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor", _run_result,
-                       _fake_result, Gradient(lambda args, out: args[:2], _of_result))
-_of_source = StructuredOp(
-    f"depthwise_conv2d_of_source(Tensor grad, Tensor weight, SymInt[] size, {_OPTIONS}) -> Tensor",
-    _run_of_source, lambda grad, weight, size, *geometry: kernels.image_like(grad, size),
-    Gradient(lambda args, out: args[:2], _of_of_source))
-_of_weight = StructuredOp(
-    f"depthwise_conv2d_of_weight(Tensor grad, Tensor x, SymInt[] kernel, {_OPTIONS}) -> Tensor",
-    _run_of_weight, lambda grad, x, kernel, *geometry: x.new_empty((x.shape[1], 1, *kernel)),
-    Gradient(lambda args, out: args[:2], _of_of_weight))
-_of_both = StructuredOp(
-    f"depthwise_conv2d_of_both(Tensor grad, Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
-    _run_of_both,
-    lambda grad, x, weight, *geometry: (
-        kernels.image_like(grad, x.shape[2:]), weight.new_empty(weight.shape)),
-    Gradient(lambda args, out: args[:3], _of_of_both))
+_forward = StructuredOp(f"depthwise_conv2d_forward(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
+                        _run_forward, _fake_forward, Gradient(lambda args, out: args[:2], _grads_of_forward))
+_grad_input = StructuredOp(
+    "depthwise_conv2d_grad_input(Tensor grad_output, Tensor weight, SymInt[] input_size, "
+    f"{_OPTIONS}) -> Tensor",
+    _run_grad_input, lambda grad_output, weight, size, *geometry: kernels.image_like(grad_output, size),
+    Gradient(lambda args, out: args[:2], _grads_of_grad_input))
+_grad_weight = StructuredOp(
+    f"depthwise_conv2d_grad_weight(Tensor grad_output, Tensor x, SymInt[] kernel_size, {_OPTIONS}) -> Tensor",
+    _run_grad_weight, lambda grad_output, x, size, *geometry: x.new_empty((x.shape[1], 1, *size)),
+    Gradient(lambda args, out: args[:2], _grads_of_grad_weight))
+_backward = StructuredOp(
+    f"depthwise_conv2d_backward(Tensor grad_output, Tensor x, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
+    _run_backward,
+    lambda grad_output, x, weight, *geometry: (
+        kernels.image_like(grad_output, x.shape[2:]), weight.new_empty(weight.shape)),
+    Gradient(lambda args, out: args[:3], _grads_of_backward))

@@ -1,5 +1,8 @@
 """Depthwise convolutions as their kernels see them: geometry, what follows, what a kernel is compiled for and
 launched with. Images are (N, C, H, W) with channels as neighbours in memory.
+
+A kernel convolves a source into a result: the input into the output, or grad_output into grad_input. For
+grad_weight the input is the source, and grad_output the result.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Geometry(NamedTuple):
     padding: Pair
     dilation: Pair
 
-    def result(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
+    def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
         rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(
             size, kernel, *self, strict=True))
         return rows, columns

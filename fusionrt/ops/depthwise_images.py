@@ -212,10 +212,10 @@ def _values(images: Images, rows: Line, made: Cut) -> dict[str, int]:
             "units": units}
 
 
-# -- convolution, and the gradient of its source -------------------------------------------------------
+# -- convolution, and the gradient of its input --------------------------------------------------------
 
 @functools.cache
-def convolving(form: Form, sides: Sides, made: Cut, blocks: int, finish: Finish) -> Kernel:
+def convolution_kernel(form: Form, sides: Sides, made: Cut, blocks: int, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise_images", [*operands(finish), *_FIELDS],
                   [*_constants(form, sides, made, blocks), *epilogue(finish)], block=made.warps * 32,
                   **arithmetic(form.dtype))
@@ -224,7 +224,7 @@ def convolving(form: Form, sides: Sides, made: Cut, blocks: int, finish: Finish)
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish, made: Cut | None = None
                 ) -> Launch:
     made = made or cut(images.batch, images.channels, rows, columns, form)
-    kernel = convolving(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
+    kernel = convolution_kernel(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                         resident(form, columns, made), finish)
     values = kernel.planned(**stride_values(x=images.source, out=images.result),
                             **_values(images, rows, made))
@@ -235,7 +235,7 @@ def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: F
 # -- the gradient of the weights -----------------------------------------------------------------------
 
 @functools.cache
-def weighing(form: Form, sides: Sides, made: Cut, blocks: int) -> Kernel:
+def grad_weight_kernel(form: Form, sides: Sides, made: Cut, blocks: int) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False), *_FIELDS,
               *members("int", "x_column", "grad_column", "together", "most_lines")]
@@ -243,11 +243,11 @@ def weighing(form: Form, sides: Sides, made: Cut, blocks: int) -> Kernel:
                   _constants(form, sides, made, blocks), block=made.warps * 32, **arithmetic(form.dtype))
 
 
-def weight_sums(form: Form, images: Images, rows: Line, columns: Line, made: Cut | None = None
+def grad_weight(form: Form, images: Images, rows: Line, columns: Line, made: Cut | None = None
                 ) -> tuple[Launch, int]:
     """And how many rows of partial sums it writes."""
     made = made or cut_of_sums(images.batch, images.channels, rows, columns, form)
-    kernel = weighing(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
+    kernel = grad_weight_kernel(form, sides_of(rows, columns, form), made._replace(together=0, chunk=0),
                       resident(form, columns, made))
     values = kernel.planned(**_values(images, rows, made), x_column=images.source.column,
                             grad_column=images.result.column, together=made.together,

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    size: Pair                    # of the result
+    size: Pair                    # of the image that is written
     launches: tuple[Launch, ...]  # one of them is enough
 
 
@@ -91,12 +91,12 @@ def _images(call: Call, size: Pair) -> Images:
                   dense_strides(channels, size), call.alignment)
 
 
-# -- convolution, and the gradient of its source -----------------------------------------------------
+# -- convolution, and the gradient of its input ------------------------------------------------------
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish = PLAIN,
              channels: Sequence[Tensor] = (), residual: Tensor | None = None) -> Tensor:
     """The result, finished; `residual` has its shape and layout."""
-    plan = _convolution(_call((x,), weight.shape[2:], residual), geometry, finish)
+    plan = _planned_forward(_call((x,), weight.shape[2:], residual), geometry, finish)
     out = image_like(x, plan.size)
     for launch in plan.launches:
         launch(x.device, x, weight, out, residual, *channels)
@@ -104,31 +104,31 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish = PLA
 
 
 @functools.lru_cache(4096)
-def _convolution(call: Call, geometry: Geometry, finish: Finish) -> Plan:
-    size = geometry.result(call.shape[2:], call.kernel)
+def _planned_forward(call: Call, geometry: Geometry, finish: Finish) -> Plan:
+    size = geometry.output_size(call.shape[2:], call.kernel)
     return Plan(size, _launches(call, _form(call, geometry), geometry, size, finish))
 
 
-def source_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, size: Sequence[int]) -> Tensor:
-    """That of an x of `size` rows and columns, of the result's."""
-    plan = _of_source(_call((grad,), weight.shape[2:]), geometry, (size[0], size[1]))
-    out = image_like(grad, plan.size)
-    if not grad.numel():
+def grad_input(grad_output: Tensor, weight: Tensor, geometry: Geometry, input_size: Sequence[int]) -> Tensor:
+    call = _call((grad_output,), weight.shape[2:])
+    plan = _planned_grad_input(call, geometry, (input_size[0], input_size[1]))
+    out = image_like(grad_output, plan.size)
+    if not grad_output.numel():
         return out.zero_()
     for launch in plan.launches:
-        launch(grad.device, grad, weight, out, None)
+        launch(grad_output.device, grad_output, weight, out, None)
     return out
 
 
 @functools.lru_cache(4096)
-def _of_source(call: Call, geometry: Geometry, size: Pair) -> Plan:
+def _planned_grad_input(call: Call, geometry: Geometry, size: Pair) -> Plan:
     strided = geometry.stride != (1, 1)
     form = _form(call, geometry)._replace(transposed=strided, flipped=not strided)
     return Plan(size, _launches(call, form, geometry if strided else _flipped(call, geometry), size, PLAIN))
 
 
 def _flipped(call: Call, geometry: Geometry) -> Geometry:
-    """Of the convolution that the gradient of the source is, where there is no stride."""
+    """Of the convolution that the gradient of the input is, where there is no stride."""
     top, left = (d * (k - 1) - p for k, p, d in zip(call.kernel, *geometry[1:], strict=True))
     return geometry._replace(padding=(top, left))
 
@@ -190,17 +190,18 @@ class Sums(NamedTuple):
         add_up("depthwise_conv2d_backward", partials, out)
 
 
-def weight_gradient(grad: Tensor, x: Tensor, geometry: Geometry, kernel: Sequence[int]) -> Tensor:
-    out = torch.empty((x.shape[1], 1, *kernel), dtype=x.dtype, device=x.device)
-    if not grad.numel() or not out.numel():
+def grad_weight(grad_output: Tensor, x: Tensor, geometry: Geometry, kernel_size: Sequence[int]) -> Tensor:
+    out = torch.empty((x.shape[1], 1, *kernel_size), dtype=x.dtype, device=x.device)
+    if not grad_output.numel() or not out.numel():
         return out.zero_()
-    for sums in _of_weight(_call((x, grad), tuple(kernel)), geometry, grad.shape[2:]):
-        sums(out, x, grad)
+    call = _call((x, grad_output), tuple(kernel_size))
+    for sums in _planned_grad_weight(call, geometry, grad_output.shape[2:]):
+        sums(out, x, grad_output)
     return out
 
 
 @functools.lru_cache(4096)
-def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
+def _planned_grad_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
     form = _form(call, geometry)
     rows, columns = _lines(call, form, geometry, size)
     images = _images(call, (1, 1))._replace(result=strides_of(call.strides[1]))
@@ -208,32 +209,33 @@ def _of_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sum
     # Of a dilation each residue would be a row of partial sums.
     by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
     larger = (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles)
-    found = [way.weight_sums(form, images, rows, columns)
+    found = [way.grad_weight(form, images, rows, columns)
              for way in _ways(call, form, images, (rows, columns), size, *larger, sums=True)]
     return tuple(Sums(*launched) for launched in found)
 
 
 # -- both gradients ----------------------------------------------------------------------------------
 
-def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Of the source and of the weights: in one pass where that is the faster way."""
-    found = _of_both(_call((grad, x), weight.shape[2:], weight), geometry, (x.shape[2], x.shape[3]))
+def backward(grad_output: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Gradients of input and weight: in one pass where that is the faster way."""
+    size = x.shape[2], x.shape[3]
+    found = _planned_backward(_call((grad_output, x), weight.shape[2:], weight), geometry, size)
     if found is None or x.is_meta:
-        alone = (source_gradient(grad, weight, geometry, x.shape[2:]),
-                 weight_gradient(grad, x, geometry, weight.shape[2:]))
+        alone = (grad_input(grad_output, weight, geometry, size),
+                 grad_weight(grad_output, x, geometry, weight.shape[2:]))
     if found is None:
         return alone
-    of_source, of_weight = image_like(grad, (x.shape[2], x.shape[3])), weight.new_empty(weight.shape)
-    found(of_weight, grad, weight, x, None, of_source)
-    return of_source, of_weight
+    of_input, of_weight = image_like(grad_output, size), weight.new_empty(weight.shape)
+    found(of_weight, grad_output, weight, x, None, of_input)
+    return of_input, of_weight
 
 
 @functools.lru_cache(4096)
-def _of_both(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
+def _planned_backward(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
     form, images = _form(call, geometry)._replace(flipped=True), _images(call, size)
     of_x = images._replace(source=strides_of(call.strides[1]))
     if not (min(*call.shape, *size) and geometry.dilation == (1, 1) and _large(call, size, TILES_OF_BOTH)
             and all(depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
         return None
     rows, columns = _lines(call, form, _flipped(call, geometry), size)
-    return Sums(*depthwise_tiles.gradients(form, images, rows, columns, of_x.source))
+    return Sums(*depthwise_tiles.backward(form, images, rows, columns, of_x.source))

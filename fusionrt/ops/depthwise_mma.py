@@ -159,7 +159,7 @@ def blocks(form: Form, finish: Finish = PLAIN) -> int:
 
 
 @functools.cache
-def convolving(form: Form, finish: Finish) -> Kernel:
+def convolution_kernel(form: Form, finish: Finish) -> Kernel:
     fields = [*operands(finish, step=True), *members("int", *SIZES, "units", "skipped", "row_bytes"),
               *CUT_FIELDS]
     return Kernel("depthwise_conv2d", "depthwise_mma", fields, [
@@ -172,7 +172,7 @@ def convolving(form: Form, finish: Finish) -> Kernel:
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form, finish)
-    kernel = convolving(form, finish)
+    kernel = convolution_kernel(form, finish)
     values = kernel.planned(
         **stride_values(rows, x=images.source, out=images.result), **size_values(images, rows, columns),
         **cut_values(made, rows, columns), units=turns(form, rows), skipped=skipped(made, rows, form),

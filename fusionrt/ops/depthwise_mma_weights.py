@@ -79,7 +79,7 @@ def _cycles(made: Cut, form: Form) -> float:
 
 
 @functools.cache
-def weighing(form: Form) -> Kernel:
+def grad_weight_kernel(form: Form) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False),
               *stride_fields("x", "grad", step=True),
@@ -105,11 +105,11 @@ def grads(form: Form) -> int:
     return new * (stages(form) - 1) + -(-counted(form, rows(form)) // new) * new
 
 
-def weight_sums(form: Form, images: Images, lines: Line, columns: Line) -> tuple[Launch, int]:
+def grad_weight(form: Form, images: Images, lines: Line, columns: Line) -> tuple[Launch, int]:
     """And how many rows of partial sums it writes."""
     form = form._replace(vec=8)
     made = cut(images.batch, images.channels, lines, columns, form)
-    kernel, shared = weighing(form), shared_bytes(made, form)
+    kernel, shared = grad_weight_kernel(form), shared_bytes(made, form)
     values = kernel.planned(
         **stride_values(lines, x=images.source, grad=images.result), **size_values(images, lines, columns),
         **cut_values(made, lines, columns), units=lines.units, row_bytes=row_bytes(made), shared_bytes=shared)

@@ -201,10 +201,10 @@ def _values(images: Images, rows: Line, columns: Line, plan: Cut) -> dict[str, i
             "strips": plan.strips, "residues_w": columns.step, "chunks": plan.chunks, "residues_h": rows.step}
 
 
-# -- convolution, and the gradient of its source -----------------------------------------------------
+# -- convolution, and the gradient of its input ------------------------------------------------------
 
 @functools.cache
-def convolving(form: Form, finish: Finish) -> Kernel:
+def convolution_kernel(form: Form, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise", [*operands(finish), *_FIELDS],
                   [*_constants(form), f"constexpr int TURNS = {form.turns};", *epilogue(finish)],
                   block=BLOCK, **arithmetic(form.dtype))
@@ -213,7 +213,7 @@ def convolving(form: Form, finish: Finish) -> Kernel:
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=_vector(form, images, 49))
     plan = cut(images.batch, images.channels, rows, columns, form, widths_of(form))
-    kernel = convolving(form._replace(columns=plan.columns, turns=plan.turns), finish)
+    kernel = convolution_kernel(form._replace(columns=plan.columns, turns=plan.turns), finish)
     values = kernel.planned(**stride_values(x=images.source, out=images.result),
                             **_values(images, rows, columns, plan))
     return Launch(kernel, plan.blocks, values)
@@ -234,18 +234,18 @@ def _vector(form: Form, images: Images, most: int) -> int:
 # -- the gradient of the weights ---------------------------------------------------------------------
 
 @functools.cache
-def weighing(form: Form) -> Kernel:
+def grad_weight_kernel(form: Form) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False), *stride_fields("x", "grad"), *_FIELDS]
     return Kernel("depthwise_conv2d_backward", "depthwise_backward", fields, _constants(form), block=BLOCK,
                   **arithmetic(form.dtype))
 
 
-def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
+def grad_weight(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
     """And how many rows of partial sums it writes."""
     form = form._replace(vec=_vector(form, images, 49 if ITEMSIZE[form.dtype] == 2 else 25))
     plan = cut(images.batch, images.channels, rows, columns, form, widths_of_gradient(form), True)
-    kernel = weighing(form._replace(columns=plan.columns))
+    kernel = grad_weight_kernel(form._replace(columns=plan.columns))
     values = kernel.planned(**stride_values(x=images.source, grad=images.result),
                             **_values(images, rows, columns, plan))
     return Launch(kernel, plan.blocks, values), plan.groups

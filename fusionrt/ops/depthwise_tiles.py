@@ -48,10 +48,10 @@ RATE, BYTES_A_CYCLE, LATENCY, START, BESIDE = 4.3, 31, 1500, 7, 22
 
 
 class Wanted(enum.Enum):
-    """What a kernel finds: a convolution's result (or the gradient of its source), the gradient of the
-    weights, or both gradients."""
+    """What a kernel finds: a convolution's result (the output, or the gradient of the input), the gradient of
+    the weight, or both gradients."""
 
-    RESULT, WEIGHTS, BOTH = range(3)
+    RESULT, GRAD_WEIGHT, BOTH = range(3)
 
 
 class Cut(NamedTuple):
@@ -166,9 +166,9 @@ def _cycles(made: Cut, form: Form, wanted: Wanted) -> float:
     """Estimate of what all blocks take."""
     rows_in, rows_out = rows_of_step(form)
     taps, stride = math.prod(form.kernel), form.stride[1] if form.transposed else 1
-    other = {Wanted.RESULT: rows_out, Wanted.WEIGHTS: 1, Wanted.BOTH: 2}[wanted]  # rows of other images
+    other = {Wanted.RESULT: rows_out, Wanted.GRAD_WEIGHT: 1, Wanted.BOTH: 2}[wanted]  # rows of other images
     products = taps * made.columns // stride * form.vec * (2 if wanted is Wanted.BOTH else 1)
-    from_memory = 0 if wanted is Wanted.WEIGHTS or few(taps) else taps
+    from_memory = 0 if wanted is Wanted.GRAD_WEIGHT or few(taps) else taps
     instructions = (products + rows_in * window(form, made.columns) + other * made.columns + from_memory
                     + BESIDE)
     moved = rows_in * row_bytes(made, form) + other * result_bytes(made, form)
@@ -190,7 +190,7 @@ def estimated_registers(made: Cut, form: Form, wanted: Wanted) -> int:
     """Of a thread: rows held and a window; sums of all taps, or weights where these are few."""
     taps, both = math.prod(form.kernel), wanted is Wanted.BOTH
     held = max(form.kernel[0], form.stride[0]) if form.transposed else before(form) + 1
-    of_taps = taps * ((wanted is not Wanted.RESULT) + (wanted is not Wanted.WEIGHTS and few(taps)))
+    of_taps = taps * ((wanted is not Wanted.RESULT) + (wanted is not Wanted.GRAD_WEIGHT and few(taps)))
     return form.vec * ((1 + both) * held * made.columns + window(form, made.columns) + of_taps) + 30
 
 
@@ -255,19 +255,19 @@ def _constants(form: Form, shape: Shape, wanted: Wanted) -> list[str]:
             f"constexpr int LOADS = {shape.loads}, OTHER_LOADS = {shape.other_loads};"]
 
 
-# -- convolution, and the gradient of its source -------------------------------------------------------
+# -- convolution, and the gradient of its input --------------------------------------------------------
 
 def convolution(form: Form, images: Images, rows: Line, columns: Line, finish: Finish) -> Launch:
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form)
-    kernel = convolving(form, shape_of(made, form, Wanted.RESULT), finish)
+    kernel = convolution_kernel(form, shape_of(made, form, Wanted.RESULT), finish)
     values = kernel.planned(**stride_values(rows, x=images.source, out=images.result),
                             **_values(images, rows, columns, made, form))
     return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.RESULT))
 
 
 @functools.cache
-def convolving(form: Form, shape: Shape, finish: Finish) -> Kernel:
+def convolution_kernel(form: Form, shape: Shape, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise_tiles", [*operands(finish, step=True), *_FIELDS],
                   [*_constants(form, shape, Wanted.RESULT), *epilogue(finish)], block=shape.threads,
                   **arithmetic(form.dtype))
@@ -284,23 +284,23 @@ def _other_values(made: Cut) -> dict[str, int]:
     return {"other_pixels": made.bands * band, "other_band": band}
 
 
-def weight_sums(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
+def grad_weight(form: Form, images: Images, rows: Line, columns: Line) -> tuple[Launch, int]:
     """The gradient of the weights. And how many rows of partial sums it writes."""
     form = form._replace(vec=VEC)
-    made = cut(images.batch, images.channels, rows, columns, form, Wanted.WEIGHTS)
-    kernel = weighing(form, shape_of(made, form, Wanted.WEIGHTS))
+    made = cut(images.batch, images.channels, rows, columns, form, Wanted.GRAD_WEIGHT)
+    kernel = grad_weight_kernel(form, shape_of(made, form, Wanted.GRAD_WEIGHT))
     values = kernel.planned(**stride_values(rows, x=images.source, grad=images.result),
                             **_values(images, rows, columns, made, form), **_other_values(made))
-    return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.WEIGHTS)), made.groups
+    return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.GRAD_WEIGHT)), made.groups
 
 
 @functools.cache
-def weighing(form: Form, shape: Shape) -> Kernel:
+def grad_weight_kernel(form: Form, shape: Shape) -> Kernel:
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "grad"),
               pointer("acc_t", "partials", const=False),
               *stride_fields("x", "grad", step=True), *_FIELDS, *_OTHER]
     return Kernel("depthwise_conv2d_backward", "depthwise_tiles_backward", fields,
-                  _constants(form, shape, Wanted.WEIGHTS), block=shape.threads, **arithmetic(form.dtype))
+                  _constants(form, shape, Wanted.GRAD_WEIGHT), block=shape.threads, **arithmetic(form.dtype))
 
 
 def serves_both(form: Form, images: Images) -> bool:
@@ -309,20 +309,20 @@ def serves_both(form: Form, images: Images) -> bool:
             and few(math.prod(form.kernel)))
 
 
-def gradients(form: Form, images: Images, rows: Line, columns: Line, x: Strides
+def backward(form: Form, images: Images, rows: Line, columns: Line, x: Strides
               ) -> tuple[Launch, int]:
-    """Both, of a convolution whose gradient and whose source's gradient are `images`, with x of such strides.
+    """Both, of a convolution whose grad_output and grad_input are `images`, with x of such strides.
     And how many rows of partial sums the launch writes."""
     form = form._replace(vec=VEC)
     made = cut(images.batch, images.channels, rows, columns, form, Wanted.BOTH)
-    kernel = differentiating(form, shape_of(made, form, Wanted.BOTH))
+    kernel = backward_kernel(form, shape_of(made, form, Wanted.BOTH))
     values = kernel.planned(**stride_values(rows, x=x, grad=images.source, out=images.result),
                             **_values(images, rows, columns, made, form), **_other_values(made))
     return Launch(kernel, made.blocks, values, shared_bytes(made, form, Wanted.BOTH)), made.groups
 
 
 @functools.cache
-def differentiating(form: Form, shape: Shape) -> Kernel:
+def backward_kernel(form: Form, shape: Shape) -> Kernel:
     fields = [*(pointer("scalar_t", name) for name in ("grad", "weight", "x", "residual")),
               pointer("scalar_t", "out", const=False), pointer("acc_t", "partials", const=False),
               *stride_fields("x", "grad", "out", step=True), *_FIELDS, *_OTHER]

@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
-            positions: Tensor | None, options: Options) -> None:
+                  positions: Tensor | None, options: Options) -> None:
     """All of shape (B, S, heads, D), cos and sin of shape (B or 1, positions, rotary_dim / 2)."""
     q = tensors[0]
     in_place = outs[0].data_ptr() == q.data_ptr() != 0
@@ -227,7 +227,7 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, in_place: bool) -> Cp
 
 
 def rotate_on_cpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
-            positions: Tensor | None, options: Options) -> None:
+                  positions: Tensor | None, options: Options) -> None:
     cos, sin = cpu_tables("rotary_embedding", tensors[0], cos, sin, positions, options)
     for x, out in zip(tensors, outs, strict=True):
         if not x.numel():
