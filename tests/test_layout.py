@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import fusionrt as frt
 from fusionrt import layout
+from fusionrt.expr import argument
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch, pointwise
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.parts import split
-from fusionrt.runtime.source import Field, Params, magic, members, pointer
+from fusionrt.runtime.source import Field, Params, definitions, device_function, magic, members, pointer
 
 fast = settings(max_examples=100, deadline=None, derandomize=True)
 SIZES = st.integers(1, 4)
@@ -261,6 +262,19 @@ def test_what_a_plan_knows_is_given_by_name():
         with pytest.raises(TypeError, match=re.escape(
                 f"copied: the last {len(values)} fields of transpose are {names}, got {', '.join(values)}")):
             kernel.planned(**values)
+
+
+def test_a_prologues_constants_have_the_types_of_their_values():
+    assert definitions(scalar_t="float16_t", VEC=8, TABLES=True, SHIFT=-1, KIND="STAGED") == [
+        "using scalar_t = float16_t;", "constexpr int VEC = 8;", "constexpr bool TABLES = true;",
+        "constexpr int SHIFT = -1;", "constexpr auto KIND = STAGED;"]
+
+
+def test_an_expression_is_a_function_of_named_parameters():
+    a, b = argument("a0"), argument("b")
+    assert device_function("acc_t finish(acc_t product, acc_t b)", a * b + 1, {a: "product"}) == [
+        "__device__ __forceinline__ acc_t finish(acc_t product, acc_t b) {",
+        "    const auto t0 = product * b;", "    const auto t1 = t0 + acc_t(1.0);", "    return t1;", "}"]
 
 
 META_CALLS = [

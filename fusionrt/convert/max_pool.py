@@ -18,7 +18,7 @@ from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.laid import address
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 from fusionrt.watching import is_watched
 
 Tensor = torch.Tensor
@@ -118,9 +118,9 @@ def _kernel(which: Pass, dtype: str, window: Window, places: bool) -> Kernel:
               *members("unsigned", "vectors", "packs"),
               *members("int", "height", "width", "out_height", "out_width")]
     sizes = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), window, strict=True)
-    constants = [f"using value_t = {dtype}_t;", f"constexpr int PACK = {VECTOR} / sizeof(value_t);",
-                 f"constexpr bool PLACES = {str(places).lower()};",
-                 *(f"constexpr int {name}_H = {h}, {name}_W = {w};" for name, (h, w) in sizes)]
+    constants = definitions(
+        value_t=f"{dtype}_t", PACK=VECTOR // ITEMSIZE[dtype], PLACES=places,
+        **{f"{name}_{side}": n for name, pair in sizes for side, n in zip("HW", pair, strict=True)})
     return Kernel("max_pool", which.stem, fields, constants, significant_bits=SIGNIFICANT_BITS[dtype],
                   block=BLOCK)
 

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from fusionrt.activation import activated
 from fusionrt.dtypes import SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import argument
-from fusionrt.graph import emit
 from fusionrt.ops.convolution import conv_activation
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import magic, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, device_function, magic, members, pointer
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -95,16 +94,12 @@ def _kernel(dtype: str, inner: Any, outer: Any, cluster: int, hidden_pack: int) 
               pointer("value_t", "out", const=False),
               *members("int", "pixels", "channels", "hidden", "part_bits", "pixels_each"),
               *members("Divisor", "packs", "hidden_packs")]
-    constants = [f"using value_t = {dtype}_t;", f"constexpr int CLUSTER = {cluster}, SCRATCH = {SCRATCH};",
-                 f"constexpr bool FEW = {str(cluster == LARGE_CLUSTER).lower()};",
-                 f"constexpr int PACK = {VECTOR} / sizeof(value_t), HIDDEN_PACK = {hidden_pack};",
-                 *_function("inner", inner), *_function("outer", outer)]
+    x = argument("a0")
+    constants = definitions(
+        value_t=f"{dtype}_t", CLUSTER=cluster, SCRATCH=SCRATCH, FEW=cluster == LARGE_CLUSTER,
+        PACK=VECTOR // ITEMSIZE[dtype], HIDDEN_PACK=hidden_pack)
+    for name, activation in (("inner", inner), ("outer", outer)):
+        constants += device_function(f"acc_t {name}(acc_t x)", activated("squeeze_excite", x, activation),
+                                     {x: "x"})
     return Kernel("squeeze_excite", "squeeze_excite", fields, constants,
                   significant_bits=SIGNIFICANT_BITS[dtype], block=BLOCK, cluster=cluster)
-
-
-def _function(name: str, activation: Any) -> list[str]:
-    x = argument("a0")
-    lines, (result,) = emit([activated("squeeze_excite", x, activation)], "const auto {} = {};", {x: "x"})
-    return [f"__device__ __forceinline__ acc_t {name}(acc_t x) {{", *("    " + line for line in lines),
-            f"    return {result};", "}"]

@@ -10,7 +10,7 @@ import torch
 from fusionrt.data.samples import DECLARATION, ROW
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, members, pointer
+from fusionrt.runtime.source import Field, definitions, members, pointer
 
 if TYPE_CHECKING:
     from fusionrt.data.image import Recipe
@@ -23,9 +23,10 @@ WHOLE, FIRST, SECOND = range(3)
 
 @functools.cache
 def _kernel(recipe: Recipe, stage: int) -> Kernel:
-    flags = {"CHANNELS": recipe.channels, "STAGE": stage, "PER_THREAD": PER_THREAD}
-    bools = {"PLANAR": recipe.planar, "OUT_PLANAR": recipe.result_planar, "RESIZES": recipe.resizes,
-             "CUBIC": recipe.cubic, "ANTIALIAS": recipe.antialias, "ADJUSTS": recipe.adjusts}
+    constants = definitions(
+        pixel_t=f"{recipe.source}_t", output_t=f"{recipe.result}_t", CHANNELS=recipe.channels, STAGE=stage,
+        PER_THREAD=PER_THREAD, PLANAR=recipe.planar, OUT_PLANAR=recipe.result_planar, RESIZES=recipe.resizes,
+        CUBIC=recipe.cubic, ANTIALIAS=recipe.antialias, ADJUSTS=recipe.adjusts)
     return Kernel(
         f"image_preprocess_{('whole', 'first', 'second')[stage]}", "image",
         [Field(f"Sample samples[{LAUNCH}]", f"{ROW.itemsize * LAUNCH}s"),
@@ -33,10 +34,7 @@ def _kernel(recipe: Recipe, stage: int) -> Kernel:
          pointer("float", "sums", const=False),
          Field("float scale[4]", "ffff"), Field("float shift[4]", "ffff"),
          *members("int", "height", "width", "tiles")],
-        [f"using pixel_t = {recipe.source}_t;", f"using output_t = {recipe.result}_t;",
-         *(f"constexpr int {name} = {value};" for name, value in flags.items()),
-         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in bools.items()), DECLARATION],
-        block=32 * WARPS)
+        [*constants, DECLARATION], block=32 * WARPS)
 
 
 def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],

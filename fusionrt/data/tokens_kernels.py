@@ -15,7 +15,7 @@ from fusionrt.laid import address
 from fusionrt.random import Rng
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
-from fusionrt.runtime.source import Field, members, pointer
+from fusionrt.runtime.source import Field, definitions, members, pointer
 
 BLOCK = 256
 MOST_SPECIAL = 64
@@ -109,9 +109,8 @@ def _gpu_kernel(source: str, index: str, flags: tuple[bool, ...]) -> gpu.Kernel:
               pointer("unsigned long long", "fault", const=False), pointer("unsigned long long", "state"),
               *members("long long", *_Numbers._fields), *members("unsigned long long", "seed", "offset"),
               Field(f"long long special[{MOST_SPECIAL}]", "q" * MOST_SPECIAL)]
-    constants = [f"using source_t = {source}_t;", f"using index_t = {index}_t;",
-                 *(f"constexpr bool {name} = {str(on).lower()};"
-                   for name, on in zip(_FLAGS, flags, strict=True))]
+    constants = definitions(source_t=f"{source}_t", index_t=f"{index}_t",
+                            **dict(zip(_FLAGS, flags, strict=True)))
     return gpu.Kernel("token_preprocess", "tokens", fields, constants, block=BLOCK)
 
 

@@ -14,7 +14,7 @@ from fusionrt.data.window_rows import LOADS, Tensor, like, outermost_first
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime import kernel as gpu
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 from fusionrt.structured import Gradient, StructuredOp
 
 BLOCK, ITEMS = 256, 16
@@ -26,7 +26,7 @@ def _gpu_kernel(dtype: torch.dtype) -> gpu.Kernel:
     fields = [pointer("scalar_t", "grad"), pointer("int", "index"), pointer("scalar_t", "out", const=False),
               *members("long long", "outer", "results", "n", "inner", "parts")]
     return gpu.Kernel("sliding_window gradient", "window_scatter", fields,
-                      [f"using scalar_t = {name}_t;", f"constexpr int ITEMS = {ITEMS};"],
+                      definitions(scalar_t=f"{name}_t", ITEMS=ITEMS),
                       acc="float32" if dtype.itemsize == 2 else "float64", block=BLOCK,
                       significant_bits=SIGNIFICANT_BITS[name])
 

@@ -13,7 +13,7 @@ from fusionrt.data.window_rows import Request, Rows
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, magic, members, pointer, template
+from fusionrt.runtime.source import Field, definitions, magic, members, pointer, template
 
 RADIX = 16    # the template's
 LEVELS = 8    # 16^8 tiles are more than a dimension has
@@ -108,14 +108,11 @@ def shape(request: Request, dtype: torch.dtype, indexed: bool, inner: int) -> Sh
 def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int, window: int = 0) -> Kernel:
     """`window`: one that is shorter than a thread's items, or 0."""
     name, acc = name_of(dtype), accumulated(op, dtype)
-    flags = {"MEAN": op == "mean", "LARGEST": op == "max", "INDEXED": indexed, "ROOT": op == "std"}
     constants = [
-        f"using scalar_t = {name}_t;", "struct State;",
-        f"constexpr int LANES = {shape.lanes}, ITEMS = {shape.items};",
-        f"constexpr int RESIDENT = {shape.resident}, TILES = {shape.tiles};",
-        f"constexpr int FAMILY = {FAMILIES[op]}, WINDOW = {window}, STAGE = {stage};",
-        *(f"constexpr bool {flag} = {str(on).lower()};" for flag, on in flags.items()),
-        template("window_ranges.cuh")]
+        *definitions(scalar_t=f"{name}_t", LANES=shape.lanes, ITEMS=shape.items, RESIDENT=shape.resident,
+                     TILES=shape.tiles, FAMILY=FAMILIES[op], WINDOW=window, STAGE=stage, MEAN=op == "mean",
+                     LARGEST=op == "max", INDEXED=indexed, ROOT=op == "std"),
+        "struct State;", template("window_ranges.cuh")]
     scalars = [Field(f"acc_t {name}", "d" if acc == torch.float64 else "f") for name in _SCALARS]
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "out", const=False),
               pointer("int", "index", const=False), *(Field(f"State* {name}", "Q") for name in _MEMBERS),

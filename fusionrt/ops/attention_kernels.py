@@ -17,7 +17,7 @@ from fusionrt.laid import address, heads_of_rows
 from fusionrt.runtime import tensor_map
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.matrix_units import multiply
-from fusionrt.runtime.source import TENSOR_MAP, Field, members, pointer
+from fusionrt.runtime.source import TENSOR_MAP, Field, definitions, members, pointer
 from fusionrt.runtime.tensor_map import Heads
 
 Tensor = torch.Tensor
@@ -162,7 +162,7 @@ _NUMBERS = [*members("int", "heads", "group", "tiles", "padded", "slopes_batch",
 def _forward(kind: Kind, tile: Tile) -> Kernel:
     fields = [*_map_fields("q", "k", "v", "out"), pointer("float32_t", "slopes"),
               pointer("float32_t", "logarithms", const=False), *_NUMBERS]
-    constants = [*_constants(kind, tile), f"constexpr int GROUPS = {tile.groups};"]
+    constants = [*_constants(kind, tile), *definitions(GROUPS=tile.groups)]
     return Kernel("attention", "attention_sm90", fields, constants,
                   significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
 
@@ -175,7 +175,7 @@ def _of_keys(kind: Kind, tile: Tile) -> Kernel:
 @functools.cache
 def _of_queries(kind: Kind, tile: Tile) -> Kernel:
     return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), kind, tile,
-                     [f"constexpr int GROUPS = {tile.groups};"])
+                     definitions(GROUPS=tile.groups))
 
 
 def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constants: list[str]) -> Kernel:
@@ -190,10 +190,8 @@ def _map_fields(*names: str) -> list[Field]:
 
 
 def _constants(kind: Kind, tile: Tile) -> list[str]:
-    return [f"using value_t = {kind.dtype}_t;",
-            f"constexpr int D = {kind.dim}, BN = {tile.keys}, STAGES = {tile.stages};",
-            f"constexpr bool SOFTCAP = {str(kind.softcap).lower()};",
-            f"constexpr Alibi ALIBI = {kind.alibi};",
+    return [*definitions(value_t=f"{kind.dtype}_t", D=kind.dim, BN=tile.keys, STAGES=tile.stages,
+                         SOFTCAP=kind.softcap, ALIBI=kind.alibi),
             *_product("Tiles", kind.dtype, tile.keys, begins=True),
             *_product("Across", kind.dtype, kind.dim, registers=True)]
 

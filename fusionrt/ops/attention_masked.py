@@ -22,7 +22,7 @@ from fusionrt.expr import Expr, clamp, where
 from fusionrt.row_fusion import per_call, row_operator
 from fusionrt.rowwise import LOWEST_PASSED, row_max
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 from fusionrt.structured import Gradient, StructuredOp, no_second_derivatives
 from fusionrt.watching import is_watched
 
@@ -94,8 +94,7 @@ def _kernel(dtype: str, causal: bool, logarithms: bool) -> Kernel:
     fields += members("int64_t", *(f"{name}_{dim}" for name in ("first", "out", "log")
                                    for dim in ("batch", "head", "row")))
     fields += members("unsigned", "count", "rows", "heads", "columns", "last_key")
-    constants = [f"using scalar_t = {dtype}_t;", f"constexpr bool CAUSAL = {str(causal).lower()};",
-                 f"constexpr bool LOGARITHMS = {str(logarithms).lower()};"]
+    constants = definitions(scalar_t=f"{dtype}_t", CAUSAL=causal, LOGARITHMS=logarithms)
     return Kernel("attention", "masked_rows", fields, constants)
 
 

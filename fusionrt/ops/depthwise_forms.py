@@ -19,7 +19,7 @@ from fusionrt.graph import emit, toposort
 from fusionrt.laid import address
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, Field, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, Field, definitions, device_function, members, pointer
 
 Tensor = torch.Tensor
 Pair = tuple[int, int]
@@ -100,11 +100,8 @@ def window(form: Form, columns: int) -> int:
 def constants(form: Form) -> list[str]:
     """Lines of a kernel's prologue."""
     (kh, kw), (sh, sw) = form.kernel, form.stride
-    return [f"using scalar_t = {form.dtype}_t;",
-            f"constexpr int KH = {kh}, KW = {kw}, TAPS = KH * KW, STRIDE_H = {sh}, STRIDE_W = {sw};",
-            f"constexpr int VEC = {form.vec};",
-            *(f"constexpr bool {name} = {str(on).lower()};" for name, on in (
-                ("TRANSPOSED", form.transposed), ("FLIPPED", form.flipped)))]
+    return definitions(scalar_t=f"{form.dtype}_t", KH=kh, KW=kw, TAPS=kh * kw, STRIDE_H=sh, STRIDE_W=sw,
+                       VEC=form.vec, TRANSPOSED=form.transposed, FLIPPED=form.flipped)
 
 
 def rounds(blocks: int, together: int) -> list[int]:
@@ -129,8 +126,7 @@ def epilogue(finish: Finish) -> list[str]:
                                 if isinstance(a, Expr) and a.uniform and a.op != "const"))
     known, values = emit(border, "const auto {} = {};")
     names = {n: f"channels.u{k}[v]" for k, n in enumerate(border)}
-    lines, (result,) = emit([finish.root], "const auto {} = {};", names)
-    return [f"constexpr bool RESIDUAL = {str(finish.residual).lower()};", "struct Channels {",
+    return [*definitions(RESIDUAL=finish.residual), "struct Channels {",
             *(f"    acc_t u{k}[VEC];" for k in range(len(border))), "};",
             "template <typename P> __device__ __forceinline__ Channels know(const P& p, int c) {",
             "    Channels channels;",
@@ -140,9 +136,8 @@ def epilogue(finish: Finish) -> list[str]:
             *("        " + line for line in known),
             *(f"        channels.u{k}[v] = {value};" for k, value in enumerate(values)),
             "    }", "    return channels;", "}",
-            "__device__ __forceinline__ acc_t finish(const Channels& channels, int v, acc_t value, "
-            "acc_t residual) {",
-            *("    " + line for line in lines), f"    return {result};", "}"]
+            *device_function("acc_t finish(const Channels& channels, int v, acc_t value, acc_t residual)",
+                             finish.root, names)]
 
 
 def arithmetic(dtype: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fusionrt.ops.depthwise_forms import (
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 UNIT = 16                    # bytes that are copied at a time
 MOST_COLUMNS, MOST_STRIDED_COLUMNS = 16, 28  # of either image: with more, other kernels are as fast
@@ -195,9 +195,9 @@ def resident(form: Form, columns: Line, made: Cut) -> int:
 # -- what a kernel is given ----------------------------------------------------------------------------
 
 def _constants(form: Form, sides: Sides, made: Cut, blocks: int) -> list[str]:
-    return [*constants(form._replace(vec=made.vec)),
-            f"constexpr int WIDTH = {sides.width}, COLUMNS = {sides.columns}, TOP = {sides.top};",
-            f"constexpr int LEFT = {sides.left}, ROWS = {made.rows}, BLOCKS = {blocks};"]
+    return [*constants(form._replace(vec=made.vec)), *definitions(
+        WIDTH=sides.width, COLUMNS=sides.columns, TOP=sides.top, LEFT=sides.left, ROWS=made.rows,
+        BLOCKS=blocks)]
 
 
 _FIELDS = (*members("int", "channels", "source_rows", "result_rows", "chunk", "all"),

@@ -25,7 +25,7 @@ from fusionrt.ops.depthwise_forms import (
     window,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members
+from fusionrt.runtime.source import definitions, members
 
 STRIPS, RESULTS = 8, 8              # of a product: strips, and results of each that there is room for
 ROWS = 2                            # of results that a turn finishes, where the stride is 1
@@ -164,8 +164,8 @@ def convolution_kernel(form: Form, finish: Finish) -> Kernel:
               *CUT_FIELDS]
     return Kernel("depthwise_conv2d", "depthwise_mma", fields, [
         *constants(form), *epilogue(finish),
-        f"constexpr int ROWS = {1 if form.transposed else rows_of_turn(form)[1]}, DEPTH = {depth(form)};",
-        f"constexpr int STAGES = {STAGES}, BLOCKS = {blocks(form, finish)};"],
+        *definitions(ROWS=1 if form.transposed else rows_of_turn(form)[1], DEPTH=depth(form), STAGES=STAGES,
+                     BLOCKS=blocks(form, finish))],
         block=STRIPS * RESULTS * UNITS, **arithmetic(form.dtype))
 
 

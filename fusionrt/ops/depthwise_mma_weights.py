@@ -30,7 +30,7 @@ from fusionrt.ops.depthwise_mma import (
     has_units,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 UNITS = 2                   # of a pixel that a block has
 BLOCKS = 4                  # that share a multiprocessor
@@ -85,8 +85,8 @@ def grad_weight_kernel(form: Form) -> Kernel:
               *stride_fields("x", "grad", step=True),
               *members("int", *SIZES, "units", "row_bytes", "shared_bytes"), *CUT_FIELDS]
     return Kernel("depthwise_conv2d_backward", "depthwise_mma_backward", fields, [
-        *constants(form), f"constexpr int ROWS = {rows(form)}, SHIFTS = {16 // rows(form)};",
-        f"constexpr int STAGES = {stages(form)}, GRADS = {grads(form)}, BLOCKS = {BLOCKS};"],
+        *constants(form), *definitions(ROWS=rows(form), SHIFTS=16 // rows(form), STAGES=stages(form),
+                                       GRADS=grads(form), BLOCKS=BLOCKS)],
         block=STRIPS * RESULTS * UNITS, **arithmetic(form.dtype))
 
 

@@ -27,7 +27,7 @@ from fusionrt.ops.depthwise_forms import (
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 BLOCK = 128
 LANES = 32                  # threads side by side along the channels, at most
@@ -185,7 +185,7 @@ def cycles_together(form: Form, width: int, chunk: int, blocks: int) -> float:
 # -- what a kernel is given ------------------------------------------------------------------------
 
 def _constants(form: Form) -> list[str]:
-    return [*constants(form), f"constexpr int COLUMNS = {form.columns}, LANES = {LANES};"]
+    return [*constants(form), *definitions(COLUMNS=form.columns, LANES=LANES)]
 
 
 _FIELDS = (*members("int", *SIZES, "source_step", "result_step", "lanes", "units", "chunk"),
@@ -206,7 +206,7 @@ def _values(images: Images, rows: Line, columns: Line, plan: Cut) -> dict[str, i
 @functools.cache
 def convolution_kernel(form: Form, finish: Finish) -> Kernel:
     return Kernel("depthwise_conv2d", "depthwise", [*operands(finish), *_FIELDS],
-                  [*_constants(form), f"constexpr int TURNS = {form.turns};", *epilogue(finish)],
+                  [*_constants(form), *definitions(TURNS=form.turns), *epilogue(finish)],
                   block=BLOCK, **arithmetic(form.dtype))
 
 

@@ -32,7 +32,7 @@ from fusionrt.ops.depthwise_forms import (
     window,
 )
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 VEC, UNIT = 2, 16           # channels of a thread; bytes that are copied at a time
 WIDTHS = 8, 7, 4            # columns of a thread
@@ -250,9 +250,9 @@ def shape_of(made: Cut, form: Form, wanted: Wanted) -> Shape:
 
 
 def _constants(form: Form, shape: Shape, wanted: Wanted) -> list[str]:
-    return [*constants(form), f"constexpr int COLUMNS = {shape.columns}, LANES = {shape.lanes};",
-            f"constexpr int STEPS = {steps(form, wanted)}, STAGES = {stages(form, wanted)};",
-            f"constexpr int LOADS = {shape.loads}, OTHER_LOADS = {shape.other_loads};"]
+    return [*constants(form), *definitions(
+        COLUMNS=shape.columns, LANES=shape.lanes, STEPS=steps(form, wanted), STAGES=stages(form, wanted),
+        LOADS=shape.loads, OTHER_LOADS=shape.other_loads)]
 
 
 # -- convolution, and the gradient of its input --------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.laid import Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
 
@@ -37,9 +37,7 @@ def sort_kernel(index: str, bits: int, scatter: bool, first: bool, last: bool) -
               pointer("unsigned char", "present", const=False),
               *members("int64_t", "rows", "padding"),
               *members("unsigned", "count", "zeros", "tile", "shift")]
-    constants = [f"using index_t = {index}_t;", f"constexpr int BITS = {bits};",
-                 *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-                     ("SCATTER", scatter), ("FIRST", first), ("LAST", last)))]
+    constants = definitions(index_t=f"{index}_t", BITS=bits, SCATTER=scatter, FIRST=first, LAST=last)
     return Kernel("embedding_position_backward", "sort_indices", fields, constants, block=512)
 
 
@@ -100,9 +98,7 @@ def gradient_kernel(dtype: str, type_ids: str, vec: int, types: int, stage: int)
               *members("int64_t", "count", "rows"), *members("double", "scale"),
               *members("unsigned", "columns", "windows", "period", "share", "position_rows", "type_period",
                        *_BLOCKS, "joins")]
-    constants = [f"using scalar_t = {dtype}_t;", f"using type_t = {type_ids}_t;",
-                 *(f"constexpr int {name} = {value};" for name, value in (
-                     ("VEC", vec), ("TYPES", types), ("STAGE", stage)))]
+    constants = definitions(scalar_t=f"{dtype}_t", type_t=f"{type_ids}_t", VEC=vec, TYPES=types, STAGE=stage)
     return Kernel("embedding_position_backward", "embedding_backward", fields, constants, acc=acc,
                   block=BLOCK if stage == 0 else 512)
 

@@ -18,7 +18,7 @@ from fusionrt.ops.embedding_gradients import add_partials, gradients_on_gpu, vec
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
 NONE, COUNTED, GIVEN = range(3)      # as in the template
@@ -116,19 +116,16 @@ def sum_kernel(form: Form) -> Kernel:
     fields += members("double", "scale", "eps", "p", "scale_of_kept")
     fields += members("int64_t", *(f"{table}_{what}" for table in _TABLES for what in ("stride", "rows")))
     fields += members("unsigned", "rows", "columns", "position_period", "type_period", "apart", "each")
-    constants = [f"using {name} = {dtype}_t;" for name, dtype in (
-        ("scalar_t", form.dtype), *zip(("token_t", "position_t", "type_t"), form.ids, strict=True))]
-    constants += [f"constexpr int {name} = {value};" for name, value in (
-        ("VEC", form.vec), ("PACKS", form.packs), ("THREADS", form.threads), ("EACH", form.each),
-        ("KINDS", form.common),
-        *((name, _blocks(form, common) if form.norm else 1)
-          for name, common in (("MIN_BLOCKS", False), ("COMMON_BLOCKS", True))),
-        *zip(("POSITIONS", "TYPES"), form.kinds, strict=True))]
-    constants += [f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-        ("FULL", form.full), ("ONE_POSITION", form.one_position), ("SCALED", form.scaled),
-        ("NORM", form.norm), ("ROUNDED", form.rounded),
-        *zip(("NORM_WEIGHT", "NORM_BIAS"), form.affine, strict=True), ("DROPOUT", form.dropout),
-        ("GRADIENT", form.gradient))]
+    (positions, types), (weight, bias) = form.kinds, form.affine
+    constants = definitions(
+        scalar_t=f"{form.dtype}_t", **{f"{name}_t": f"{ids}_t" for name, ids in zip(
+            _TABLES, form.ids, strict=True)},
+        VEC=form.vec, PACKS=form.packs, THREADS=form.threads, EACH=form.each, KINDS=form.common,
+        MIN_BLOCKS=_blocks(form, False) if form.norm else 1,
+        COMMON_BLOCKS=_blocks(form, True) if form.norm else 1, POSITIONS=positions, TYPES=types,
+        FULL=form.full, ONE_POSITION=form.one_position, SCALED=form.scaled, NORM=form.norm,
+        ROUNDED=form.rounded, NORM_WEIGHT=weight, NORM_BIAS=bias, DROPOUT=form.dropout,
+        GRADIENT=form.gradient)
     return Kernel("embedding_position", "embedding", fields, constants, block=max(128, form.threads),
                   acc=acc_of(form.dtype))
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusionrt.dtypes import STORAGE
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, Params, members, pointer
+from fusionrt.runtime.source import Field, Params, definitions, members, pointer
 
 Tensor = torch.Tensor
 OF_NORM = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")  # the first is the convolution's
@@ -58,11 +58,11 @@ LAYER = [pointer("weight_t", "weight"), *(pointer(f"{name}_t", name) for name in
 @functools.cache
 def kernel(form: Form, many: bool = False) -> Kernel:
     """`many`: of a list of layers."""
-    constants = [f"using weight_t = {form.weight}_t;", f"using folded_t = {form.folded}_t;",
-                 f"constexpr bool LAST = {str(form.last).lower()}, MANY = {str(many).lower()};"]
+    constants = definitions(weight_t=f"{form.weight}_t", folded_t=f"{form.folded}_t", LAST=form.last,
+                            MANY=many)
     for name, dtype in zip(OF_NORM, form.of, strict=True):
-        constants += [f"constexpr bool has_{name} = {str(dtype is not None).lower()};",
-                      f"using {name}_t = {dtype or 'float32'}_t;"]
+        constants += [*definitions(**{f"has_{name}": dtype is not None}),
+                      *definitions(**{f"{name}_t": f"{dtype or 'float32'}_t"})]
     fields = LAYER
     if many:
         constants.append(Params(fields, "Layer").declaration)

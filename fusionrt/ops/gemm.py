@@ -21,7 +21,7 @@ from fusionrt.runtime import tensor_map
 from fusionrt.runtime.instructions import instructions
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.matrix_units import multiply
-from fusionrt.runtime.source import TENSOR_MAP, Field, members, pointer
+from fusionrt.runtime.source import TENSOR_MAP, Field, definitions, members, pointer
 from fusionrt.runtime.tensor_map import Matrix
 
 ARCHITECTURE = "sm_90"
@@ -235,10 +235,8 @@ def _kernel(kind: Kind) -> Kernel:
               pointer("value_t", "bias"), *members("int", "n"),
               *members("unsigned", "steps", "tiles_m", "tiles_n", "x_bytes")]
     constants = [
-        f"constexpr int HALVES = {tile.rows // 64}, BN = {tile.columns}, CLUSTER = {tile.cluster};",
-        f"constexpr int GROUPS = {tile.groups}, CHUNK = {PART_COLUMNS};",
-        f"constexpr int STAGES = {kind.stages}, DEPTH = {kind.depth};",
-        f"constexpr bool TOGETHER = {str(tile.together).lower()};",
+        *definitions(HALVES=tile.rows // 64, BN=tile.columns, CLUSTER=tile.cluster, GROUPS=tile.groups,
+                     CHUNK=PART_COLUMNS, STAGES=kind.stages, DEPTH=kind.depth, TOGETHER=tile.together),
         *kind.layer.constants(), *multiply(kind.layer.dtype, tile.columns)]
     return Kernel("linear_activation", "gemm_sm90", fields, constants,
                   significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1),

@@ -16,7 +16,7 @@ from fusionrt.expr import Expr
 from fusionrt.laid import address
 from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 BLOCK = 256
 COLUMNS = 16         # of the result, that a block computes
@@ -89,8 +89,6 @@ def _kernel(kind: Kind) -> Kernel:
     fields = [*(pointer("value_t", name, const=name not in {"out", "kept"})
                 for name in ("x", "w", "out", "kept", "residual", "bias")),
               *members("long long", "x_row", "w_row", "residual_row"), *members("int", "m", "n", "k")]
-    constants = [
-        f"constexpr int GROUPS = {kind.groups}, AT_ONCE = {kind.at_once};",
-        *kind.layer.constants()]
+    constants = [*definitions(GROUPS=kind.groups, AT_ONCE=kind.at_once), *kind.layer.constants()]
     return Kernel("linear_activation", "gemv", fields, constants,
                   significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=BLOCK, reads_first=True)

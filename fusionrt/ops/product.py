@@ -9,7 +9,8 @@ import torch
 
 from fusionrt.dtypes import STORAGE
 from fusionrt.expr import Expr, argument
-from fusionrt.graph import emit, toposort
+from fusionrt.graph import toposort
+from fusionrt.runtime.source import definitions, device_function
 
 # The leaves of an epilogue: x W^T + bias, and the residual.
 PRODUCT, RESIDUAL = argument("a0"), argument("a1")
@@ -30,13 +31,10 @@ class Layer(NamedTuple):
 
     def constants(self) -> list[str]:
         """Lines of a kernel's prologue: `value_t`, BIAS, RESIDUAL, KEEP, `finish`."""
-        lines, (result,) = emit([self.epilogue], "const auto {} = {};",
-                                {PRODUCT: "product", RESIDUAL: "residual"})
-        return [f"using value_t = {self.dtype}_t;",
-                *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-                    ("BIAS", self.bias), ("RESIDUAL", self.residual), ("KEEP", self.keep))),
-                "__device__ __forceinline__ acc_t finish(acc_t product, acc_t residual) {",
-                *("    " + line for line in lines), f"    return {result};", "}"]
+        return [*definitions(value_t=f"{self.dtype}_t", BIAS=self.bias, RESIDUAL=self.residual,
+                             KEEP=self.keep),
+                *device_function("acc_t finish(acc_t product, acc_t residual)", self.epilogue,
+                                 {PRODUCT: "product", RESIDUAL: "residual"})]
 
 
 def layer(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Expr, residual: torch.Tensor | None,

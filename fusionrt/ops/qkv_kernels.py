@@ -20,7 +20,7 @@ from fusionrt.rehearsal import stands_for
 from fusionrt.runtime.device import MULTIPROCESSORS, multiprocessors
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.partial_sums import add_up
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
 LANES = 32
@@ -80,14 +80,12 @@ def kernel_of(form: Form) -> Kernel:
     fields += members("unsigned", "column_blocks", "groups", "heads", "q_heads", "kv_heads", "count",
                       "chunk_step", "step", "rows", "width")
     fields += members("int", "rotated_units", "half", "head_dim")
-    constants = [
-        f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
-        f"using position_t = {form.positions or 'int64'}_t;",
-        f"constexpr int VEC = {form.vec}, HEADS = {_heads_of_thread(form.dtype)}, LANES = {LANES};",
-        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in (
-            ("INTERLEAVED", form.interleaved), ("TABLES", form.table is not None),
-            ("TABLE_PACKS", form.table_packs), ("POSITIONS", form.positions is not None),
-            ("FORWARD", form.forward), ("BIAS", form.bias), ("ROTATES", form.rotates)))]
+    constants = definitions(
+        scalar_t=f"{form.dtype}_t", table_t=f"{form.table or 'float32'}_t",
+        position_t=f"{form.positions or 'int64'}_t", VEC=form.vec, HEADS=_heads_of_thread(form.dtype),
+        LANES=LANES, INTERLEAVED=form.interleaved, TABLES=form.table is not None,
+        TABLE_PACKS=form.table_packs, POSITIONS=form.positions is not None, FORWARD=form.forward,
+        BIAS=form.bias, ROTATES=form.rotates)
     return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=acc_of(form.dtype))
 
 

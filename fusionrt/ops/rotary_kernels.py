@@ -15,7 +15,7 @@ from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import WIDEST, Laid, address, laid
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
 # Heads that share a thread's angles at most, as long as there are so many threads.
@@ -69,14 +69,11 @@ def kernel_of(form: Form) -> Kernel:
     fields += members(count, "threads") + members(division, "of_units", "of_fast", "of_length")
     fields += members("unsigned", "heads", "q_heads", "groups", "positions_first")
     fields += members("int", "rotated_units", "half", "head_dim") + members("float", "direction")
-    constants = [
-        f"using scalar_t = {form.dtype}_t;", f"using table_t = {form.table or 'float32'}_t;",
-        f"using position_t = {form.positions or 'int64'}_t;",
-        f"using Index = {count};", f"using Division = {division};",
-        *(f"constexpr {kind} {name} = {str(value).lower()};" for kind, name, value in (
-            ("int", "VEC", form.vec), ("bool", "INTERLEAVED", form.interleaved),
-            ("bool", "TABLES", form.table is not None), ("bool", "TABLE_PACKS", form.table_packs),
-            ("bool", "POSITIONS", form.positions is not None)))]
+    constants = definitions(
+        scalar_t=f"{form.dtype}_t", table_t=f"{form.table or 'float32'}_t",
+        position_t=f"{form.positions or 'int64'}_t", Index=count, Division=division, VEC=form.vec,
+        INTERLEAVED=form.interleaved, TABLES=form.table is not None, TABLE_PACKS=form.table_packs,
+        POSITIONS=form.positions is not None)
     return Kernel("rotary_embedding", "rotary", fields, constants, acc=acc_of(form.dtype))
 
 

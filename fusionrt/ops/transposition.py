@@ -8,7 +8,7 @@ import functools
 import torch
 
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import members, pointer
+from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
 FEWEST_ROWS = 16       # below, most of a block's part would be empty: torch's
@@ -22,7 +22,7 @@ def kernel(itemsize: int, each: int) -> Kernel:
     return Kernel("transpose", "transpose",
                   [pointer("word_t", "x"), pointer("word_t", "y", const=False),
                    *members("int", "rows", "columns", "down", "across")],
-                  [f"using word_t = {word};", f"constexpr int EACH = {each};"])
+                  definitions(word_t=word, EACH=each))
 
 
 def channels_last(x: Tensor) -> Tensor:

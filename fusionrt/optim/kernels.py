@@ -91,8 +91,7 @@ _RATES = ("lr", "weight_decay", "beta1", "beta2", "max_norm")
 
 
 def _constants(kind: Kind, **flags: bool) -> list[str]:
-    return [f"enum {{ {', '.join(RULES)} }};", f"constexpr int RULE = {kind.rule}, CHUNK = {CHUNK};",
-            *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+    return [f"enum {{ {', '.join(RULES)} }};", *source.definitions(RULE=kind.rule, CHUNK=CHUNK, **flags),
             source.template("optimizer.cuh")]
 
 
@@ -111,8 +110,8 @@ def step_kernel(kind: Kind) -> Kernel:
               *members("unsigned long long", "seed"),
               *(Field(f"acc_t {name}", number) for name in Coefficients._fields)]
     return _gpu(kind, "optimizer_step", fields, [
-        f"using param_t = {kind.param}_t; using grad_t = {kind.grad}_t; using state_t = {kind.state}_t;",
-        f"constexpr int STATES = {kind.states}, W = {width};",
+        *source.definitions(param_t=f"{kind.param}_t", grad_t=f"{kind.grad}_t", state_t=f"{kind.state}_t",
+                            STATES=kind.states, W=width),
         *_constants(kind, MASTER=kind.master, STOCHASTIC=kind.stochastic, DECOUPLED=kind.decoupled,
                     NESTEROV=kind.nesterov)])
 
@@ -133,7 +132,7 @@ def norm_kernel(dtype: str) -> Kernel:
     kind = Kind("SCALE", dtype, dtype)
     fields = [_GRADS, pointer("Tensor", "tensors"), pointer("Chunk", "chunks"),
               pointer("double", "squares", const=False), *members("unsigned", "n_chunks")]
-    return _gpu(kind, "gradient_norm", fields, [f"using grad_t = {dtype}_t;", *_constants(kind)])
+    return _gpu(kind, "gradient_norm", fields, [*source.definitions(grad_t=f"{dtype}_t"), *_constants(kind)])
 
 
 _CPU_TABLE = {"grads": "int64", "tensors": "int64"}

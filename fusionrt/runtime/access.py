@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fusionrt.layout import Reduction
 from fusionrt.problem import MASK, Operand, Problem
 from fusionrt.runtime.geometry import Geometry, is_flat
-from fusionrt.runtime.source import ITEMSIZE
+from fusionrt.runtime.source import ITEMSIZE, definitions
 
 REDUCE_BLOCK = 256                # threads
 AHEAD = 2                         # packs of an operand on their way, more where there is one operand
@@ -134,7 +134,7 @@ def ahead_text(problem: Problem, modes: dict[Operand, str], rows: Reduction, geo
     copies = geometry.coordinates("i") if "vector" in moving.values() else []
     copies += [f"copy_pack(ring.{o.name}[stage][threadIdx.x], {_address(geometry, o, mode)});"
                for o, mode in moving.items()]
-    return [f"constexpr int AHEAD = {stages};",
+    return [*definitions(AHEAD=stages),
             "struct Ring {", *(f"    Pack<{o.dtype}_t, VEC> {o.name}[AHEAD][BLOCK];" for o in moving), "};",
             "__device__ __forceinline__ void fetch(const Params& p, index_t i, Ring& ring, int stage) {",
             *("    " + line for line in copies), "}",

@@ -17,7 +17,7 @@ from fusionrt.graph import emit
 from fusionrt.problem import Operand, Problem
 from fusionrt.rowwise import Found, schedule
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.source import U64, Field, Params, members, pointer, scalar_fields
+from fusionrt.runtime.source import U64, Field, Params, definitions, members, pointer, scalar_fields
 
 COUNT = {"sum": 1, "max": 1, "first": 2, "softmax": 2, "moments": 4}
 START = {"sum": ("0",), "max": ("-acc_t(inf)",), "first": ("-acc_t(inf)", "0"),
@@ -70,8 +70,7 @@ def declarations(found: Sequence[Group]) -> list[str]:
     """`VALUES`, `Group`, `start`, `join`: see pointwise_reduce.cu."""
     values = n_values(found)
     lines = [
-        f"constexpr int VALUES = {values}, GROUPS = {len(found)}, "
-        f"MOST = {max(COUNT[g.kind] for g in found)};",
+        *definitions(VALUES=values, GROUPS=len(found), MOST=max(COUNT[g.kind] for g in found)),
         "template <int G> struct Group;",
     ]
     lines += [
@@ -141,9 +140,8 @@ def joining(problem: Problem) -> tuple[Params, tuple[tuple[str | int, ...], ...]
     ]
     params = Params([field for field, _ in fields])
     text = [
-        "using index_t = unsigned long long;",
+        *definitions(index_t="unsigned long long", BLOCK=BLOCK, INNER=problem.inner),
         params.declaration,
-        f"constexpr int BLOCK = {BLOCK}, INNER = {problem.inner};",
         *declarations(groups(problem)),
         *storing(problem),
     ]

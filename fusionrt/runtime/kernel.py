@@ -10,7 +10,7 @@ import torch
 
 from fusionrt import rehearsal
 from fusionrt.runtime import device as cuda
-from fusionrt.runtime.source import Field, Params, arithmetic, assemble
+from fusionrt.runtime.source import Field, Params, arithmetic, assemble, definitions
 
 
 class Kernel:
@@ -30,7 +30,7 @@ class Kernel:
         self.name, self.stem, self.block, self.cluster = name, stem, block, cluster
         self.fields, self.params = tuple(fields), Params(fields)
         self.text = assemble(stem, arithmetic(acc, significant_bits, reads_first), [
-            f"constexpr int BLOCK = {block};", *constants, self.params.declaration])
+            *definitions(BLOCK=block), *constants, self.params.declaration])
         self._functions: dict[tuple[int, int], int] = {}
 
     def __call__(self, device: torch.device, grid: int | tuple[int, int], *values: Any, shared: int = 0

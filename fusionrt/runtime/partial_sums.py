@@ -9,6 +9,7 @@ import torch
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.runtime import accumulators
 from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.source import definitions
 
 
 def add_up(op: str, partials: torch.Tensor, out: torch.Tensor) -> None:
@@ -28,6 +29,6 @@ def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int
 @functools.cache
 def _kernel(op: str, acc: str, out: str) -> Kernel:
     return Kernel(op, "sum_partials", accumulators.sum_fields("acc_t", "out_t"),
-                  ["using index_t = unsigned long long;", f"using out_t = {out}_t;"],
+                  definitions(index_t="unsigned long long", out_t=f"{out}_t"),
                   block=accumulators.BLOCK, acc=acc, significant_bits=SIGNIFICANT_BITS[out],
                   reads_first=True)

@@ -18,7 +18,15 @@ from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import Again
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
 from fusionrt.runtime.resident import Joined, kept, places, recalling
-from fusionrt.runtime.source import ITEMSIZE, Specialisation, arithmetic, assemble, members, template
+from fusionrt.runtime.source import (
+    ITEMSIZE,
+    Specialisation,
+    arithmetic,
+    assemble,
+    definitions,
+    members,
+    template,
+)
 
 OWNED = (False, True, False)     # of pixels, channels, images: a thread stays in a channel
 RESERVED = 1 << 10               # bytes of shared memory that a block takes beside what it asks for
@@ -135,19 +143,17 @@ def generate(problem: Problem) -> Specialisation:
     geometry = pointwise.geometry_of(problem, made.width)
     first = pointwise.assembled("pointwise_planes", problem, geometry, made.width, pointwise.fields_of(
         problem, geometry, None, made.width, True), [
-            f"constexpr int BLOCK = {made.threads}, LANES = BLOCK, VEC = {made.width};",
-            "constexpr bool COLUMNS_KEPT = true;", *accumulators.declarations(values),
-            *accumulators.takes(values)], OWNED)
+            *definitions(BLOCK=made.threads, LANES=made.threads, VEC=made.width, COLUMNS_KEPT=True),
+            *accumulators.declarations(values), *accumulators.takes(values)], OWNED)
     geometry = pointwise.geometry_of(then, made.width)
     second = pointwise.assembled("pointwise_planes", then, geometry, made.width, pointwise.fields_of(
-        then, geometry, None, made.width, False), [f"constexpr int VEC = {made.width};"], OWNED, again)
+        then, geometry, None, made.width, False), definitions(VEC=made.width), OWNED, again)
     fields = members("unsigned", "images", "image")
     params = Joined(fields, first.params, second.params)
-    constants = [f"constexpr int TOGETHER = {made.together}, PLANE = {problem.sizes[0]}, "
-                 f"LANES = {made.lanes}, CLUSTER = {made.cluster};",
-                 f"constexpr int MIN_BLOCKS = {blocks(problem, made)}, AHEAD = {min(AHEAD, made.packs)}, "
-                 f"AT_ONCE = {_at_once(problem, made)}, "
-                 f"KEPT_BYTES = {made.part // (made.packs * made.threads)};"]
+    constants = definitions(
+        TOGETHER=made.together, PLANE=problem.sizes[0], LANES=made.lanes, CLUSTER=made.cluster,
+        MIN_BLOCKS=blocks(problem, made), AHEAD=min(AHEAD, made.packs), AT_ONCE=_at_once(problem, made),
+        KEPT_BYTES=made.part // (made.packs * made.threads))
     text = assemble("pointwise_planes", arithmetic(problem.acc, then.significant_bits), [
         "namespace finding {", *first.lines, *accumulators.storing(problem), template("columns.cuh"), "}",
         "namespace elements {", *second.lines, "}", params.declaration, *constants,

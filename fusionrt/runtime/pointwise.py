@@ -31,6 +31,7 @@ from fusionrt.runtime.source import (
     Specialisation,
     arithmetic,
     assemble,
+    definitions,
     pointer,
     scalar_fields,
     template,
@@ -133,11 +134,12 @@ def min_blocks(problem: Problem, width: int) -> int:
 def _min_blocks_text(problem: Problem, width: int) -> list[str]:
     """Compilers for Blackwell want 72 registers for four vectors of eight elements that have an offset each,
     and spill with fewer."""
-    blocks, constant = min_blocks(problem, width), "constexpr int MIN_BLOCKS = {};".format
+    blocks = min_blocks(problem, width)
+    usual = definitions(MIN_BLOCKS=blocks)
     if unroll(problem, width) < 4 or width < 8 or not _gathers(problem, width):
-        return [constant(blocks)]
-    return ["#if __CUDA_ARCH__ >= 1000", constant(min(blocks, 65536 // (BLOCK * 72))), "#else",
-            constant(blocks), "#endif"]
+        return usual
+    fewer = definitions(MIN_BLOCKS=min(blocks, 65536 // (BLOCK * 72)))
+    return ["#if __CUDA_ARCH__ >= 1000", *fewer, "#else", *usual, "#endif"]
 
 
 def each_of_few(problem: Problem, width: int) -> int:
@@ -239,11 +241,10 @@ def body(problem: Problem, alignment: int, rows: Reduction | None = None, again:
     else:
         geometry.index("count", "count")
         few = each_of_few(problem, width)
-        constants = [f"constexpr int BLOCK = {BLOCK}, UNROLL = {unroll(problem, width)}, VEC = {width};",
-                     *_min_blocks_text(problem, width),
-                     f"constexpr bool DRAWS = {str(bool(problem.streams)).lower()};",
-                     *([f"constexpr int BLOCK_OF_FEW = {BLOCK_OF_FEW};",
-                        f"#define EACH_OF_FEW {few}"] if few else [])]
+        constants = [*definitions(BLOCK=BLOCK, UNROLL=unroll(problem, width), VEC=width,
+                                  DRAWS=bool(problem.streams)), *_min_blocks_text(problem, width)]
+        if few:
+            constants += [*definitions(BLOCK_OF_FEW=BLOCK_OF_FEW), f"#define EACH_OF_FEW {few}"]
     fields, walker = fields_of(problem, geometry, rows, width, staying > 0), rows or walk
     stem = "pointwise_reduce" if rows is not None else "pointwise" if walk is None else "pointwise_walk"
     made = assembled(stem, problem, geometry, width, fields, [*constants, *extra],
@@ -276,7 +277,7 @@ def assembled(stem: str, problem: Problem, geometry: Geometry, width: int, field
     rest = problem._replace(sizes=(0,) * len(problem.sizes), inputs=(), row_size=0, then=None,
                             outputs=tuple(o._replace(strides=()) for o in problem.outputs))
     form = (*rest, *operands, geometry.wide, own, again, twins)
-    lines = [f"using index_t = {geometry.index_t};", params.declaration, *constants,
+    lines = [*definitions(index_t=geometry.index_t), params.declaration, *constants,
              _texts.text(form, functions)]
     return Body(stem, lines, params, tuple(values for _, values in fields))
 
@@ -396,7 +397,7 @@ def _walk_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
     geometry.index("each", walk_rows(problem, rows, width))
     at_once = walk_unroll(problem, width)
     blocks = 65536 // (BLOCK * registers(problem, rows, width, at_once)) if problem.acc == "float32" else 3
-    return [f"constexpr int BLOCK = {BLOCK}, UNROLL = {at_once}, VEC = {width}, MIN_BLOCKS = {blocks};"]
+    return definitions(BLOCK=BLOCK, UNROLL=at_once, VEC=width, MIN_BLOCKS=blocks)
 
 
 def registers(problem: Problem, rows: Reduction, width: int, at_once: int, values: int = 0) -> int:
@@ -427,17 +428,12 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     if problem.across:
         unroll, min_blocks = across_unroll(problem, rows, width, staying)
     geometry.divisor("vectors", max(1, rows.columns // width))
-    constants = [f"constexpr int BLOCK = {REDUCE_BLOCK}, UNROLL = {unroll}, VEC = {width};",
-                 f"constexpr int MIN_BLOCKS = {min_blocks};",
-                 f"constexpr int LANES = {lanes};", *accumulators.declarations(values),
-                 f"constexpr bool COLUMNS_KEPT = {str(rows.keeps_columns).lower()};",
-                 f"constexpr bool ACROSS = {str(problem.across).lower()};",
-                 f"constexpr bool ALONE = {str(is_alone(problem, rows, width)).lower()};",
-                 f"constexpr bool ONE_ROW = {str(not rows.rows).lower()};",
-                 f"constexpr bool TWINS = {str(twins(problem, rows, width)).lower()};",
-                 f"constexpr bool FINAL = {str(is_final(problem, rows, width)).lower()}, "
-                 f"JOINED = {str(is_joined(problem, rows, width)).lower()};",
-                 *accumulators.takes(values)]
+    constants = [*definitions(
+        BLOCK=REDUCE_BLOCK, UNROLL=unroll, VEC=width, MIN_BLOCKS=min_blocks, LANES=lanes,
+        COLUMNS_KEPT=rows.keeps_columns, ACROSS=problem.across, ALONE=is_alone(problem, rows, width),
+        ONE_ROW=not rows.rows, TWINS=twins(problem, rows, width), FINAL=is_final(problem, rows, width),
+        JOINED=is_joined(problem, rows, width)),
+        *accumulators.declarations(values), *accumulators.takes(values)]
     geometry.index("columns", rows.columns)
     geometry.index("rows", rows.n_rows)
     geometry.index("groups", rows.n_groups)
@@ -560,8 +556,8 @@ def generate_sum(problem: Problem, out_dtype: str) -> Specialisation:
     """The kernel that adds the partial sums of reduced outputs of one dtype."""
     params = Params(accumulators.sum_fields(f"{problem.acc}_t", f"{out_dtype}_t"))
     text = assemble("sum_partials", arithmetic(problem.acc, problem.significant_bits, reads_first=True), [
-        "using index_t = unsigned long long;", params.declaration, f"using out_t = {out_dtype}_t;",
-        f"constexpr int BLOCK = {accumulators.BLOCK};"])
+        *definitions(index_t="unsigned long long", out_t=f"{out_dtype}_t", BLOCK=accumulators.BLOCK),
+        params.declaration])
     outs = tuple(f"out{k}" for k in range(accumulators.SUMS))
     values = ("partials",), outs, ("chunks",), ("kept",), ("side",)
     return Specialisation(text, "sum_partials", params, values)

@@ -28,6 +28,7 @@ from fusionrt.runtime.source import (
     Specialisation,
     arithmetic,
     assemble,
+    definitions,
     members,
     pointer,
 )
@@ -96,8 +97,7 @@ def generate(problem: Problem) -> Specialisation:
     width = pointwise.vector_width(problem, 16)
     unroll, _ = pointwise.across_unroll(problem, made, width, staying)
     at_once = min(unroll, pointwise.walk_unroll(then, width))
-    constants = [f"constexpr int MIN_BLOCKS = {staying}, AT_ONCE = {at_once}, "
-                 f"KEPT_BYTES = {pack_bytes(problem)};"]
+    constants = definitions(MIN_BLOCKS=staying, AT_ONCE=at_once, KEPT_BYTES=pack_bytes(problem))
     fields = [pointer("unsigned", "arrived", const=False), *members("int", "kept", "side")]
     params = Joined(fields, first.params, second.params)
     text = assemble("pointwise_resident", arithmetic(problem.acc, then.significant_bits), [

@@ -42,6 +42,7 @@ from fusionrt.runtime.source import (
     Specialisation,
     arithmetic,
     assemble,
+    definitions,
     pointer,
     scalar_fields,
 )
@@ -141,15 +142,13 @@ class Text:
         moments = any(f.kind == "moments" for f in self.first)
         of_prelude = arithmetic(self.problem.acc, self.problem.significant_bits, self._reads_first)
         return assemble("rows", of_prelude, [
-            f"using column_t = {self.of_columns.index_t};",
-            f"using index_t = {'unsigned long long' if self._is_wide else 'unsigned'};", params.declaration,
-            f"constexpr int VEC = {self.pack}, PASSES = {len(self.passes)}, VALUES = {self.values}, "
-            f"SUMS = {len(self.sums)}, SEGMENT_SUMS = {len(self.segments)}, "
-            f"TOTALS = {len(self._sums_of_all())}, CARRIED = {len(self.carried)}, "
-            "REGISTERS = 0, STAGED = 1, STREAMED = 2;",
-            f"constexpr bool FINDS_MOMENTS = {str(moments).lower()}, "
-            f"WEIGHTED = {str(bool(weights(self.problem))).lower()}, "
-            f"RAGGED = {str(self.ragged).lower()};", *constants,
+            *definitions(column_t=self.of_columns.index_t,
+                         index_t="unsigned long long" if self._is_wide else "unsigned"), params.declaration,
+            *definitions(VEC=self.pack, PASSES=len(self.passes), VALUES=self.values, SUMS=len(self.sums),
+                         SEGMENT_SUMS=len(self.segments), TOTALS=len(self._sums_of_all()),
+                         CARRIED=len(self.carried), REGISTERS=0, STAGED=1, STREAMED=2,
+                         FINDS_MOMENTS=moments, WEIGHTED=bool(weights(self.problem)), RAGGED=self.ragged),
+            *constants,
             *pointwise.draws_text(self.problem), *self._row(), *self._tile(), *self._elements(),
             *self._reductions(), *self._store_row(), *self._of_totals(), *self._segment_of()])
 
@@ -180,20 +179,18 @@ class Text:
                 *self._constants(older), "#endif"]
 
     def _constants(self, made: Layout) -> list[str]:
-        lines = [f"constexpr int KIND = {made.kind.upper()}, THREADS = {made.threads}, ROWS = {made.rows}, "
-                 f"BLOCK = {made.block}, PACKS = {made.packs}, CLUSTER = {made.cluster}, "
-                 f"BLOCKS_A_ROW = {made.blocks_a_row}, TURNS = {made.turns}, STAGES = {max(1, made.stages)}, "
-                 f"MIN_BLOCKS = {made.blocks}, PART = {made.part or made.packs};",
-                 f"constexpr bool PERSISTENT = {str(made.persistent).lower()}, "
-                 f"MOVED = {str(made.moved).lower()}, OVERLAPS = {str(made.overlaps).lower()};",
-                 f"constexpr bool WEIGHTS_STAGED = {str(made.weights).lower()}, "
-                 f"CARRIES = {str(made.carries).lower()}, LATE = {str(made.late).lower()};",
-                 f"constexpr int STAGE_BYTES = {stage_bytes(self.problem, made)}, "
-                 f"ASKS_EVERY = {asks_every(self.problem, made)}, WEIGHTS_IN = {self._weights_in()};"]
+        lines = definitions(
+            KIND=made.kind.upper(), THREADS=made.threads, ROWS=made.rows, BLOCK=made.block, PACKS=made.packs,
+            CLUSTER=made.cluster, BLOCKS_A_ROW=made.blocks_a_row, TURNS=made.turns,
+            STAGES=max(1, made.stages), MIN_BLOCKS=made.blocks, PART=made.part or made.packs,
+            PERSISTENT=made.persistent, MOVED=made.moved, OVERLAPS=made.overlaps,
+            WEIGHTS_STAGED=made.weights, CARRIES=made.carries, LATE=made.late,
+            STAGE_BYTES=stage_bytes(self.problem, made), ASKS_EVERY=asks_every(self.problem, made),
+            WEIGHTS_IN=self._weights_in())
         for together in (self.row, weights(self.problem)):
             at = 0
             for o in together:
-                lines.append(f"constexpr int {o.name}_AT = {at};")
+                lines += definitions(**{f"{o.name}_AT": at})
                 at += operand_bytes(o, self.problem, made)
         return lines
 

@@ -9,11 +9,13 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionrt import dtypes
+from fusionrt.expr import Expr
+from fusionrt.graph import emit
 
 if TYPE_CHECKING:
     from fusionrt.problem import Problem
@@ -63,9 +65,35 @@ def _expanded(name: str, ahead: list[str], seen: set[str]) -> str:
 def arithmetic(acc: str, significant_bits: int, reads_first: bool = False) -> list[str]:
     """What the headers of the prelude need to know: the dtype of the arithmetic, of how many bits results are
     to be, and whether loads stand before stores in the text, so that nobody need move them there."""
-    return [f"using acc_t = {'double' if acc == 'float64' else 'float'};",
-            f"constexpr int SIGNIFICANT_BITS = {significant_bits};",
-            f"constexpr bool READS_FIRST = {'true' if reads_first else 'false'};"]
+    return definitions(acc_t="double" if acc == "float64" else "float", SIGNIFICANT_BITS=significant_bits,
+                       READS_FIRST=reads_first)
+
+
+def definitions(**values: bool | int | str) -> list[str]:
+    """Lines of a prologue. A number is a constant; text is a type or, where the name is in capitals, another
+    constant.
+
+        definitions(scalar_t="float16_t", VEC=8, TABLES=True, KIND="STAGED")
+    """
+    return [_definition(name, value) for name, value in values.items()]
+
+
+def _definition(name: str, value: bool | int | str) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};"
+    return f"constexpr auto {name} = {value};" if name.isupper() else f"using {name} = {value};"
+
+
+def device_function(signature: str, result: Expr, given: Mapping[Expr, str] | None = None) -> list[str]:
+    """An expression as a function of a prologue. `given`: what parts of it, such as arguments, are called.
+
+        device_function("acc_t finish(acc_t product)", relu(argument("a0")), {argument("a0"): "product"})
+    """
+    lines, (value,) = emit([result], "const auto {} = {};", given)
+    return [f"__device__ __forceinline__ {signature} {{", *("    " + line for line in lines),
+            f"    return {value};", "}"]
 
 
 class Field(NamedTuple):
