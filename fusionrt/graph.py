@@ -9,9 +9,6 @@ from typing import Any, TypeVar
 from fusionrt.expr import Expr, node
 
 Analysis = TypeVar("Analysis", bound=Callable[..., Any])
-# Neither language has names for these.
-_NOT_FINITE = {"inf": "div(acc_t(1.0), acc_t(0.0))", "-inf": "div(acc_t(-1.0), acc_t(0.0))",
-               "nan": "div(acc_t(0.0), acc_t(0.0))"}
 
 
 def of_roots(analysis: Analysis) -> Analysis:
@@ -73,8 +70,7 @@ def emit(roots: Sequence[Expr], declare: str, given: Mapping[Expr, str] | None =
     lines: list[str] = []
     for n in toposort(roots, names):
         if n.primitive.is_leaf:
-            leaf = str(n.args[0])
-            names[n] = _NOT_FINITE.get(leaf) or n.primitive.text.format(leaf)
+            names[n] = n.primitive.text.format(n.args[0])
         else:
             names[n] = f"{stem}{len(lines)}"
             operands = (names[a] for a in n.args if isinstance(a, Expr))

@@ -5,7 +5,7 @@
 
 namespace fusionrt {
 
-#define inf __longlong_as_double(0x7ff0000000000000ll)  // how Python spells them in emitted text
+#define inf __longlong_as_double(0x7ff0000000000000ll)  // as Python prints them; in cpu/math32.py too
 #define nan __longlong_as_double(0x7ff8000000000000ll)
 constexpr bool HALF = SIGNIFICANT_BITS <= 11 && sizeof(acc_t) == 4;  // of float64 it would lose the range
 constexpr bool HALF_OF_BF16 = HALF && SIGNIFICANT_BITS == 8;

@@ -94,7 +94,7 @@ def generate(problem: Problem) -> str:
     for o in problem.outputs:
         block += [f"{o.name}_data = float64_at({own[f'sums_{o.name}']} - c0 * 8)",
                   "for j in range(length):",
-                  f"    {o.name}_data[c0 + j] = float64_of({'-INF' if o in tops else '0'})"]
+                  f"    {o.name}_data[c0 + j] = float64_of({'-inf' if o in tops else '0'})"]
     walk = (walk_down_together(problem, coordinates("row", _dims(problem, False)), row)
             if goes_together(problem) else
             walk_down(row, [o for o in buffered if gathers(problem, o)], tops))

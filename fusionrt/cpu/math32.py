@@ -43,7 +43,7 @@ def _table(*coefficients):
 MAGIC, MAGIC_BITS = np.float32(12582912.0), np.int32(0x4B400000)
 ONE_BITS = np.int32(0x3F800000)
 ZERO, HALF, ONE, TWO = _table(0.0, 0.5, 1.0, 2.0)
-INF, NAN = _table(math.inf, math.nan)
+inf, nan = _table(math.inf, math.nan)
 LOG2E = np.float32(1.4426950408889634)
 # ln 2 = LN2_9BIT + LN2_REST: a multiple of 355/512 up to 2^15 is exact, and so is x minus it.
 LN2_9BIT, LN2_REST = _table(355 / 512, math.log(2) - 355 / 512)
@@ -199,9 +199,9 @@ def _normalize(x):
 @inline
 def _log_specials(x, y):
     """y = log(x) with its special values: log(0) = -inf, log(negative) = NaN, inf and NaN stay."""
-    y = where(x < INF, y, x)
-    y = where(x == ZERO, -INF, y)
-    return where(x < ZERO, NAN, y)
+    y = where(x < inf, y, x)
+    y = where(x == ZERO, -inf, y)
+    return where(x < ZERO, nan, y)
 
 
 @inline

@@ -22,7 +22,7 @@ acc_t = np.float64
 INV_SQRT_2PI = acc_t(1 / math.sqrt(2 * math.pi))
 
 ZERO, HALF, ONE = acc_t(0.0), acc_t(0.5), acc_t(1.0)
-INF = acc_t(math.inf)
+inf, nan = acc_t(math.inf), acc_t(math.nan)
 # 1 / sqrt(2) as float64 and what that leaves.
 SQRT_HALF, SQRT_HALF_LOW = acc_t(math.sqrt(0.5)), acc_t(-4.833646656726457e-17)
 INV_SQRT_PI = acc_t(1 / math.sqrt(math.pi))
@@ -121,7 +121,7 @@ def normcdf(x):
     # rounding z lost to first order, erfc(z + d) = erfc(z) - 2 / sqrt(pi) e^(-z^2) d.
     lost = fma(-x, SQRT_HALF, -z) - x * SQRT_HALF_LOW
     correction = INV_SQRT_PI * math.exp(-z * z) * lost
-    return HALF * math.erfc(z) - where(abs_(z) < INF, correction, ZERO)
+    return HALF * math.erfc(z) - where(abs_(z) < inf, correction, ZERO)
 
 
 @inline

@@ -157,7 +157,7 @@ def in_tasks(problem: Problem, places: Mapping[str, str], count: str, walk: Sequ
         kept = " * ".join(f"n{d}" for d, stride in enumerate(o.strides) if stride) or "1"
         sums.append(f"{o.name}_data = float64_at({places[o.name]} + task * {kept} * 8)")
         here, there = f"{o.name}_data[j]", f"{o.name}_other[j]"
-        empty += [f"for j in range({kept}):", f"    {here} = float64_of({'-INF' if o in tops else '0'})"]
+        empty += [f"for j in range({kept}):", f"    {here} = float64_of({'-inf' if o in tops else '0'})"]
         joined += [f"{o.name}_data = float64_at({places[o.name]})", f"for other in range(1, {tasks}):",
                    f"    {o.name}_other = float64_at({places[o.name]} + other * {kept} * 8)",
                    f"    for j in range({kept}):",
@@ -181,7 +181,7 @@ def walk_down(body: Sequence[str], gathered: Sequence[Operand], tops: Container[
         return ["for row in range(start, stop):", *indented(body)]
     empty, added = [], []
     for o in gathered:
-        empty.append(f"    buffer_{o.name}[j] = acc_t({'-INF' if o in tops else '0'})")
+        empty.append(f"    buffer_{o.name}[j] = acc_t({'-inf' if o in tops else '0'})")
         added.append(f"    {_add(f'{o.name}_data[c0 + j]', f'buffer_{o.name}[j]', o in tops)}")
     group = ["for j in range(length):", *empty, f"for row in range(top_row, min(top_row + {ROWS}, stop)):",
              *indented(body), "for j in range(length):", *added]
@@ -341,7 +341,7 @@ def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Op
             lines.append(f"sum_{o.name} = plus(sum_{o.name}, {number}({value}))")
             after.append(_add(place, f"sum_{o.name}", False))
         else:
-            before += [f"top_{o.name} = -acc_t(INF)", f"bits_{o.name} = no_bits(acc_t(0))"]
+            before += [f"top_{o.name} = -acc_t(inf)", f"bits_{o.name} = no_bits(acc_t(0))"]
             lines += [f"top_{o.name} = larger(top_{o.name}, {value})",
                       f"bits_{o.name} = largest_bits(bits_{o.name}, {value})"]
             after.append(_add(place, f"maximum_found(top_{o.name}, bits_{o.name})", True))

@@ -370,7 +370,7 @@ class _Text:
             inner = [f"for c{d} in range(n{d}):", *indented(inner)]
         self.names |= dict(zip((*loop.sums, *loop.maxima), (*sums, *maxima), strict=True))
         return [*(f"total_{name} = float64_of(0)" for name in sums),
-                *(f"{name} = -acc_t(INF)" for name in maxima),
+                *(f"{name} = -acc_t(inf)" for name in maxima),
                 *(f"bits_{name} = no_bits(acc_t(0))" for name in maxima), *inner,
                 *(f"{name} = acc_t(total_{name}{' / float64_of(columns)' if name in means else ''})"
                   for name in sums),

@@ -8,7 +8,6 @@ memory: the reversed scan of a segment goes to scratch, the scan of what follows
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -156,7 +155,7 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, single: bool) -> Kernel:
         result=spelled((*parts.result, *store), 28, place="k_tail"))
     return Kernel(f"sliding_window {op}", text, "float64",
                   pointers={"x": name, "out": name, "index": "int32", "scratch": ""},
-                  integers=_INTEGERS, scalars=("correction", "inf", "nan"))
+                  integers=_INTEGERS, scalars=("correction",))
 
 
 def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index: torch.Tensor | None
@@ -180,5 +179,5 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor, index
         x=x.data_ptr(), out=out.data_ptr(), index=address(index), scratch=scratch.data_ptr(),
         **rows._asdict(), results=request.results(rows.n), dense=dense, left=request.left,
         window=request.window, stride=request.stride, min_periods=request.min_periods, width=width,
-        group=group, tasks=tasks, parts=parts, slab=slab, correction=request.correction, inf=math.inf,
-        nan=math.nan), work=max(1, rows.outer * rows.inner * dense // max(parts, 1)))
+        group=group, tasks=tasks, parts=parts, slab=slab, correction=request.correction),
+        work=max(1, rows.outer * rows.inner * dense // max(parts, 1)))

@@ -7,7 +7,6 @@ neighbouring rows ("columns") are. The number of elements is a part of the kerne
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
@@ -82,7 +81,7 @@ def kernel(op: str, dtype: torch.dtype, window: int, single: bool) -> Kernel:
         joined=joined, rest=lines([*rest, *ends] or ["pass"]))
     return Kernel(f"sliding_window {op} of {window}", text, "float64", pointers={"x": name, "out": name},
                   integers=(*Rows._fields, "results", "left", "stride", "min_periods", "chunk"),
-                  scalars=("correction", "inf", "nan"))
+                  scalars=("correction",))
 
 
 def _indented(indent: int, lines: list[str]) -> str:
@@ -96,5 +95,5 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     made = kernel(request.op, x.dtype, request.window, single)
     made(x.device, rows.outer * -(-results // chunk), made.given(
         x=x.data_ptr(), out=out.data_ptr(), **rows._asdict(), results=results, left=request.left,
-        stride=request.stride, min_periods=request.min_periods, chunk=chunk, correction=request.correction,
-        inf=math.inf, nan=math.nan), work=chunk * rows.inner * request.window)
+        stride=request.stride, min_periods=request.min_periods, chunk=chunk, correction=request.correction),
+        work=chunk * rows.inner * request.window)

@@ -9,7 +9,6 @@ the row counts as 0, or as the least number. The number of elements is a part of
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -109,7 +108,7 @@ def kernel(op: str, dtype: torch.dtype, window: int) -> Kernel:
         whole=f"found[c] * {1 / window!r}" if mean else "found[c]",
         part="found[c] / float64_of(have)" if mean else "found[c]")
     return Kernel(f"sliding_window {op} of {window}", text, "float64",
-                  pointers={"x": name, "out": name, "scratch": ""}, scalars=("inf", "nan"),
+                  pointers={"x": name, "out": name, "scratch": ""},
                   integers=(*Rows._fields, "results", "left", "min_periods", "chunk", "parts", "slab"))
 
 
@@ -123,5 +122,5 @@ def roll(request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor) -> No
     made = kernel(request.op, x.dtype, request.window)
     made(x.device, parts, made.given(
         x=x.data_ptr(), out=out.data_ptr(), scratch=scratch.data_ptr(), **rows._asdict(), results=results,
-        left=request.left, min_periods=request.min_periods, chunk=chunk, parts=parts, slab=slab, inf=math.inf,
-        nan=math.nan), work=max(1, rows.outer * results // max(parts, 1)))
+        left=request.left, min_periods=request.min_periods, chunk=chunk, parts=parts, slab=slab),
+        work=max(1, rows.outer * results // max(parts, 1)))
