@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Call = Callable[["Operator", list[Any], Any], Any]
 
 
-class Pass(NamedTuple):
+class BackwardPass(NamedTuple):
     """What a backward pass does: the operator that computes gradients (None: nothing is computed), its
     inputs (the arguments, some saved outputs, the given gradients), and where each argument's gradient
     comes from: the place of an input, or None."""
@@ -101,7 +101,7 @@ def backward(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequen
 
 
 def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: Sequence[bool],
-                  order: layout.Ints | None) -> Pass | None:
+                  order: layout.Ints | None) -> BackwardPass | None:
     """What is to do; None: nothing."""
     given = tuple(g is not None and d for g, d in zip(grads, op.differentiable, strict=True))
     if not any(given) or not any(needed):
@@ -115,10 +115,10 @@ def backward_pass(op: Operator, args: list[Any], grads: Sequence[Any], needed: S
     origin = _origins(whole, inputs, [need and k in behind for k, need in enumerate(needed)])
     own = tuple(i == o for i, o in enumerate(origin))
     gradient = op.gradient(tuple(needed), given, own).walking(order) if any(own) else None
-    return Pass(gradient, inputs, whole.saved, origin)
+    return BackwardPass(gradient, inputs, whole.saved, origin)
 
 
-def run_pass(made: Pass, rng: Any, call: Call) -> list[Any]:
+def run_pass(made: BackwardPass, rng: Any, call: Call) -> list[Any]:
     gradient, inputs, _, origin = made
     computed: dict[int, Any] = {}
     if gradient is not None:

@@ -267,23 +267,8 @@ class Operator(Definition):
                              + " and ".join(str(tuple(t.shape)) for _, t in named))
         return shape, device
 
-    def compute_dtype(self, args: Args) -> torch.dtype:
-        """The promoted dtype, as torch's: tensors with dimensions outrank those without, unless these are of
-        a higher kind."""
-        ranks: dict[bool, torch.dtype] = {}
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                has_dim = a.dim() > 0
-                ranks[has_dim] = torch.promote_types(ranks.get(has_dim, a.dtype), a.dtype)
-        wide, zero = ranks.get(True), ranks.get(False)
-        dtype = wide or zero
-        if wide is not None and zero is not None and _rank(zero) > _rank(wide):
-            dtype = torch.promote_types(wide, zero)
-        assert dtype is not None
-        return dtype
-
     def output_dtypes(self, args: Args) -> list[torch.dtype]:
-        promoted = self.compute_dtype(args)
+        promoted = promoted_dtype(args)
         dtypes = []
         for root, target in zip(self.outputs, self.targets, strict=True):
             if isinstance(target, int):
@@ -365,7 +350,7 @@ class Operator(Definition):
               ) -> Run:
         order = self.walk(args, shape, outputs)
         made = [self.output(k, o, args, shape, order) for k, o in enumerate(outputs)]
-        promoted = self.compute_dtype(args)
+        promoted = promoted_dtype(args)
         exact = any(o.dtype in EXACT for o in outputs) and not promoted.is_floating_point
         double = exact or any(o.dtype == torch.float64 for o in outputs) or promoted in (
             torch.float64, torch.int32, torch.int64)  # integers as exact as can be
@@ -420,6 +405,21 @@ class Operator(Definition):
             plan = self._plan(args[:len(self.params)], min(8, alignment))
             keep(self.local.misaligned, key, plan)
         return plan(*args)
+
+
+def promoted_dtype(args: Args) -> torch.dtype:
+    """As torch's: tensors with dimensions outrank those without, unless these are of a higher kind."""
+    ranks: dict[bool, torch.dtype] = {}
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            has_dim = a.dim() > 0
+            ranks[has_dim] = torch.promote_types(ranks.get(has_dim, a.dtype), a.dtype)
+    wide, zero = ranks.get(True), ranks.get(False)
+    dtype = wide or zero
+    if wide is not None and zero is not None and _rank(zero) > _rank(wide):
+        dtype = torch.promote_types(wide, zero)
+    assert dtype is not None
+    return dtype
 
 
 def _rank(dtype: torch.dtype) -> int:

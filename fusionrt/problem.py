@@ -7,6 +7,7 @@ The GPU and the CPU runtime take the same description. Operands are named by pos
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ class Operand(NamedTuple):
     name: str
     dtype: str
     strides: Ints          # over the collapsed domain, innermost first
+
+    def numel(self, sizes: Ints) -> int:
+        """Elements, in a domain of these sizes."""
+        return math.prod(size for size, stride in zip(sizes, self.strides, strict=True) if stride)
 
 
 class Output(NamedTuple):

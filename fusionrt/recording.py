@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusionrt.autograd import Pass, recorded_backward
+from fusionrt.autograd import BackwardPass, recorded_backward
 from fusionrt.mask import leaving_mask
 from fusionrt.problem import unpack
-from fusionrt.replay import Replay
+from fusionrt.recorded_function import RecordedFunction
 from fusionrt.settling import planned_once, settled, settles
 from fusionrt.sites import keep
 from fusionrt.steps import Steps, Value
@@ -23,7 +23,7 @@ Run = Callable[..., Any]
 NUMBER, UNKNOWN = object(), object()
 
 
-class Recording(Replay):
+class Recording(RecordedFunction):
     """A recorded kind of call: of this operator, by this plan (so of one thread), where these arguments need
     gradients. `apply` takes the arguments, and random numbers where the operator draws some."""
 
@@ -77,13 +77,13 @@ class Recording(Replay):
         left = iter(kept[bool(self.op.streams):])
         return [next(left) if d is NUMBER else d for d in self.described] + [None] * len(self.saved_outputs)
 
-    def learn(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
+    def learn(self, made: BackwardPass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
         """What is done in this backward pass, for others of its kind in this thread."""
         known = self.kind(saved, grads)
         if known is not None:
             self.keep(known._replace(steps=self._steps(made, saved, grads)))
 
-    def _steps(self, made: Pass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Steps:
+    def _steps(self, made: BackwardPass, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Steps:
         op, n = self.op, len(self.op.params)
         steps = Steps(2 + len(grads))
         ctx, of_saved, *of_grads = steps.arguments
@@ -110,7 +110,7 @@ class Recording(Replay):
         steps.give(steps.tuple(*results, *([None] if op.streams else [])))
         return steps
 
-    def _inputs(self, steps: Steps, made: Pass, saved: Value, kept: Any) -> list[Any]:
+    def _inputs(self, steps: Steps, made: BackwardPass, saved: Value, kept: Any) -> list[Any]:
         """The arguments and the saved outputs."""
         read, number = itertools.count(), itertools.count(int(bool(self.op.streams)))
         inputs: list[Any] = [

@@ -20,7 +20,7 @@ from fusionrt.definition import SCALAR
 from fusionrt.expr import Expr, row_sum
 from fusionrt.graph import toposort
 from fusionrt.layout import Ints
-from fusionrt.op import Args, Operator
+from fusionrt.op import Args, Operator, promoted_dtype
 from fusionrt.primitives import COLUMN
 from fusionrt.problem import Output, Problem, pack, pose, unpack
 from fusionrt.rehearsal import device_type
@@ -102,7 +102,7 @@ class RowOperator(Operator):
         return self.outputs[k].uniform and not self.is_one_a_row(k)
 
     def acc_dtype(self, args: Args) -> torch.dtype:
-        return torch.float64 if self.compute_dtype(args) == torch.float64 else torch.float32
+        return torch.float64 if promoted_dtype(args) == torch.float64 else torch.float32
 
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
         """As Operator's; what all elements of a row share is an expanded tensor."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionrt.problem import unpack
-from fusionrt.replay import straight
+from fusionrt.recorded_function import straight
 from fusionrt.watching import is_batched, is_recorded, is_transformed, is_watched, no_forward_mode
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fusionrt import autocast, rehearsal
-from fusionrt.replay import Replay
+from fusionrt.recorded_function import RecordedFunction
 from fusionrt.settling import Again, is_capturing, settles
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import is_batched, is_watched
@@ -180,14 +180,14 @@ class Written(Protocol):
         """A backward pass of which torch sees each operation."""
 
 
-class Taped(Replay):
+class Taped(RecordedFunction):
     """A kind of call that is recorded, in one thread, of so many tensors."""
 
     def __init__(self, written: Written, n_tensors: int) -> None:
         self.written, self.comes_again = written, Again()
         first = Steps(1 + n_tensors)
         first.give(first.call(self._first, *first.arguments))
-        super().__init__(type(written).__name__, 1, first, Taped._other_pass)
+        super().__init__(type(written).__name__, 1, first, Taped._unknown_pass)
 
     def _first(self, ctx: Any, *arguments: Any) -> Any:
         if not self.comes_again() or not _can_be_kept(*arguments):
@@ -197,11 +197,11 @@ class Taped(Replay):
         self.become(tape.gives(result))
         return result
 
-    def _other_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
+    def _unknown_pass(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Any:
         device = grads[0].device
         if autocast.is_on(device):  # to a dtype that guards do not know; what is saved was cast
             with autocast.off(device):
-                return self._other_pass(ctx, saved, grads)
+                return self._unknown_pass(ctx, saved, grads)
         if torch.is_grad_enabled() or is_watched() or is_batched(*grads):
             return self.written.again(ctx, saved, *grads)
         known = self.kind(saved, grads) if _can_be_kept() else None

@@ -15,7 +15,7 @@ from fusionrt.ops import attention_path as path
 from fusionrt.runtime import compiler, tensor_map
 from fusionrt.runtime.tensor_map import Heads
 
-KINDS = [kernels.Kind("bfloat16", *kind)
+FORMS = [kernels.Form("bfloat16", *kind)
          for kind in itertools.product(kernels.DIMS, (False, True), ("NONE", "LEFT", "BOTH"))]
 
 
@@ -196,7 +196,7 @@ def kernels_of(kind):
             kernels._of_queries(kind, kernels.OF_QUERIES[kind.dim]))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", FORMS, ids=str)
 def test_registers_suffice(kind):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     for kernel in kernels_of(kind):

@@ -11,7 +11,7 @@ from product_checks import applied, check, linear, operands
 import fusionrt as frt
 from fusionrt import expr
 from fusionrt.ops import gemm
-from fusionrt.ops.gemm import Kind, Tile
+from fusionrt.ops.gemm import Form, Tile
 from fusionrt.ops.product import PRODUCT, Layer
 from fusionrt.runtime import compiler, tensor_map
 from fusionrt.runtime import device as cuda
@@ -178,7 +178,7 @@ def test_a_matrix_that_the_copy_engine_cannot_take_is_refused():
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_suffices(tile):
     for dtype, case in itertools.product(("bfloat16", "float16"), CASES):
-        kind = Kind(Layer(dtype, PRODUCT, *case), tile)
+        kind = Form(Layer(dtype, PRODUCT, *case), tile)
         assert kind.stages >= 4
         assert kind.shared_bytes <= gemm.SHARED_BYTES
         params = gemm._kernel(kind).params
@@ -191,7 +191,7 @@ def test_registers_suffice(tile):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     for dtype, activation, case in [("bfloat16", "gelu", (True, True, True)),
                                     ("float16", "softplus", (False, False, False))]:
-        kernel = gemm._kernel(Kind(Layer(dtype, applied(activation, case[1]), *case), tile))
+        kernel = gemm._kernel(Form(Layer(dtype, applied(activation, case[1]), *case), tile))
         entry, _ = compiler.cubin(kernel.text, kernel.stem, compiler.target(kernel.stem, "sm_90"), "gemm")
         assert entry.metadata["arch"] == "sm_90a"
         assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings")), (activation, case)

@@ -8,7 +8,7 @@ from product_checks import applied, check, linear, operands
 
 from fusionrt import expr
 from fusionrt.ops import gemv
-from fusionrt.ops.gemv import Kind
+from fusionrt.ops.gemv import Form
 from fusionrt.ops.product import PRODUCT, Layer
 from fusionrt.runtime import compiler
 
@@ -105,6 +105,6 @@ def test_kernels_compile_without_spills(arch, groups):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     for dtype, activation, case in [("bfloat16", "gelu", (True, True, True)),
                                     ("float16", "softplus", (False, False, False))]:
-        kernel = gemv._kernel(Kind(Layer(dtype, applied(activation, case[1]), *case), groups))
+        kernel = gemv._kernel(Form(Layer(dtype, applied(activation, case[1]), *case), groups))
         entry, _ = compiler.cubin(kernel.text, kernel.stem, arch, "gemv")
         assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings")), (activation, case)

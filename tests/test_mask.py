@@ -108,7 +108,7 @@ def test_gradients(of_few, name, dtype):
             for comes in ((0, 0), (-1, -2), None):
                 g = lying(torch.randn(shape, device="cuda", dtype=dtype), comes)
                 y = op(x)
-                assert isinstance(y.grad_fn._forward_cls.replay.op, Masking)
+                assert isinstance(y.grad_fn._forward_cls.recorded.op, Masking)
                 found, = torch.autograd.grad(y, x, g)
                 torch.testing.assert_close(found, gradient(x, y, g).to(dtype), rtol=1e-3, atol=0)
 
@@ -120,9 +120,9 @@ def test_of_many_elements(dtype):
     x = torch.randn(1 << 11, 1 << 11, device="cuda", dtype=dtype, requires_grad=True)
     b = torch.randn(1 << 11, device="cuda", dtype=dtype, requires_grad=True)
     y = fusionrt.bias_relu(x, b)
-    assert isinstance(y.grad_fn._forward_cls.replay.op, Masking)
+    assert isinstance(y.grad_fn._forward_cls.recorded.op, Masking)
     assert [t.numel() for t in y.grad_fn.saved_tensors] == [x.numel() // 4]
-    assert not isinstance(fusionrt.bias_relu(x[:1024], b).grad_fn._forward_cls.replay.op, Masking)
+    assert not isinstance(fusionrt.bias_relu(x[:1024], b).grad_fn._forward_cls.recorded.op, Masking)
     g = torch.randn_like(y)
     of_x, of_b = torch.autograd.grad(y, (x, b), g, retain_graph=True)
     expected = g * (y > 0)
@@ -140,7 +140,7 @@ def test_misaligned(of_few):
         values = torch.randn(2, 64 * 64 + offset, device="cuda", dtype=torch.bfloat16)
         x, g = (v[offset:].view(64, 64) for v in values)
         y = fusionrt.ops.relu(x.requires_grad_())
-        assert isinstance(y.grad_fn._forward_cls.replay.op, Masking)
+        assert isinstance(y.grad_fn._forward_cls.recorded.op, Masking)
         found, = torch.autograd.grad(y, x, g)
         assert torch.equal(y, torch.relu(x)) and torch.equal(found, g * (y > 0))
 
@@ -154,7 +154,7 @@ def test_misaligned_calls_walk_as_aligned_ones(of_few, first):
         values = torch.randn(4 * 16 * 64 + offset, device="cuda")[offset:]
         x = values.view(4, 8, 8, 16).permute(0, 3, 1, 2).requires_grad_()
         y = fusionrt.add_relu(rows.expand(x.shape), x)
-        assert isinstance(y.grad_fn._forward_cls.replay.op, Masking)
+        assert isinstance(y.grad_fn._forward_cls.recorded.op, Masking)
         g = torch.randn(x.shape, device="cuda")
         assert torch.equal(torch.autograd.grad(y, x, g)[0], g * (y > 0))
 
@@ -163,7 +163,7 @@ def test_misaligned_calls_walk_as_aligned_ones(of_few, first):
 def test_elements_that_are_left_over_have_none(of_few):
     x = torch.randn(4096 + 8, device="cuda", requires_grad=True)
     y = fusionrt.ops.relu(x)
-    assert not isinstance(y.grad_fn._forward_cls.replay.op, Masking)
+    assert not isinstance(y.grad_fn._forward_cls.recorded.op, Masking)
     assert torch.equal(torch.autograd.grad(y, x, x.detach())[0], x.detach() * (y > 0))
 
 

@@ -19,7 +19,7 @@ from fusionrt.convert.members import evaluate, layer_norm, rms_norm, softmax
 from fusionrt.dtypes import FLOATS
 from fusionrt.expr import Expr, TraceError, argument, cast
 from fusionrt.fusion import trace
-from fusionrt.op import Operator
+from fusionrt.op import Operator, promoted_dtype
 from fusionrt.row_fusion import row_operator
 
 Run = Callable[..., Any]
@@ -71,7 +71,7 @@ def _detached(edits: Edits, cluster: Cluster, operands: Sequence[Node]) -> list[
 def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) -> tuple[Run, int]:
     """The function of the operands, and how many outputs it has: the results, and for a recorded row what
     its gradient reads, which spares the backward pass reductions."""
-    row, natural = cluster.row, promoted([value(n) for n in operands if is_tensor(n)])
+    row, natural = cluster.row, promoted_dtype([value(n) for n in operands if is_tensor(n)])
     full = [k for k, n in enumerate(operands) if is_tensor(n) and value(n).dtype in FLOATS
             and same(value(n).shape, cluster.shape)]
     if row is not None and not full:
@@ -157,11 +157,6 @@ def _pointwise(name: str, compute: Run, signature: inspect.Signature) -> Run:
         entry.__module__, entry.operator = __name__, made
         _made[key] = entry
     return _made[key]
-
-
-def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """What a pointwise operator of these gives: tensors with dimensions outrank those without."""
-    return Operator("promoted", [f"x{k}" for k in range(len(tensors))], []).compute_dtype(tensors)
 
 
 def _finished(found: Expr, dtype: torch.dtype, natural: torch.dtype) -> Expr:

@@ -88,7 +88,7 @@ def _found(x: Tensor, window: Window, kept: bool = False) -> tuple[Tensor, Tenso
     return out, places
 
 
-class Pass(NamedTuple):
+class Template(NamedTuple):
     """A kernel of tensors, the last ones of which it writes to."""
 
     stem: str
@@ -96,11 +96,11 @@ class Pass(NamedTuple):
     written: int
 
 
-_FORWARD = Pass("max_pool", ("x", "out", "places"), 2)
-_BACKWARD = Pass("max_pool_backward", ("grad", "places", "out"), 1)
+_FORWARD = Template("max_pool", ("x", "out", "places"), 2)
+_BACKWARD = Template("max_pool_backward", ("grad", "places", "out"), 1)
 
 
-def _launch(which: Pass, walked: Tensor, window: Window, tensors: Sequence[Tensor | None],
+def _launch(which: Template, walked: Tensor, window: Window, tensors: Sequence[Tensor | None],
             images: Sequence[Tensor]) -> None:
     """A thread for each 16 bytes of `walked`; sizes of the `images` are arguments."""
     pack = VECTOR // walked.itemsize
@@ -111,7 +111,7 @@ def _launch(which: Pass, walked: Tensor, window: Window, tensors: Sequence[Tenso
 
 
 @functools.cache
-def _kernel(which: Pass, dtype: str, window: Window, places: bool) -> Kernel:
+def _kernel(which: Template, dtype: str, window: Window, places: bool) -> Kernel:
     read = len(which.tensors) - which.written
     fields = [*(pointer("unsigned char" if name == "places" else "value_t", name, const=k < read)
                 for k, name in enumerate(which.tensors)),

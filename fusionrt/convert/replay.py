@@ -258,5 +258,5 @@ def version(t: torch.Tensor) -> int:
 
 def _kept_of(args: Sequence[Any]) -> list[Any]:
     given = [a for a in args if isinstance(a, torch.Tensor)]
-    return [folding._folded.get(a) for a in given] + [
+    return [folding.kept_for(a) for a in given] + [
         entry for a in given for entry in list(derived.kept.get(a, {}).values())]  # gone graphs take theirs

@@ -95,7 +95,7 @@ class Memory(NamedTuple):
     each: bool = False  # so many for each task
 
 
-class Text(Lines):
+class PlanText(Lines):
     """The body of the callable, and what its names refer to."""
 
     def __init__(self, problem: Problem, results: Sequence[Output], run: Function, arguments: Arguments

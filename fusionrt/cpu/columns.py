@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusionrt.cpu import compiler, team
-from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.calling import Arguments, PlanText, pays
 from fusionrt.cpu.lines import coordinates, indented
 from fusionrt.cpu.pointwise import (
     BLOCK,
@@ -158,7 +158,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     count, scratch = problem.domain.numel, _scratch(problem)
     tasks = max(1, min(TASKS, _blocks(problem), count // team.SERIAL_BELOW))
     arguments = Arguments(pointers(_operands(problem), scratch), _integers(problem, tasks), scalars)
-    text = Text(problem, results, run, arguments)
+    text = PlanText(problem, results, run, arguments)
     text.divide(tasks, tasks > 1 and pays(count), 1)
     text.memory_of_tasks(tasks * len(scratch) * BUFFER // 8)
     text.pointers |= {name: f"own.data_ptr() + {k * tasks * BUFFER}" for k, name in enumerate(scratch)}

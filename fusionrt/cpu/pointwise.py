@@ -21,13 +21,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from fusionrt.cpu import compiler, team, threads
-from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.calling import Arguments, PlanText, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.cpu.signature import Signature, extents, function, known, pointers
 from fusionrt.dtypes import element_of
 from fusionrt.expr import Expr
 from fusionrt.graph import emit, toposort
-from fusionrt.layout import Ints
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.texts import Texts
 
@@ -358,12 +357,12 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     run = compiler.function(generate(problem), problem.accuracy, problem.name)
     count = problem.domain.numel
     summed = problem.summed
-    sums_of = {k: _kept(problem.outputs[k], problem.sizes) for k in summed}
+    sums_of = {k: problem.outputs[k].numel(problem.sizes) for k in summed}
     # A task per part of the domain, never so many that their sums take long beside the domain itself.
     most = min(SUM_TASKS, count // (32 * max(sums_of.values())) + 1) if summed else TASKS
     tasks = max(1, min(most, count // team.SERIAL_BELOW))
     scratch = _scratch(problem)
-    text = Text(problem, results, run, Arguments(
+    text = PlanText(problem, results, run, Arguments(
         pointers((*problem.inputs, *problem.outputs), scratch), _integers(problem, tasks), problem.scalars))
     if problem.streams:
         text.draw()
@@ -374,10 +373,3 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
         text.divide(count, pays(count), threads.GRAIN)
         text.launch()
     return text.compile(n_args, lambda: build(problem, results, n_args))
-
-
-def _kept(operand: Operand, sizes: Ints) -> int:
-    count = 1
-    for size, stride in zip(sizes, operand.strides, strict=True):
-        count *= size if stride else 1
-    return count

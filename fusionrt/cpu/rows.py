@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.cpu import compiler, team
-from fusionrt.cpu.calling import Arguments, Text, pays
+from fusionrt.cpu.calling import Arguments, PlanText, pays
 from fusionrt.cpu.lines import coordinates, indented, of_several
 from fusionrt.cpu.pointwise import (
     PLACES,
@@ -481,7 +481,7 @@ def build(problem: Problem, results: Sequence[Output], n_args: int) -> Callable[
     tasks = max(1, min(SUM_TASKS, rows // 32, work // team.SERIAL_BELOW))
     arguments = Arguments(pointers(_operands(problem), places), _integers(problem, share, tasks),
                           problem.scalars)
-    text = Text(problem, results, run, arguments)
+    text = PlanText(problem, results, run, arguments)
     text.divide(tasks if summed else rows, pays(work), 1)
     if share:
         text.scratch(share, places)

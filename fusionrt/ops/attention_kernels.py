@@ -39,7 +39,7 @@ class Scoring(NamedTuple):
     softcap: float
 
 
-class Kind(NamedTuple):
+class Form(NamedTuple):
     """What the kernels are compiled for."""
 
     dtype: str
@@ -58,11 +58,11 @@ OF_KEYS = {64: Tile(2, 64, 4), 128: Tile(2, 64, 3)}
 OF_QUERIES = {64: Tile(2, 128, 2), 128: Tile(2, 96, 2)}
 
 
-def forward_tile(kind: Kind) -> Tile:
+def forward_tile(form: Form) -> Tile:
     """Of narrow heads three warpgroups have their sums in registers, which a softcap's tanh needs as well."""
-    if kind.dim == 128:
+    if form.dim == 128:
         return Tile(2, 128, 2)
-    return Tile(3, 112 if kind.softcap else 128, 3)
+    return Tile(3, 112 if form.softcap else 128, 3)
 
 
 def supports(t: Tensor) -> bool:
@@ -87,10 +87,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scoring: Sco
     q (B, H, S, D), k and v (B, heads, T, D), which `supports` takes; slopes: float32, (B or 1, H).
     """
     batch, heads, rows, dim = q.shape
-    kind = _kind(q, slopes, scoring)
-    tile = tile or forward_tile(kind)
+    form = _form(q, slopes, scoring)
+    tile = tile or forward_tile(form)
     out, logarithms = allocate(q)
-    kernel = _forward(kind, tile)
+    kernel = _forward(form, tile)
     tiles = -(-rows // (64 * tile.groups))
     maps = _maps((q, 64 * tile.groups), (k, tile.keys), (v, tile.keys), (out, 16))
     kernel(q.device, batch * heads * tiles, *maps, address(slopes),
@@ -112,7 +112,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | Non
              logarithms: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; the result's: `grad`, which `supports` takes as well. `totals`: the sums of
     its rows times those of the result, float32, in the shape of the logarithms."""
-    kind = _kind(q, slopes, scoring)
+    form = _form(q, slopes, scoring)
     grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     numbers = (logarithms.shape[2], 0 if slopes is None or slopes.shape[0] == 1 else heads,
@@ -120,7 +120,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | Non
     pointers = address(slopes), logarithms.data_ptr(), totals.data_ptr()
     dim, tile = q.shape[3], OF_KEYS[q.shape[3]]
     tiles = -(-k.shape[2] // 128)
-    _of_keys(kind, tile)(
+    _of_keys(form, tile)(
         q.device, k.shape[0] * k.shape[1] * tiles,
         *_maps((k, 128), (v, 128), (q, tile.keys), (grad, tile.keys), (grad_k, 16), (grad_v, 16)), *pointers,
         heads, group, tiles, *numbers,
@@ -128,7 +128,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | Non
     tile = OF_QUERIES[dim]
     rows = 64 * tile.groups
     tiles = -(-q.shape[2] // rows)
-    _of_queries(kind, tile)(
+    _of_queries(form, tile)(
         q.device, q.shape[0] * heads * tiles,
         *_maps((q, rows), (grad, rows), (k, tile.keys), (v, tile.keys), (grad_q, 16)), *pointers,
         heads, group, tiles, *numbers,
@@ -140,9 +140,9 @@ def _maps(*boxes: tuple[Tensor, int]) -> list[bytes]:
     return [tensor_map.encode_heads(_heads(t), rows, PANEL) for t, rows in boxes]
 
 
-def _kind(q: Tensor, slopes: Tensor | None, scoring: Scoring) -> Kind:
+def _form(q: Tensor, slopes: Tensor | None, scoring: Scoring) -> Form:
     alibi = "NONE" if slopes is None else "LEFT" if scoring.right == 0 else "BOTH"
-    return Kind(STORAGE[q.dtype], q.shape[3], scoring.softcap > 0, alibi)
+    return Form(STORAGE[q.dtype], q.shape[3], scoring.softcap > 0, alibi)
 
 
 def _numbers(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Any, ...]:
@@ -159,41 +159,41 @@ _NUMBERS = [*members("int", "heads", "group", "tiles", "padded", "slopes_batch",
 
 
 @functools.cache
-def _forward(kind: Kind, tile: Tile) -> Kernel:
+def _forward(form: Form, tile: Tile) -> Kernel:
     fields = [*_map_fields("q", "k", "v", "out"), pointer("float32_t", "slopes"),
               pointer("float32_t", "logarithms", const=False), *_NUMBERS]
-    constants = [*_constants(kind, tile), *definitions(GROUPS=tile.groups)]
+    constants = [*_constants(form, tile), *definitions(GROUPS=tile.groups)]
     return Kernel("attention", "attention_sm90", fields, constants,
-                  significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
+                  significant_bits=SIGNIFICANT_BITS[form.dtype], block=128 * (tile.groups + 1))
 
 
 @functools.cache
-def _of_keys(kind: Kind, tile: Tile) -> Kernel:
-    return _backward("attention_keys_sm90", ("k", "v", "q", "grad", "grad_k", "grad_v"), kind, tile, [])
+def _of_keys(form: Form, tile: Tile) -> Kernel:
+    return _backward("attention_keys_sm90", ("k", "v", "q", "grad", "grad_k", "grad_v"), form, tile, [])
 
 
 @functools.cache
-def _of_queries(kind: Kind, tile: Tile) -> Kernel:
-    return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), kind, tile,
+def _of_queries(form: Form, tile: Tile) -> Kernel:
+    return _backward("attention_queries_sm90", ("q", "grad", "k", "v", "grad_q"), form, tile,
                      definitions(GROUPS=tile.groups))
 
 
-def _backward(stem: str, maps: tuple[str, ...], kind: Kind, tile: Tile, constants: list[str]) -> Kernel:
+def _backward(stem: str, maps: tuple[str, ...], form: Form, tile: Tile, constants: list[str]) -> Kernel:
     pointers = [pointer("float32_t", name) for name in ("slopes", "logarithms", "totals")]
     fields = [*_map_fields(*maps), *pointers, *_NUMBERS, *members("float", "plain_scale")]
-    return Kernel("attention", stem, fields, [*_constants(kind, tile), *constants],
-                  significant_bits=SIGNIFICANT_BITS[kind.dtype], block=128 * (tile.groups + 1))
+    return Kernel("attention", stem, fields, [*_constants(form, tile), *constants],
+                  significant_bits=SIGNIFICANT_BITS[form.dtype], block=128 * (tile.groups + 1))
 
 
 def _map_fields(*names: str) -> list[Field]:
     return [Field(f"TensorMap {name}", TENSOR_MAP) for name in names]
 
 
-def _constants(kind: Kind, tile: Tile) -> list[str]:
-    return [*definitions(value_t=f"{kind.dtype}_t", D=kind.dim, BN=tile.keys, STAGES=tile.stages,
-                         SOFTCAP=kind.softcap, ALIBI=kind.alibi),
-            *_product("Tiles", kind.dtype, tile.keys, begins=True),
-            *_product("Across", kind.dtype, kind.dim, registers=True)]
+def _constants(form: Form, tile: Tile) -> list[str]:
+    return [*definitions(value_t=f"{form.dtype}_t", D=form.dim, BN=tile.keys, STAGES=tile.stages,
+                         SOFTCAP=form.softcap, ALIBI=form.alibi),
+            *_product("Tiles", form.dtype, tile.keys, begins=True),
+            *_product("Across", form.dtype, form.dim, registers=True)]
 
 
 def _product(of: str, dtype: str, n: int, **how: bool) -> list[str]:

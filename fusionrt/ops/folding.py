@@ -78,12 +78,18 @@ def _team(row_bytes: int) -> int:
     return min(BLOCK, max(32, 1 << (-(-row_bytes // 16) - 1).bit_length()))
 
 
+def kept_for(weight: Tensor) -> Folded | None:
+    """What was folded for it, if it was."""
+    made: Folded | None = _folded.get(weight)
+    return made
+
+
 def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch.dtype
            ) -> tuple[Tensor, Tensor]:
     """Weight and bias of the convolution that is as good as one and its norm, whose tensors `of` are in the
     order of OF_NORM: computed in float32, rounded once to `dtype`; in memory as convolutions of channels_last
     images want them."""
-    made: Folded | None = _folded.get(weight)
+    made = kept_for(weight)
     is_new = made is None or made.weight.dtype != dtype or made.weight.shape != weight.shape
     made = Folded(weight, dtype) if made is None or is_new else made
     last = weight.is_contiguous(memory_format=torch.channels_last)

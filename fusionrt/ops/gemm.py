@@ -45,7 +45,7 @@ class Tile(NamedTuple):
         return 2 if self.together else 3
 
 
-class Kind(NamedTuple):
+class Form(NamedTuple):
     """What a kernel is compiled for."""
 
     layer: Layer
@@ -155,20 +155,20 @@ class Planned:
         (m, k), n = x.shape, weight.shape[0]
         device = stands_for(x.device)
         tile = tile or choose_tile(m, n, k, cuda.multiprocessors(device.index))
-        self.kind, self.shape = Kind(layer(x, bias, epilogue, residual, keep), tile), (m, n)
+        self.form, self.shape = Form(layer(x, bias, epilogue, residual, keep), tile), (m, n)
         self.like = [None if t is None else _matrix(t) for t in (x, weight, residual)]
         self.device, self.plan = -1, None
         if not x.is_meta:
-            self.device, self.plan = cuda.index_of(device), _plan(self.kind, m, n, k, device)
+            self.device, self.plan = cuda.index_of(device), _plan(self.form, m, n, k, device)
         self.packed = functools.lru_cache(PACKED)(self._packed)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  residual: torch.Tensor | None = None) -> Results | None:
         """None: at these addresses it cannot."""
         out = x.new_empty(self.shape)
-        kept = torch.empty_like(out) if self.kind.layer.keep else None
+        kept = torch.empty_like(out) if self.form.layer.keep else None
         if self.plan is None:
-            _kernel(self.kind)(x.device, 0)
+            _kernel(self.form)(x.device, 0)
             return out, kept
         at = [address(t) for t in (x, weight, residual, bias)]
         if (at[0] | at[1] | at[2]) & 15 or at[3] & 3:
@@ -195,8 +195,8 @@ class Planned:
 
 
 @functools.lru_cache(4096)
-def _plan(kind: Kind, m: int, n: int, k: int, device: torch.device) -> _Plan:
-    tile, kernel, shared = kind.tile, _kernel(kind), kind.shared_bytes
+def _plan(form: Form, m: int, n: int, k: int, device: torch.device) -> _Plan:
+    tile, kernel, shared = form.tile, _kernel(form), form.shared_bytes
     tiles_m, tiles_n = -(-m // (tile.rows * tile.cluster)), -(-n // tile.columns)
     clusters = min(tiles_m * tiles_n, _clusters(kernel, tile.cluster, shared, device))
     # A box that reaches far beyond the last row is slower than one that ends there.
@@ -229,15 +229,15 @@ def _matrix(t: torch.Tensor) -> Matrix:
 # -- its text --------------------------------------------------------------------------------------
 
 @functools.cache
-def _kernel(kind: Kind) -> Kernel:
-    tile = kind.tile
+def _kernel(form: Form) -> Kernel:
+    tile = form.tile
     fields = [*(Field(f"TensorMap {name}", TENSOR_MAP) for name in ("x", "w", "out", "kept", "residual")),
               pointer("value_t", "bias"), *members("int", "n"),
               *members("unsigned", "steps", "tiles_m", "tiles_n", "x_bytes")]
     constants = [
         *definitions(HALVES=tile.rows // 64, BN=tile.columns, CLUSTER=tile.cluster, GROUPS=tile.groups,
-                     CHUNK=PART_COLUMNS, STAGES=kind.stages, DEPTH=kind.depth, TOGETHER=tile.together),
-        *kind.layer.constants(), *multiply(kind.layer.dtype, tile.columns)]
+                     CHUNK=PART_COLUMNS, STAGES=form.stages, DEPTH=form.depth, TOGETHER=tile.together),
+        *form.layer.constants(), *multiply(form.layer.dtype, tile.columns)]
     return Kernel("linear_activation", "gemm_sm90", fields, constants,
-                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=128 * (tile.groups + 1),
+                  significant_bits=SIGNIFICANT_BITS[form.layer.dtype], block=128 * (tile.groups + 1),
                   reads_first=True)

@@ -26,7 +26,7 @@ VECTOR = 8           # numbers of one load
 WORDS_AT_ONCE = 48   # registers for what is on its way
 
 
-class Kind(NamedTuple):
+class Form(NamedTuple):
     """What a kernel is compiled for: `groups` of 8 rows of x."""
 
     layer: Layer
@@ -66,7 +66,7 @@ class Planned:
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False) -> None:
         (m, k), n = x.shape, weight.shape[0]
-        self.kernel = _kernel(Kind(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
+        self.kernel = _kernel(Form(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
         self.keep, self.shape, self.blocks = keep, (m, n), -(-n // COLUMNS)
         self.values = self.kernel.planned(
             x_row=x.stride(0), w_row=weight.stride(0),
@@ -85,10 +85,10 @@ class Planned:
 
 
 @functools.cache
-def _kernel(kind: Kind) -> Kernel:
+def _kernel(form: Form) -> Kernel:
     fields = [*(pointer("value_t", name, const=name not in {"out", "kept"})
                 for name in ("x", "w", "out", "kept", "residual", "bias")),
               *members("long long", "x_row", "w_row", "residual_row"), *members("int", "m", "n", "k")]
-    constants = [*definitions(GROUPS=kind.groups, AT_ONCE=kind.at_once), *kind.layer.constants()]
+    constants = [*definitions(GROUPS=form.groups, AT_ONCE=form.at_once), *form.layer.constants()]
     return Kernel("linear_activation", "gemv", fields, constants,
-                  significant_bits=SIGNIFICANT_BITS[kind.layer.dtype], block=BLOCK, reads_first=True)
+                  significant_bits=SIGNIFICANT_BITS[form.layer.dtype], block=BLOCK, reads_first=True)

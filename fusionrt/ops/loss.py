@@ -26,6 +26,7 @@ from fusionrt.definition import SCALAR
 from fusionrt.dtypes import HALVES
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
+from fusionrt.op import promoted_dtype
 
 
 class Kernels(NamedTuple):
@@ -80,7 +81,7 @@ def _kernels(loss: Loss, *args: Any) -> Kernels:
     first = next((a for a in args if isinstance(a, torch.Tensor)), None)
     if first is None or not autocast.is_on(first.device):
         return loss.own
-    short = loss.own.each.operator.compute_dtype(args) in HALVES
+    short = promoted_dtype(args) in HALVES
     return loss.wide if short else loss.own
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusionrt.layout import Reduction
-from fusionrt.problem import Operand, Output, Problem
+from fusionrt.problem import Output, Problem
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Launch, split
@@ -134,7 +133,7 @@ def _together(sums: Sequence[tuple[int, str]]) -> list[tuple[str, list[int]]]:
 def _allocate_sum(text: PlanText, part: Problem, k: int, kept: int) -> str:
     """Memory for output k, or for the finer sums that it is made of; its address."""
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    if _kept(operand, text.call.problem) == kept:
+    if operand.numel(text.call.problem.sizes) == kept:
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
     else:
         text.allocate(operand.name, (kept,), (1,), getattr(torch, part.acc))
@@ -143,7 +142,7 @@ def _allocate_sum(text: PlanText, part: Problem, k: int, kept: int) -> str:
 
 def _finish_sum(text: PlanText, part: Problem, k: int, rows: Reduction | None) -> None:
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    if rows is not None and _kept(operand, text.call.problem) * part.abreast != rows.kept:
+    if rows is not None and operand.numel(text.call.problem.sizes) * part.abreast != rows.kept:
         text.scope |= {"coarsen": _coarsen, f"rows{k}": rows, f"strides{k}": operand.strides,
                        f"sizes{k}": part.sizes, f"result{k}": result}
         text.more(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, result{k})")
@@ -154,11 +153,7 @@ def _finish_sum(text: PlanText, part: Problem, k: int, rows: Reduction | None) -
 def _sum_dtypes(launch: Launch) -> list[str]:
     """Of the finished sums: the output's, or acc_t where a coarser output is summed further."""
     part = launch.problem
-    return [o.dtype if _kept(o, part) == launch.kept else part.acc for o in part.sums]
-
-
-def _kept(operand: Operand, problem: Problem) -> int:
-    return math.prod(size for stride, size in zip(operand.strides, problem.sizes, strict=True) if stride)
+    return [o.dtype if o.numel(part.sizes) == launch.kept else part.acc for o in part.sums]
 
 
 def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int], result: Output

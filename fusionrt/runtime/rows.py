@@ -56,10 +56,10 @@ INLINE = "__device__ __forceinline__"
 
 def generate(problem: Problem, alignment: int) -> Specialisation:
     """The whole translation unit; where an architecture has clusters, its layout may differ."""
-    return Text(problem, alignment).source()
+    return RowsText(problem, alignment).source()
 
 
-class Text:
+class RowsText:
     """A problem's operands and passes, and the text of each thing that the template asks for."""
 
     def __init__(self, problem: Problem, alignment: int) -> None:

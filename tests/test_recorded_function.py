@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import fusionrt as frt
-from fusionrt import guards, replay, settling
+from fusionrt import guards, recorded_function, settling
 from fusionrt.recording import recording_of
 
 
@@ -189,7 +189,7 @@ def test_threads_that_are_no_more_shut_nobody_out():
         t.join()
     torch.autograd.grad(out.sum(), x, retain_graph=True)
     passes = recording_of(frt.gelu.operator, (x,)).passes
-    assert len(passes) <= replay._KEPT_BY_ALL and passes[-1].thread == threading.get_ident()
+    assert len(passes) <= recorded_function._KEPT_BY_ALL and passes[-1].thread == threading.get_ident()
 
 
 def test_a_number_in_a_tensors_place_does_not_stay():

@@ -41,19 +41,20 @@ class Known(NamedTuple):
         return self._replace(steps=self.steps.with_settled())
 
 
-class Replay:
+class RecordedFunction:
     """A kind of call that is recorded, as a Function of its own: `apply`. `forward` is of the context and the
-    arguments. `general(replay, ctx, saved, grads)`, of which `saved` is a list, gives the gradients of a kind
-    of backward pass that was not met before, in any thread, and may `keep` it for others of its kind."""
+    arguments. `unknown_pass(recorded, ctx, saved, grads)`, of which `saved` is a list, gives the gradients of
+    a kind of backward pass that was not met before, in any thread, and may `keep` it for others of its kind.
+    """
 
-    def __init__(self, name: str, n_results: int, forward: Steps, general: Run) -> None:
-        self.n_results, self.forward, self.general = n_results, forward, general
+    def __init__(self, name: str, n_results: int, forward: Steps, unknown_pass: Run) -> None:
+        self.n_results, self.forward, self.unknown_pass = n_results, forward, unknown_pass
         self.passes: list[Known] = []
         self.is_settled, self.passes_again = False, Again()
         settles(self, self.settle)
-        self._unknown: Run = lambda ctx, *grads: general(self, ctx, list(ctx.saved_tensors), grads)
+        self._unknown: Run = lambda ctx, *grads: unknown_pass(self, ctx, list(ctx.saved_tensors), grads)
         self.function: Any = type(name, (torch.autograd.Function,), {
-            "replay": self, "backward": staticmethod(self._unknown)})  # compiled autograd's
+            "recorded": self, "backward": staticmethod(self._unknown)})  # compiled autograd's
         self.apply = straight(self.function)
         self._written: dict[str, tuple[tuple[Any, ...], Run]] = {}
         self._write()
@@ -127,7 +128,7 @@ class Replay:
                         steps.equal(here, known.thread)
                         self._repeat(steps, known, ctx, saved, grads)
         # A list is emptied by whoever wants what is in it to be let go of.
-        steps.give(steps.call(self.general, self, ctx, steps.call(list, saved), steps.tuple(*grads)))
+        steps.give(steps.call(self.unknown_pass, self, ctx, steps.call(list, saved), steps.tuple(*grads)))
         return steps
 
     def _repeat(self, steps: Steps, known: Known, ctx: Value, saved: Value, grads: Sequence[Value]) -> None:
