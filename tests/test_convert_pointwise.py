@@ -144,7 +144,7 @@ FINITE = [v for v in VALUES if math.isfinite(v)]
 
 def evaluated(expression, names):
     lines, (root,) = emit([expression], "{} = {}")
-    scope = dict(SPELLINGS, **names)
+    scope = dict(SPELLINGS, inf=math.inf, nan=math.nan, **names)
     exec("\n".join(lines), scope)
     return scope[root] if root in scope else eval(root, scope)
 

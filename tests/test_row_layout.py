@@ -31,7 +31,7 @@ def gelu_of_norm(x, weight, bias):
 def asks(problem):
     made = row_choice.layout(problem, 16, True)
     every = row_layout.asks_every(problem, made)
-    assert f"ASKS_EVERY = {every}," in launch.sources(problem)[0].text
+    assert f"ASKS_EVERY = {every};" in launch.sources(problem)[0].text
     return made.kind, every
 
 

@@ -29,7 +29,7 @@ def test_pieces_make_up_the_row(columns, dtype):
     assert row_layout.grid(problem, made, 1) == -(-64 // made.rows)
     assert made == row_choice.layout(problem, 16, False)  # with clusters or without
     assert not row_choice.takes_sums(problem, 16, True)
-    assert f"BLOCKS_A_ROW = {made.pieces}," in launch.sources(problem)[0].text
+    assert f"BLOCKS_A_ROW = {made.pieces};" in launch.sources(problem)[0].text
 
 
 @pytest.mark.parametrize(("columns", "alignment"), [(50_257, 2), (32_768, 2)])
