@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusionrt.derivatives import UNGRADED, gradients, through_output
@@ -27,26 +27,46 @@ Target = int | str | None
 
 
 class Definition:
-    """`outputs` are expressions over `a0`, `a1`, ...; output k is summed to the shape of argument
-    `targets[k]` and takes its dtype, or has the promoted dtype and the full shape (None) or none (SCALAR).
-    Arguments `uniform` have one value a row, where there are rows."""
+    """`outputs` are expressions over `a0`, `a1`, ..., or what gives them when they are first asked for.
+    Output k is summed to the shape of argument `targets[k]` and takes its dtype, or has the promoted dtype
+    and the full shape (None) or none (SCALAR). Arguments `uniform` have one value a row, where there are
+    rows."""
 
-    def __init__(self, name: str, params: Sequence[str], outputs: Sequence[Expr],
+    def __init__(self, name: str, params: Sequence[str],
+                 outputs: Sequence[Expr] | Callable[[], Sequence[Expr]],
                  targets: Sequence[Target] | None = None, uniform: Collection[int] = ()) -> None:
-        self.name, self.params, self.outputs = name, tuple(params), tuple(outputs)
-        self.targets = tuple(targets) if targets else (None,) * len(self.outputs)
+        self.name, self.params = name, tuple(params)
+        self._outputs, self._targets = outputs, targets
         self.uniform = frozenset(uniform)
-        self.used = frozenset(leaves(self.outputs, "arg"))
-        # Arguments that have to be bool.
-        flags = {n.args[0] for n in toposort(self.outputs) if n.op == "flag"}
-        self.flags = frozenset(str(a.args[0]) for a in flags if isinstance(a, Expr) and a.op == "arg")
-        # What an element takes from beside its arguments, by its place in the walk.
-        self.streams = tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
         self.order: Ints | None = None  # of dimensions: see `Operator.walking`
         self.saved: tuple[int, ...] = ()  # of a gradient: which outputs are among its arguments
         self._gradients: dict[tuple[bool, ...], Operator] = {}
         self._behind: dict[tuple[bool, ...], frozenset[int]] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Expr, ...]:
+        return tuple(self._outputs() if callable(self._outputs) else self._outputs)
+
+    @functools.cached_property
+    def targets(self) -> tuple[Target, ...]:
+        return tuple(self._targets) if self._targets else (None,) * len(self.outputs)
+
+    @functools.cached_property
+    def used(self) -> frozenset[str]:
+        """Arguments that outputs are computed from."""
+        return frozenset(leaves(self.outputs, "arg"))
+
+    @functools.cached_property
+    def flags(self) -> frozenset[str]:
+        """Arguments that have to be bool."""
+        flags = {n.args[0] for n in toposort(self.outputs) if n.op == "flag"}
+        return frozenset(str(a.args[0]) for a in flags if isinstance(a, Expr) and a.op == "arg")
+
+    @functools.cached_property
+    def streams(self) -> tuple[str, ...]:
+        """What an element takes from beside its arguments, by its place in the walk."""
+        return tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
 
     traits: tuple[Any, ...] = ()  # what else decides what is computed
 

@@ -14,6 +14,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -44,7 +45,7 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     a default or annotated as numbers are taken for numbers, the others for tensors, and a check sees the
     tensors alone: one of all arguments, of a call that is otherwise, costs a frame.
 
-    In the text parameters are numbered, so that most operators share its compilation, of a sixth of a
+    In the text parameters are numbered, so that most operators share its compilation, of a third of a
     millisecond; they bear their names in what is made of it.
     """
     params = list(signature.parameters.values())
@@ -52,13 +53,9 @@ def entry(operator: Operator, signature: inspect.Signature, general: Run) -> Run
     numbered = [p.replace(name=f"a{k}") for k, p in enumerate(params)]
     given = [p.name for p in numbered]
     names = ", ".join(given)
-    made: Any = _written(operator, operator.name, numbered, given, general, names,
-                         of_all=f"_frt_check({names})")
-    own = (f".{name}" for name in made.__code__.co_varnames[len(params):])  # as no parameter can be called
-    made.__code__ = made.__code__.replace(co_varnames=(*signature.parameters, *own))
-    made.__kwdefaults__ = {p.name: p.default for p in params
-                           if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} or None
-    return cast(Run, made)
+    write = functools.partial(_written, operator, numbered, given, names, of_all=f"_frt_check({names})")
+    return _defined(write, operator.name, numbered, names, _scope(operator, general),
+                    list(signature.parameters))
 
 
 class Usual(NamedTuple):
@@ -74,8 +71,10 @@ def shortcut(public: Run, usual: Usual) -> Run:
     """A function that checks its arguments and chooses an operator, with a short way to the usual one for
     numbers that are Python's: a quarter of a microsecond less."""
     params = list(inspect.signature(public).parameters.values())
-    made = _written(usual.operator, public.__name__, params, usual.given, public, _passed(params),
-                    condition=usual.condition)
+    passed = _passed(params)
+    write = functools.partial(_written, usual.operator, params, usual.given, passed,
+                              condition=usual.condition)
+    made = _defined(write, public.__name__, params, passed, _scope(usual.operator, public))
     return functools.update_wrapper(made, public)
 
 
@@ -92,10 +91,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     known += ["_frt_grad is _frt_grad_enabled()", f"_frt_way.check({', '.join(tensors)})"]
     passed = _passed(params)
     last = ", ".join([*values, *kinds, "_frt_grad", "_frt_way"])
-    text = f"""def entry{_parameters(params)}:
-    if {_SEEN}:
-        return _frt_general({passed})
-    try:
+    body = f"""    try:
         {last} = _frt_local.last
         _frt_known = {' and '.join(known)}
         if not _frt_known and not {tensors[0]}.is_nested:
@@ -134,7 +130,7 @@ def front(public: Run, sites: Sites, asked: str) -> Run:
     scope = {"_frt_general": public, "_frt_local": local, "_frt_sites": sites, "_frt_remember": remember,
              "_frt_grad_enabled": torch.is_grad_enabled, "_frt_ints": _are_ints,
              "_frt_refuse_nested": refuse_nested, "_frt_alike": all_alike}
-    return functools.update_wrapper(_defined(text, public.__name__, params, scope), public)
+    return functools.update_wrapper(_defined(lambda: body, public.__name__, params, passed, scope), public)
 
 
 def _kind(option: Any) -> type | None:
@@ -153,10 +149,17 @@ def _are_ints(values: tuple[Any, ...]) -> bool:
     return {*map(type, values)} == {int}
 
 
-def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter], given: Sequence[str],
-             general: Run, passed: str, *, of_all: str = "False", condition: str = "") -> Run:
-    """`given`: what the operator is, in terms of the parameters; `passed`: what `general` is. Our own names
-    must be none of the parameters'."""
+def _scope(operator: Operator, general: Run) -> dict[str, Any]:
+    """What names in the text of an operator's entry function refer to."""
+    return {"_frt_type": type, "_frt_general": general, "_frt_beyond": BEYOND,
+            "_frt_refuse": operator.check_types, "_frt_local": operator.local, "_frt_numbers": NUMBERS,
+            "_frt_bool": (bool,), "_frt_alike": alike}
+
+
+def _written(operator: Operator, params: Sequence[inspect.Parameter], given: Sequence[str], passed: str, *,
+             of_all: str = "False", condition: str = "") -> str:
+    """`given`: what the operator is, in terms of the parameters; `passed`: what the general function is. Our
+    own names must be none of the parameters'."""
     assert operator.entry_tensors is not None
     each = list(zip(given, operator.entry_tensors, strict=True))
     tensors = [text for text, is_tensor in each if is_tensor]
@@ -173,10 +176,7 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
         if not _frt_known and not {tensors[0]}.is_nested:
             _frt_all, _frt_check, _frt_run = _frt_local.site = _frt_local.others[_frt_alike({tensors[0]})]
             _frt_known = {fits}""" if tensors else ""
-    text = f"""def entry{_parameters(params)}:
-    if {_SEEN}:
-        return _frt_general({passed})
-    try:
+    return f"""    try:
         _frt_all, _frt_check, _frt_run = _frt_local.site
         _frt_known = {fits}{other}
     except _frt_errors:
@@ -189,29 +189,47 @@ def _written(operator: Operator, name: str, params: Sequence[inspect.Parameter],
         _frt_refuse([{', '.join(given)}])
         raise
 """
-    return _defined(text, name, params, {"_frt_type": type, "_frt_general": general,
-                                         "_frt_beyond": BEYOND, "_frt_refuse": operator.check_types,
-                                         "_frt_local": operator.local, "_frt_numbers": NUMBERS,
-                                         "_frt_bool": (bool,), "_frt_alike": alike})
 
 
-def _defined(text: str, name: str, params: Sequence[inspect.Parameter], scope: Mapping[str, Any]) -> Run:
-    """The function `entry` of this text, by its name."""
+def _defined(write: Callable[[], str], name: str, params: Sequence[inspect.Parameter], passed: str,
+             scope: Mapping[str, Any], named: Sequence[str] = ()) -> Run:
+    """An entry function, by its name: `passed` to the general one where torch must see each operation, or
+    else what `write` says; `named`: what its parameters are called. That is written and compiled at the first
+    call, as a program calls few of the functions that a module has; Dynamo never gets there."""
+    names = named or [p.name for p in params]
     known: dict[str, Any] = {
         **SCOPE, "_frt_is_compiling": torch.compiler.is_dynamo_compiling,
         "_frt_errors": (AttributeError, TypeError, KeyError, RuntimeError),  # what nested ones raise too
         "inf": math.inf, "torch": torch,
         **{f"_frt_default_{p.name}": p.default for p in params}, **scope}
-    exec(compiled(text), known)
-    made = known["entry"]
-    made.__name__ = made.__qualname__ = name
-    made.__code__ = made.__code__.replace(  # its own, by which Dynamo and profilers know a function
-        co_name=name, co_filename=f"<fusionrt entry of {name}>")
+
+    def code(body: str) -> CodeType:
+        exec(compiled(f"""def entry{_parameters(params)}:
+    if {_SEEN}:
+        return _frt_general({passed})
+{body}"""), known)
+        made: CodeType = known["entry"].__code__
+        own = (f".{n}" for n in made.co_varnames[len(params):])  # as no parameter can be called
+        return made.replace(  # its own, by which Dynamo and profilers know a function
+            co_name=name, co_filename=f"<fusionrt entry of {name}>", co_varnames=(*names, *own))
+
+    def begin() -> Run:
+        made.__code__ = code(write())
+        return made
+
+    known["_frt_begin"] = begin
+    stub = code(f"    return _frt_begin()({_passed(params, names)})")
+    made: Any = known["entry"]
+    made.__code__, made.__name__, made.__qualname__ = stub, name, name
+    made.__kwdefaults__ = {n: p.default for n, p in zip(names, params, strict=True)
+                           if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} or None
     return cast(Run, made)
 
 
-def _passed(params: Sequence[inspect.Parameter]) -> str:
-    return ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in params)
+def _passed(params: Sequence[inspect.Parameter], names: Sequence[str] = ()) -> str:
+    """The parameters, to a function that has the same ones by these names."""
+    return ", ".join(f"{name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
+                     for name, p in zip(names or [p.name for p in params], params, strict=True))
 
 
 def _parameters(params: Sequence[inspect.Parameter]) -> str:

@@ -113,7 +113,9 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
         raise TypeError(f"fuse: name must be text, got {name!r}")
     if function is None:
         return lambda f: fuse(f, name=name)
-    return fuse_named(function, name or _name_of(function))
+    made = fuse_named(function, name or _name_of(function))
+    _ = made.operator.outputs  # now, so that what cannot be traced is refused where it is written
+    return made
 
 
 def _name_of(function: Any) -> str:
@@ -122,8 +124,15 @@ def _name_of(function: Any) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
+def fused(name: str) -> Callable[[Callable[..., Any]], Fused]:
+    """As `fuse`, for the package's own functions: to trace them all would take a program, which calls few of
+    them, longer than to launch one."""
+    return lambda function: fuse_named(function, name)
+
+
 def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -> Fused:
-    """`target`: None, or SCALAR for results that are summed over all elements."""
+    """Traced when what it computes is first asked for. `target`: None, or SCALAR for results that are summed
+    over all elements."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -143,9 +152,10 @@ def fuse_named(function: Callable[..., Any], name: str, target: Target = None) -
     if not name.isidentifier():
         name = "fused"  # a lambda
     params = list(signature.parameters)
-    outputs = trace(function, name, [argument(f"a{i}") for i in range(len(params))],
-                    signature)
-    return entry(Operator(name, params, outputs, [target] * len(outputs)), function, signature)
+    arguments = [argument(f"a{i}") for i in range(len(params))]
+    targets = None if target is None else [target]
+    return entry(Operator(name, params, lambda: trace(function, name, arguments, signature), targets),
+                 function, signature)
 
 
 class UnfitError(TypeError):

@@ -6,8 +6,6 @@ the common cases have one dimension (all operands contiguous) or two (a bias ove
 Dimensions of a `Domain` are innermost first; strides count elements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

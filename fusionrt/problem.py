@@ -4,8 +4,6 @@ The GPU and the CPU runtime take the same description. Operands are named by pos
 ..., `out0`, ...), so no name that a user chose reaches generated text.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -71,7 +69,7 @@ class Problem(NamedTuple):
     inner: int = 1                    # neighbours in memory of a row across it: found apart, then joined
     once: tuple[str, ...] = ()        # outputs that have one value for those
     abreast: int = 1                  # rows that are seen as one, which so is whole packs
-    then: Problem | None = None       # elements that the same kernel computes from what it has found
+    then: "Problem | None" = None     # elements that the same kernel computes from what it has found
     found: tuple[tuple[str, str], ...] = ()    # their operands that are outputs of this, and those
     returned: tuple[str, ...] = ()    # which outputs of both a caller gets, in order
 

@@ -7,8 +7,6 @@ Mersenne twister) has no offset: what it has drawn since its seed is counted, so
 `torch.manual_seed` gives the same masks on a CPU and on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import threading

@@ -9,8 +9,6 @@ and the outputs that need no later one.
     (x - mean) * rstd                         # pass 2
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -31,9 +31,11 @@ import pytest
 
 # A tensor's memory is its own, so that what lies behind it is nobody's.
 ENVIRONMENT = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
-# Its threads would take the other processes' cores. Torch's own kernels have shared memory of their own.
-OPTIONS = {"racecheck": ["--racecheck-num-workers", "1", "--kernel-name-exclude", "kns=at6native",
-                         "--kernel-name-exclude", "kns=at_cuda_detail"]}
+# Torch's own kernels, of which many are waited for while they are made ready, are torch's to look after. What
+# they write has to be seen by initcheck, though.
+_BUT_TORCHS = ["--kernel-name-exclude", "kns=at6native", "--kernel-name-exclude", "kns=at_cuda_detail"]
+# Racecheck's threads would take the other processes' cores.
+OPTIONS = {"memcheck": _BUT_TORCHS, "racecheck": ["--racecheck-num-workers", "1", *_BUT_TORCHS]}
 ASKED = ("-m", "gpu", "-q", "--no-header", "-p", "no:xdist")
 
 
@@ -44,6 +46,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="processes, of some 8 GB of memory each")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--verdicts", type=Path, default=Path("sanitized.json"))
+    parser.add_argument("--again", action="append", default=[], metavar="WORD",
+                        help="also the tests whose verdict begins so")
+    parser.add_argument("--cached", action="store_true",
+                        help="with torch's cache of memory: nothing else can be allocated in a capture")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
                         help="kernels with this in their names, for instance a library's")
@@ -96,10 +102,11 @@ class Run:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.end = asked, time.monotonic() + 60 * asked.minutes
         known = json.loads(asked.verdicts.read_text()) if asked.verdicts.exists() else {}
-        self.verdicts: dict[str, tuple[str, float]] = known
+        self.verdicts: dict[str, tuple[str, float]] = {
+            test: verdict for test, verdict in known.items() if not verdict[0].startswith(tuple(asked.again))}
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
-        self.queue = Queue([t for t in listed if "::" in t and t not in known], known)
+        self.queue = Queue([t for t in listed if "::" in t and t not in self.verdicts], known)
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -142,7 +149,7 @@ class Run:
         command = [self.asked.sanitizer, "--tool", self.asked.tool, "--show-backtrace", "no",
                    "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), *excluded, "--log-file", str(log),
                    sys.executable, __file__, SERVE, str(log), *self.asked.tests]
-        environment = os.environ | ENVIRONMENT.get(self.asked.tool, {})
+        environment = os.environ | ({} if self.asked.cached else ENVIRONMENT.get(self.asked.tool, {}))
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
         return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
@@ -157,7 +164,8 @@ class Run:
 
     def summary(self) -> int:
         counts = collections.Counter(verdict.split()[0] for verdict, _ in self.verdicts.values())
-        print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), f"({len(self.queue)} left)")
+        said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+        print(said, f"({len(self.queue)} left)")
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
 
 
@@ -236,6 +244,7 @@ class Serving:
         try:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+                torch.rand(1, device="cuda")  # never again by a generator whose capture has failed
         except RuntimeError:
             return True
         return False

@@ -36,10 +36,13 @@ def test_verdicts_are_kept(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     command = [sys.executable, Path(__file__).with_name("sanitize.py"), "racecheck", "test_them.py",
                "--jobs", "1", "--verdicts", "verdicts.json", "--sanitizer", tmp_path / "sanitizer"]
-    for _ in range(2):  # the second time there is nothing left to run
-        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    begun = tmp_path / "verdicts.0.log"
+    for more, processes in (((), 3), ((), 0), (("--again", "died"), 1)):  # the second time nothing is left
+        before = begun.read_text().count("begins") if begun.exists() else 0
+        ran = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True)
         assert (ran.returncode, ran.stderr) == (1, "")
-        assert ran.stdout.endswith("2 clean, 2 failed, 1 reported, 1 died (0 left)\n")
+        assert ran.stdout.endswith("2 clean, 1 died, 2 failed, 1 reported (0 left)\n")
+        assert begun.read_text().count("begins") - before == processes
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     assert {name.partition("::test_")[2]: verdict for name, (verdict, _) in verdicts.items()} == {
         "clean": "clean", "failed": "failed assert False", "reported": "reported f::g", "died": "died",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fusionrt.fusion import fuse
+from fusionrt.fusion import fused
 from fusionrt.ops import folding
 from fusionrt.ops.attention import attention
 from fusionrt.ops.linear import linear_activation
@@ -138,7 +138,7 @@ def _is_made_dense(t: Tensor, strides: Sequence[int]) -> bool:
             and torch.empty(t.shape, device="meta").stride() == tuple(strides))
 
 
-@fuse(name="copied")
+@fused("copied")
 def _same(x: Any) -> Any:
     return x
 

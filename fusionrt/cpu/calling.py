@@ -6,8 +6,6 @@ That memory belongs to the callable, and the callable to one thread, as the kern
 interpreter's lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -5,8 +5,6 @@ object code goes into the same one-file, checksummed cache as the GPU's cubins, 
 loads it: a warm process never imports Numba (half a second).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

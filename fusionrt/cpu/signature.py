@@ -1,17 +1,13 @@
 """What a kernel is given, by name: its text and its callers know no places."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fusionrt.cpu.lines import indented
-
-if TYPE_CHECKING:
-    from fusionrt.layout import Ints
-    from fusionrt.problem import Operand
+from fusionrt.layout import Ints
+from fusionrt.problem import Operand
 
 
 class Signature(NamedTuple):

@@ -18,41 +18,41 @@ from typing import Any
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, where
-from fusionrt.fusion import Fused, dropped, fuse
+from fusionrt.fusion import Fused, dropped, fused
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 
 
-@fuse(name="gelu_dropout")
+@fused("gelu_dropout")
 def _gelu_dropout(x: Expr, p: float, scale: float) -> Expr:
     return dropped(gelu(x), p, scale)
 
 
-@fuse(name="gelu_tanh_dropout")
+@fused("gelu_tanh_dropout")
 def _gelu_tanh_dropout(x: Expr, p: float, scale: float) -> Expr:
     return dropped(gelu_tanh(x), p, scale)
 
 
-@fuse(name="relu_dropout")
+@fused("relu_dropout")
 def _relu_dropout(x: Expr, p: float, scale: float) -> Expr:
     return dropped(relu(x), p, scale)
 
 
-@fuse(name="dropout_add")
+@fused("dropout_add")
 def _dropout_add(x: Expr, residual: Expr, p: float, scale: float) -> Expr:
     return dropped(x, p, scale) + residual
 
 
-@fuse(name="add")
+@fused("add")
 def _add(x: Expr, residual: Expr) -> Expr:
     return x + residual
 
 
-@fuse(name="bias_dropout_add")
+@fused("bias_dropout_add")
 def _bias_dropout_add(x: Expr, bias: Expr, residual: Expr, p: float, scale: float) -> Expr:
     return dropped(x + bias, p, scale) + residual
 
 
-@fuse(name="bias_add_add")
+@fused("bias_add_add")
 def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
     return x + bias + residual
 

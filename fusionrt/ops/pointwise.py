@@ -16,7 +16,7 @@ from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, Make, pointwise, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, exp
-from fusionrt.fusion import fuse
+from fusionrt.fusion import fused
 from fusionrt.layout import broadcast_shapes, is_among
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, leaky_relu, mish, relu, silu
 
@@ -91,22 +91,22 @@ def bias_silu(x: Expr, bias: Expr) -> Expr:
     return silu(x + bias)
 
 
-@fuse(name="bias_gelu")
+@fused("bias_gelu")
 def _bias_gelu(x: Expr, bias: Expr) -> Expr:
     return gelu(x + bias)
 
 
-@fuse(name="bias_gelu_tanh")
+@fused("bias_gelu_tanh")
 def _bias_gelu_tanh(x: Expr, bias: Expr) -> Expr:
     return gelu_tanh(x + bias)
 
 
-@fuse(name="geglu")
+@fused("geglu")
 def _geglu(x: Expr, gate: Expr) -> Expr:
     return gelu(x) * gate
 
 
-@fuse(name="geglu_tanh")
+@fused("geglu_tanh")
 def _geglu_tanh(x: Expr, gate: Expr) -> Expr:
     return gelu_tanh(x) * gate
 
@@ -150,12 +150,12 @@ def reglu(x: Expr, gate: Expr) -> Expr:
     return relu(x) * gate
 
 
-@fuse(name="swish_multiply")
+@fused("swish_multiply")
 def _swish_multiply(x: Expr, gate: Expr) -> Expr:
     return silu(x) * gate
 
 
-@fuse(name="swish_multiply")
+@fused("swish_multiply")
 def _multiply_swish(x: Expr, gate: Expr) -> Expr:
     return x * silu(gate)
 
@@ -186,12 +186,12 @@ def mish_scale(x: Expr, scale: Expr) -> Expr:
     return scale * mish(x)
 
 
-@fuse(name="prelu_bias")
+@fused("prelu_bias")
 def _prelu_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
     return leaky_relu(x + bias, alpha)
 
 
-@fuse(name="prelu_then_bias")
+@fused("prelu_then_bias")
 def _prelu_then_bias(x: Expr, alpha: Expr, bias: Expr) -> Expr:
     return leaky_relu(x, alpha) + bias
 

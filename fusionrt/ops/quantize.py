@@ -14,7 +14,7 @@ from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.dtypes import name_of
 from fusionrt.expr import Expr, cast, clamp, node
-from fusionrt.fusion import Fused, fuse
+from fusionrt.fusion import Fused, fused
 from fusionrt.rehearsal import device_type
 
 
@@ -22,12 +22,12 @@ def _to_int8(x: Expr) -> Expr:
     return cast(node("round_near", clamp(x, -128, 127)), "int8")
 
 
-@fuse(name="quantize_int8")
+@fused("quantize_int8")
 def _quantize(x: Expr, scale: Expr, zero_point: Expr) -> Expr:
     return _to_int8(x / scale + zero_point)
 
 
-@fuse(name="quantize_int8_by_inverse")
+@fused("quantize_int8_by_inverse")
 def _quantize_by_inverse(x: Expr, inverse: float, zero_point: float) -> Expr:
     # torch's CUDA kernel divides by a number as a multiplication with its reciprocal, and rounds
     # before it adds: an FMA would differ in one of 10^6 elements.
@@ -38,7 +38,7 @@ def _dequantize_to(dtype: str) -> Fused:
     def dequantize_int8(q: Expr, scale: float, zero_point: float) -> Expr:
         return cast((q - zero_point) * scale, dtype)
 
-    return fuse(name=f"dequantize_int8_{dtype}")(dequantize_int8)
+    return fused(f"dequantize_int8_{dtype}")(dequantize_int8)
 
 
 _DEQUANTIZE = {dtype: _dequantize_to(dtype) for dtype in ("float16", "bfloat16", "float32")}

@@ -23,7 +23,7 @@ from fusionrt.arguments import as_int
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.expr import Expr, node
-from fusionrt.fusion import dropped, fuse
+from fusionrt.fusion import dropped, fused
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
@@ -60,7 +60,7 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
     return row_operator(expression, params, name=op, uniform=("last",))
 
 
-@fuse(name="attention_dropout")
+@fused("attention_dropout")
 def _dropout(x: Expr, p: float, scale: float) -> Expr:
     return dropped(x, p, scale)
 

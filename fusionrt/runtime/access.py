@@ -9,8 +9,6 @@ How an operand is read depends on how it lies in the domain:
   mask     truth values, four to a byte, at the linear index
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

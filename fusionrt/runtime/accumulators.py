@@ -7,8 +7,6 @@ softmax's (maximum, sum), or the moments (count, what the mean lost to rounding,
 it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

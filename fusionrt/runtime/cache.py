@@ -9,8 +9,6 @@ The checksum finds damage, not malice: whoever can write to the directory can ru
 reader. So the default directory must be private, and `FUSIONRT_CACHE_DIR` is taken as it is.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools
@@ -39,13 +37,9 @@ _MAGIC = b"FRTCACHE"
 _KEY_BYTES = 20
 _SEAL = struct.Struct("<8sI32s")
 _INDEX = struct.Struct(f"<{_KEY_BYTES}sQQ")
-_FILE_NAME = re.compile(rf"([0-9a-f]{{{2 * _KEY_BYTES}}})(\.frt|\.[0-9a-f]{{16}}\.tmp)")
+_FILE_NAME = rf"([0-9a-f]{{{2 * _KEY_BYTES}}})(\.frt|\.[0-9a-f]{{16}}\.tmp)"
 _HOUR = 3600.0
 _STORES_A_PRUNE = 32
-
-_memory: dict[str, tuple[Entry, float]] = {}
-_warned: dict[str, object] = {}
-_stores = itertools.count()
 
 
 class DamagedEntryError(ValueError):
@@ -68,6 +62,11 @@ class Info(NamedTuple):
 class _Home(NamedTuple):
     path: Path
     is_private: bool
+
+
+_memory: dict[str, tuple[Entry, float]] = {}
+_warned: dict[str, object] = {}
+_stores = itertools.count()
 
 
 def key(**fields: str | bytes | Sequence[str]) -> str:
@@ -424,7 +423,7 @@ def _files(folder: Path, suffix: str = ".frt") -> Iterator[tuple[Path, os.stat_r
     except OSError:
         return  # not there yet, or not ours to read: load() warns of what matters
     for path in paths:
-        if path.suffix == suffix and _FILE_NAME.fullmatch(path.name):
+        if path.suffix == suffix and re.fullmatch(_FILE_NAME, path.name):
             with suppress(OSError):  # removed meanwhile by another process
                 yield path, path.lstat()
 

@@ -1,7 +1,5 @@
 """A problem in parts, each the work of one kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +17,7 @@ class Launch(NamedTuple):
     rows: Reduction | None
 
     @classmethod
-    def of(cls, problem: Problem, outputs: tuple[int, ...], kept: Sequence[bool]) -> Launch:
+    def of(cls, problem: Problem, outputs: tuple[int, ...], kept: Sequence[bool]) -> "Launch":
         seen, rows = side_by_side(problem, reduction(problem.domain, kept))
         return cls(seen, outputs, rows)
 

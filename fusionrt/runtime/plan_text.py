@@ -1,8 +1,6 @@
 """The text of a callable that does what a call needs: one straight line of allocations, packed parameters and
 launches. What can be decided once it knows by name."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

@@ -1,7 +1,5 @@
 """CUDA text for a pointwise problem: constants, parameter struct, `load` and `finish`; how it is laid out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

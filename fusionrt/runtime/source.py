@@ -3,22 +3,18 @@
 The text is what gets hashed, so nothing it depends on can change unseen: there is no include path.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fusionrt import dtypes
 from fusionrt.expr import Expr
 from fusionrt.graph import emit
-
-if TYPE_CHECKING:
-    from fusionrt.problem import Problem
+from fusionrt.problem import Problem
 
 # Storage dtype -> bytes an element. The CUDA type is the same name with `_t`.
 ITEMSIZE = {**dtypes.ITEMSIZE, "mask": 1}
