@@ -2,8 +2,6 @@
 
 The text is valid in C++ and in Python alike: `where`, `exp`, ... are defined by `kernels_src/mathematics.cuh`
 on one side and by `fusionrt/cpu/math32.py` on the other. Its derivative is `derivatives.RULES`'.
-
-Annotations are no texts here: of named tuples Python would compile each.
 """
 
 from typing import NamedTuple

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -34,8 +35,12 @@ ENVIRONMENT = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
 # Torch's own kernels, of which many are waited for while they are made ready, are torch's to look after. What
 # they write has to be seen by initcheck, though.
 _BUT_TORCHS = ["--kernel-name-exclude", "kns=at6native", "--kernel-name-exclude", "kns=at_cuda_detail"]
-# Racecheck's threads would take the other processes' cores.
-OPTIONS = {"memcheck": _BUT_TORCHS, "racecheck": ["--racecheck-num-workers", "1", *_BUT_TORCHS]}
+OPTIONS = {
+    # What torch's allocator asks for and does without if it is refused is no error.
+    "memcheck": ["--report-api-errors", "no", *_BUT_TORCHS],
+    # Its threads would take the other processes' cores.
+    "racecheck": ["--racecheck-num-workers", "1", *_BUT_TORCHS]}
+TEST = re.compile(r"\S+\.py::")
 ASKED = ("-m", "gpu", "-q", "--no-header", "-p", "no:xdist")
 
 
@@ -50,6 +55,7 @@ def main() -> int:
                         help="also the tests whose verdict begins so")
     parser.add_argument("--cached", action="store_true",
                         help="with torch's cache of memory: nothing else can be allocated in a capture")
+    parser.add_argument("--record", type=Path, help="which is told of each file's tests how many are clean")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
                         help="kernels with this in their names, for instance a library's")
@@ -106,7 +112,8 @@ class Run:
             test: verdict for test, verdict in known.items() if not verdict[0].startswith(tuple(asked.again))}
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
-        self.queue = Queue([t for t in listed if "::" in t and t not in self.verdicts], known)
+        self.tests = [line for line in listed if TEST.match(line)]  # beside warnings
+        self.queue = Queue([test for test in self.tests if test not in self.verdicts], known)
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -166,7 +173,26 @@ class Run:
         counts = collections.Counter(verdict.split()[0] for verdict, _ in self.verdicts.values())
         said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
         print(said, f"({len(self.queue)} left)")
+        if self.asked.record:
+            self._record(self.asked.record)
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
+
+
+    def _record(self, path: Path) -> None:
+        """Beside what it knows of other tools."""
+        files: dict[str, list[int]] = {}
+        for test in self.tests:
+            counts = files.setdefault(file_of(test), [0, 0])
+            counts[0] += self.verdicts.get(test, ("", 0))[0] == "clean"
+            counts[1] += 1
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[self.asked.tool] = {
+            "date": f"{datetime.date.today()}", "commit": commit.stdout.strip(),
+            "clean": sum(clean for clean, _ in files.values()), "tests": len(self.tests),
+            "not clean": sorted(test for test, (verdict, _) in self.verdicts.items() if verdict != "clean"),
+            "clean of the tests of": {file: f"{clean} of {n}" for file, (clean, n) in sorted(files.items())}}
+        path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def gpus() -> list[str]:

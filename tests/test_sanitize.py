@@ -35,7 +35,8 @@ def test_verdicts_are_kept(tmp_path):
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     command = [sys.executable, Path(__file__).with_name("sanitize.py"), "racecheck", "test_them.py",
-               "--jobs", "1", "--verdicts", "verdicts.json", "--sanitizer", tmp_path / "sanitizer"]
+               "--jobs", "1", "--verdicts", "verdicts.json", "--record", "record.json",
+               "--sanitizer", tmp_path / "sanitizer"]
     begun = tmp_path / "verdicts.0.log"
     for more, processes in (((), 3), ((), 0), (("--again", "died"), 1)):  # the second time nothing is left
         before = begun.read_text().count("begins") if begun.exists() else 0
@@ -47,6 +48,9 @@ def test_verdicts_are_kept(tmp_path):
     assert {name.partition("::test_")[2]: verdict for name, (verdict, _) in verdicts.items()} == {
         "clean": "clean", "failed": "failed assert False", "reported": "reported f::g", "died": "died",
         "broken": "failed", "clean_again": "clean"}
+    record = json.loads((tmp_path / "record.json").read_text())["racecheck"]
+    assert (record["clean"], record["tests"], len(record["not clean"])) == (2, 6, 4)
+    assert record["clean of the tests of"] == {"test_them.py": "2 of 6"}
 
 
 def test_a_sanitizer_that_cannot_run(tmp_path):

@@ -1,7 +1,4 @@
-"""What a plan does: what it allocates and launches. Its Python text and its machine code are made of this.
-
-Annotations are no texts here: of named tuples Python would compile each, half of the time of this import.
-"""
+"""What a plan does: what it allocates and launches. Its Python text and its machine code are made of this."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
