@@ -5,7 +5,8 @@ microseconds until a call's result is there, the median over lengths. `first_us`
 `second_us`: the second one, after those of all others; `known_us`: the sixth. Kernels were compiled for other
 lengths; the few lengths for which one is yet to be compiled do not count in a median. Both: forward, and
 gradients of the input and all parameters. torch.compile has `dynamic=True`. `block`: a TransformerBlock as
-BERT's, of one sequence; torch is nn.TransformerEncoderLayer.
+BERT's, of one sequence; torch is nn.TransformerEncoderLayer. `decode`: attention of one more token, 32 heads
+of 128, to the keys and values of so many before it, 8 heads, in a cache.
 
 On a GPU bfloat16, on a CPU float32 and without torch.compile.
 """
@@ -41,6 +42,7 @@ class Op(NamedTuple):
     ours: Function
     torchs: Function
     parameters: Sequence[torch.Tensor] = ()
+    cache: torch.Tensor | None = None  # of which a call takes the first tokens: it is not differentiated
 
 
 def ops(device: torch.device, dtype: torch.dtype) -> Iterator[Op]:
@@ -61,6 +63,10 @@ def ops(device: torch.device, dtype: torch.dtype) -> Iterator[Op]:
     blocks: list[nn.Module] = [m.to(device, dtype) for m in torchs(False)]
     ours, theirs = (lambda x, block=block: block(x[None])[0] for block in blocks)
     yield Op("block", ours, theirs, [*blocks[0].parameters(), *blocks[1].parameters()])
+    token = torch.randn(1, 32, 1, 128, device=device, dtype=dtype)
+    yield Op("decode", lambda kv: frt.attention(token, *kv, enable_gqa=True),
+             lambda kv: F.scaled_dot_product_attention(token, *kv, enable_gqa=True),
+             cache=torch.randn(2, 1, 8, LONGEST, 128, device=device, dtype=dtype))
 
 
 def main() -> None:
@@ -72,6 +78,8 @@ def main() -> None:
     torch.manual_seed(0)
     lengths = random.Random(0).sample(range(SHORTEST, LONGEST), 20 if options.quick else 120)
     for op, direction in itertools.product(ops(device, dtype), ("forward", "both")):
+        if direction == "both" and op.cache is not None:
+            continue
         try:
             run.add(op=op.name, direction=direction, **measured(op, direction, lengths, run, device, dtype))
         except Exception as error:
@@ -81,7 +89,8 @@ def main() -> None:
 
 def measured(op: Op, direction: str, lengths: Sequence[int], run: Results, device: torch.device,
              dtype: torch.dtype) -> dict[str, float]:
-    inputs = [torch.randn(n, WIDTH, device=device, dtype=dtype) for n in lengths]
+    inputs = [torch.randn(n, WIDTH, device=device, dtype=dtype) if op.cache is None else
+              op.cache[..., :n, :] for n in lengths]
     n_warm = len(inputs) // 6
     variants = {"": op.ours, "eager_": op.torchs}
     if device.type == "cuda":

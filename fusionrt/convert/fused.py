@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusionrt import dispatch
 from fusionrt.convert.cluster import Cluster
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, hint, is_tensor, same
@@ -19,11 +18,10 @@ from fusionrt.convert.members import evaluate, layer_norm, rms_norm, softmax
 from fusionrt.dtypes import FLOATS
 from fusionrt.expr import Expr, TraceError, argument, cast
 from fusionrt.fusion import trace
-from fusionrt.op import Operator, promoted_dtype
+from fusionrt.op import promoted_dtype
 from fusionrt.row_fusion import row_operator
 
 Run = Callable[..., Any]
-_made: dict[tuple[Any, ...], Run] = {}
 
 
 def fuse_cluster(edits: Edits, cluster: Cluster, statistic: str) -> bool:
@@ -94,11 +92,10 @@ def _operator(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node
     signature = _signature([Any if is_tensor(n) else float for n in operands])
     name, names = "_".join(dict.fromkeys(m.name for m in cluster.members)), list(signature.parameters)
     name = name[:60].rstrip("_")
-    if row is None:
-        return _pointwise(name, compute, signature), len(results)
     compute.__signature__ = signature  # type: ignore[attr-defined]
-    made: Any = row_operator(compute, names, name=name, row_dims=row.row_dims, like=names[full[0]], uniform=[
-        p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)])
+    made: Any = row_operator(
+        compute, names, name=name, row_dims=row.row_dims if row else 0, like=names[full[0]] if row else "",
+        uniform=[p for p, n in zip(names, operands, strict=True) if _one_a_row(n, cluster)])
     made.__module__ = __name__  # that fx can name it
     return made, len(made.operator.outputs)
 
@@ -143,20 +140,6 @@ def traced(cluster: Cluster, operands: Sequence[Node], results: Sequence[Node]) 
         return tuple(known[n] for n in results)
 
     return trace(compute, "cluster", arguments, _signature([Any] * len(operands)))
-
-
-def _pointwise(name: str, compute: Run, signature: inspect.Signature) -> Run:
-    """Equal expressions share one function."""
-    names = list(signature.parameters)
-    arguments = [argument(f"a{k}") for k in range(len(names))]
-    outputs = trace(lambda *args: compute(**dict(zip(names, args, strict=True))), name, arguments, signature)
-    key = (outputs, *(p.annotation for p in signature.parameters.values()))
-    if key not in _made:
-        made: Any = Operator(name, names, outputs)
-        entry: Any = dispatch.entry(made, signature, made)
-        entry.__module__, entry.operator = __name__, made
-        _made[key] = entry
-    return _made[key]
 
 
 def _finished(found: Expr, dtype: torch.dtype, natural: torch.dtype) -> Expr:
