@@ -20,7 +20,8 @@ the backward pass), `counted`; with gradients `autograd`, `recording`, `recorded
 `problem`, `layout`, `laid`, `dtypes`. Kinds of calls that were made before: `guards`, `sites`, `settling`,
 `tape`, `steps`, `texts`. Arguments and errors: `array` (DLPack), `indices`, `deferred`, `errors`. The command
 line: `cli`, `__main__`, `terminal`, `new_op`, `diagnosis` (`doctor`), `precompile` (`warmup`) with
-`rehearsal` and `inventory`. Of Python itself: `lazy` (imports), `collector` (of cycles), `forks`, `files`.
+`rehearsal` and `inventory`. Of Python itself: `lazy` (imports), `collector` (of cycles), `forks`, `files`,
+`properties`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ need nothing more.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +16,7 @@ from fusionrt.derivatives import UNGRADED, gradients, through_output
 from fusionrt.expr import Expr, argument
 from fusionrt.graph import emit, leaves, substitute, toposort
 from fusionrt.layout import Ints
+from fusionrt.properties import kept_property
 from fusionrt.rowwise import schedule
 
 if TYPE_CHECKING:
@@ -44,33 +44,33 @@ class Definition:
         self._behind: dict[tuple[bool, ...], frozenset[int]] = {}
         self._reads: dict[tuple[bool, ...], tuple[tuple[bool, ...], tuple[int, ...]]] = {}
 
-    @functools.cached_property
+    @kept_property
     def outputs(self) -> tuple[Expr, ...]:
         return tuple(self._outputs() if callable(self._outputs) else self._outputs)
 
-    @functools.cached_property
+    @kept_property
     def targets(self) -> tuple[Target, ...]:
         return tuple(self._targets) if self._targets else (None,) * len(self.outputs)
 
-    @functools.cached_property
+    @kept_property
     def used(self) -> frozenset[str]:
         """Arguments that outputs are computed from."""
         return frozenset(leaves(self.outputs, "arg"))
 
-    @functools.cached_property
+    @kept_property
     def flags(self) -> frozenset[str]:
         """Arguments that have to be bool."""
         flags = {n.args[0] for n in toposort(self.outputs) if n.op == "flag"}
         return frozenset(str(a.args[0]) for a in flags if isinstance(a, Expr) and a.op == "arg")
 
-    @functools.cached_property
+    @kept_property
     def streams(self) -> tuple[str, ...]:
         """What an element takes from beside its arguments, by its place in the walk."""
         return tuple(dict.fromkeys([*leaves(self.outputs, "random"), *leaves(self.outputs, "mask")]))
 
     traits: tuple[Any, ...] = ()  # what else decides what is computed
 
-    @functools.cached_property
+    @kept_property
     def digest(self) -> str:
         """Of what is computed; two operators of one name may differ."""
         text = repr((emit(self.outputs, "{} = {}"), self.targets, sorted(self.uniform), self.traits,
@@ -130,7 +130,7 @@ class Definition:
         used = set(leaves(roots, "arg"))
         return roots, {k: name for k, name in names.items() if f"out{k}" in used}
 
-    @functools.cached_property
+    @kept_property
     def shared(self) -> list[tuple[int, list[int]]]:
         """Of a gradient operator: targets whose gradient equals, shapes permitting, an argument (an
         incoming gradient) or the gradient of an earlier target."""
@@ -169,7 +169,7 @@ class Definition:
         return [is_graded and not wanted.isdisjoint(self.behind(tuple(j == k for j in places)))
                 for k, is_graded in enumerate(self.differentiable)]
 
-    @functools.cached_property
+    @kept_property
     def differentiable(self) -> tuple[bool, ...]:
         """Which outputs have a gradient: not truth values, not integers."""
         return tuple(root not in UNGRADED for root in self.outputs)

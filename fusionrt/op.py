@@ -6,7 +6,6 @@ The flow of a call: key (dtypes, shapes, strides, device) -> plan, built once ->
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import threading
 import weakref
@@ -24,6 +23,7 @@ from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast
 from fusionrt.graph import substitute, toposort
 from fusionrt.problem import Output, Problem, pack, pose
+from fusionrt.properties import kept_property
 from fusionrt.sites import Way, alike, keep
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 
@@ -157,7 +157,7 @@ class Operator(Definition):
     def draw(self, device: torch.device) -> random.Rng:
         return random.draw(device, self.counters)
 
-    @functools.cached_property
+    @kept_property
     def counters(self) -> int:
         """Philox counters that an element's draws take."""
         return 1 + max(int(s.removeprefix("random")) for s in self.streams)

@@ -1,6 +1,7 @@
 """A call within a call, as a finalizer, a handler of signals or a hook of torch's makes it."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import settling
+from fusionrt.fusion import fused
 
 OPS = {
     "add_relu": lambda x: frt.add_relu(x, x), "gelu_dropout": lambda x: frt.gelu_dropout(x, 0.5),
@@ -86,3 +88,20 @@ def test_a_hook_that_asks_for_another_op(op, other, device, monkeypatch):
         found = op(x)
         assert found.requires_grad
         assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_threads_that_trace_wait_for_none():
+    """As for one that a collection begins while another function is traced."""
+    def inner(x):
+        return x * 2
+
+    def outer(x):
+        thread = threading.Thread(target=lambda: other(torch.ones(3)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        return x + 1
+
+    other = fused("inner")(inner)
+    x = torch.randn(5)
+    assert_close(frt.fuse(outer)(x), x + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from fusionrt.cpu import compiler, signature, team, threads
 from fusionrt.cpu.calling import pays
 from fusionrt.cpu.signature import Signature
 from fusionrt.dtypes import element_of
+from fusionrt.properties import kept_property
 from fusionrt.texts import Lines
 
 
@@ -51,7 +51,7 @@ class Kernel:
                        f"{lines.name(form.pack_into)}(made, 0, {names})", "return made"]
         self.given: Callable[..., Any] = lines.function([names])
 
-    @functools.cached_property
+    @kept_property
     def _function(self) -> compiler.Function:
         return compiler.function(self.text, self.accuracy, self.name)
 
