@@ -119,13 +119,14 @@ class RowOperator(Operator):
 
     def build(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], alignment: int
               ) -> Callable[..., Any]:
-        order = self.walk(args, shape, outputs)
+        order = super().walk(args, shape, outputs)
         if self._lie_across(args, shape, outputs, order):
             return stages.Plan(self, args, shape, outputs, order, alignment).build(_device(args) == "cuda")
-        parts = self._parts(args, shape, outputs, order, alignment)
-        problems = [self._posed(args, shape, part) for part in parts]
-        runs = [(self.compile(args, shape, problem, part.outputs, alignment), problem.draws, part)
-                for problem, part in zip(problems, parts, strict=True)]
+        parts = self._parts(args, shape, outputs, self._rows_first(order, shape), alignment)
+        runs = []
+        for part in parts:
+            problem = self._posed(args, shape, part)
+            runs.append((self.compile(args, shape, problem, part.outputs, alignment), problem.draws, part))
         if outputs[0].is_meta or (len(parts) == 1 and not parts[0].later):
             return runs[0][0]
         later = stages.sums_later({k: dims for part in parts for k, dims in part.later.items()}, outputs)
@@ -172,14 +173,19 @@ class RowOperator(Operator):
 
     def walk(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor]) -> Sequence[int]:
         """As Operator's; where a kernel runs over rows, their dimensions before the others."""
-        order, first = super().walk(args, shape, outputs), len(shape) - self.row_dims
-        if self._lie_across(args, shape, outputs, order):
-            return order
+        order = super().walk(args, shape, outputs)
+        across = self._lie_across(args, shape, outputs, order)
+        return order if across else self._rows_first(order, shape)
+
+    def _rows_first(self, order: Sequence[int], shape: Ints) -> list[int]:
+        first = len(shape) - self.row_dims
         return [d for d in order if d >= first] + [d for d in order if d < first]
 
     def _parts(self, args: Args, shape: Ints, outputs: Sequence[torch.Tensor], order: Sequence[int],
                alignment: int) -> list[Part]:
         """The kernels of a call; the one over the rows with all the sums that it can take along."""
+        if all(target is None for target in self.targets):  # there are none
+            return self._divided(args, shape, order, outputs, Along.NONE)
         first = next(a for a in args if isinstance(a, torch.Tensor))
         if device_type(first) == "cuda":
             from fusionrt.runtime import device, row_choice
@@ -234,9 +240,14 @@ class RowOperator(Operator):
         return Output(root, self.acc_dtype(args), shape, walk, walk, False)
 
     def _posed(self, args: Args, shape: Ints, part: Part) -> Problem:
-        problem = pose(self.name, args, shape, part.order, part.outputs, self.is_double(args), part.row_dims)
-        told = [o.name for k, o in zip(part.positions, problem.outputs, strict=True) if k not in self.untold]
-        return problem._replace(returned=tuple(told)) if self.untold else problem
+        if part.problem is None:
+            part.problem = pose(self.name, args, shape, part.order, part.outputs, self.is_double(args),
+                                part.row_dims)
+            if self.untold:
+                each = zip(part.positions, part.problem.outputs, strict=True)
+                told = tuple(o.name for k, o in each if k not in self.untold)
+                part.problem = part.problem._replace(returned=told)
+        return part.problem
 
 
 class Part:
@@ -244,6 +255,7 @@ class Part:
 
     def __init__(self, row_dims: int, order: Sequence[int]) -> None:
         self.row_dims, self.order = row_dims, order
+        self.problem: Problem | None = None     # of all its outputs
         self.outputs: list[Output] = []
         self.positions: list[int] = []          # of the outputs among the operator's
         self.later: dict[int, Ints] = {}        # position -> dimensions to sum after the kernel
