@@ -194,8 +194,12 @@ def _written(operator: Operator, params: Sequence[inspect.Parameter], given: Seq
 def _defined(write: Callable[[], str], name: str, params: Sequence[inspect.Parameter], passed: str,
              scope: Mapping[str, Any], named: Sequence[str] = ()) -> Run:
     """An entry function, by its name: `passed` to the general one where torch must see each operation, or
-    else what `write` says; `named`: what its parameters are called. That is written and compiled at the first
-    call, as a program calls few of the functions that a module has; Dynamo never gets there."""
+    else what `write` says; `named`: what its parameters are called.
+
+    It is written and compiled when it is first called, as a program calls few of the functions that a module
+    has. Or when Dynamo first traces it, whose graphs are of the code that is there when they are made: what
+    it goes through is the same before and after, as it may begin anew in between.
+    """
     names = named or [p.name for p in params]
     known: dict[str, Any] = {
         **SCOPE, "_frt_is_compiling": torch.compiler.is_dynamo_compiling,
@@ -206,6 +210,7 @@ def _defined(write: Callable[[], str], name: str, params: Sequence[inspect.Param
     def code(body: str) -> CodeType:
         exec(compiled(f"""def entry{_parameters(params)}:
     if {_SEEN}:
+        _frt_begin()
         return _frt_general({passed})
 {body}"""), known)
         made: CodeType = known["entry"].__code__
@@ -213,16 +218,18 @@ def _defined(write: Callable[[], str], name: str, params: Sequence[inspect.Param
         return made.replace(  # its own, by which Dynamo and profilers know a function
             co_name=name, co_filename=f"<fusionrt entry of {name}>", co_varnames=(*names, *own))
 
-    def begin() -> Run:
-        made.__code__ = code(write())
-        return made
+    def begin() -> bool:
+        if made.__code__ is stub:
+            made.__code__ = code(write())
+        return True
 
-    known["_frt_begin"] = begin
-    stub = code(f"    return _frt_begin()({_passed(params, names)})")
+    begin._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
+    stub = code(f"    _frt_begin()\n    return _frt_made({_passed(params, names)})")
     made: Any = known["entry"]
     made.__code__, made.__name__, made.__qualname__ = stub, name, name
     made.__kwdefaults__ = {n: p.default for n, p in zip(names, params, strict=True)
                            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} or None
+    known |= {"_frt_begin": begin, "_frt_made": made}
     return cast(Run, made)
 
 

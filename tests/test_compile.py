@@ -498,3 +498,20 @@ def test_losses_that_broadcast():
     run = torch.compile(frt.l1_loss, fullgraph=True, dynamic=True, backend="eager")
     x, y = torch.randn(5, 6), torch.randn(6)
     torch.testing.assert_close(run(x, y), (x - y).abs().mean())
+
+
+def test_graphs_stay_where_a_function_is_called_without_dynamo_later(device):
+    """Its code, which they are guarded by, is written when it is first called or traced: these here never
+    were before."""
+    x, block = torch.randn(3, 8, device=device), frt.nn.TransformerBlock(8, 2).to(device).eval()
+    functions = [frt.fuse(lambda x, k=k: frt.sigmoid(x) * (x + k), name=f"number{k}") for k in range(10)]
+
+    def calls(x):
+        for function in functions:
+            x = function(x)
+        return block(x[None])[0]
+
+    compiled = torch.compile(calls, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), calls(x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(x), calls(x))
