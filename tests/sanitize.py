@@ -177,7 +177,6 @@ class Run:
             self._record(self.asked.record)
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
 
-
     def _record(self, path: Path) -> None:
         """Beside what it knows of other tools."""
         files: dict[str, list[int]] = {}

@@ -20,6 +20,7 @@ import torch
 
 from fusionrt.cpu.signature import Signature
 from fusionrt.forks import in_child, without_exec
+from fusionrt.properties import kept_property
 
 SERIAL_BELOW = 1 << 15  # elements, as torch's: 4 us of additions, where handing over costs 2
 
@@ -85,7 +86,7 @@ class Job(ctypes.Structure):
                     *_QUESTIONS, "kernel", "scratch", *Signature._fields)),
                 *((name, ctypes.c_int64) for name in ("size", "chunk")))
 
-    @functools.cached_property
+    @kept_property
     def _start(self) -> Callable[[int, int], None]:
         return functools.partial(_parallel(), member(), ctypes.addressof(self))
 
