@@ -5,9 +5,10 @@
 Each process imports torch and collects the tests once, then is given one after another, of one file while
 there are any: a library's kernels are prepared once a process. The first ones are those in which a value of a
 parameter is met first, and those of files whose tests have taken little time: a run that is cut off has seen
-a little of everything. The next one with the same verdicts goes on with the tests that have none. Verdicts,
-each with the seconds it took: `clean`; `reported` and of which kernels, where the sanitizer wrote something,
-which lies beside the verdicts; `failed`, for which other reason; `died`, with the process.
+a little of everything. The next one with the same verdicts goes on with the tests that have none, one with
+the same record with the files of which not every test was clean. Verdicts, each with the seconds it took:
+`clean`; `reported` and of which kernels, where the sanitizer wrote something, which lies beside the verdicts;
+`failed`, for which other reason; `died`, with the process.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def main() -> int:
                         help="also the tests whose verdict begins so")
     parser.add_argument("--cached", action="store_true",
                         help="with torch's cache of memory: nothing else can be allocated in a capture")
-    parser.add_argument("--record", type=Path, help="which is told of each file's tests how many are clean")
+    parser.add_argument("--record", type=Path, help="which is told of each file's tests how many are clean; "
+                                                    "those that it says are clean are left out")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
                         help="kernels with this in their names, for instance a library's")
@@ -113,7 +115,10 @@ class Run:
         listed = subprocess.run([sys.executable, "-m", "pytest", *ASKED, "--collect-only", *asked.tests],
                                 capture_output=True, text=True).stdout.splitlines()
         self.tests = [line for line in listed if TEST.match(line)]  # beside warnings
-        self.queue = Queue([test for test in self.tests if test not in self.verdicts], known)
+        self.record = json.loads(asked.record.read_text()) if asked.record and asked.record.exists() else {}
+        clean = self._clean_before()
+        self.queue = Queue([test for test in self.tests
+                            if test not in self.verdicts and file_of(test) not in clean], known)
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -174,24 +179,29 @@ class Run:
         said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
         print(said, f"({len(self.queue)} left)")
         if self.asked.record:
-            self._record(self.asked.record)
+            record = self.record | {self.asked.tool: self._recorded()}
+            self.asked.record.write_text(json.dumps(record, indent=1) + "\n")
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
 
-    def _record(self, path: Path) -> None:
-        """Beside what it knows of other tools."""
-        files: dict[str, list[int]] = {}
-        for test in self.tests:
-            counts = files.setdefault(file_of(test), [0, 0])
-            counts[0] += self.verdicts.get(test, ("", 0))[0] == "clean"
-            counts[1] += 1
+    def _clean_before(self) -> set[str]:
+        """Files of the record's all of whose tests, as many as now, were clean."""
+        counts = collections.Counter(map(file_of, self.tests))
+        recorded = self.record.get(self.asked.tool, {}).get("files", {})
+        return {file for file, n in counts.items() if recorded.get(file) == f"{n} of {n} clean"}
+
+    def _recorded(self) -> dict[str, object]:
+        before = self.record.get(self.asked.tool, {})
+        clean = collections.Counter(file_of(test) for test, (said, _) in self.verdicts.items()
+                                    if said == "clean")
+        asked = collections.Counter(map(file_of, self.tests))
+        files = {file: f"{clean[file]} of {n} clean" for file, n in asked.items()
+                 if file not in self._clean_before()}
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[self.asked.tool] = {
-            "date": f"{datetime.date.today()}", "commit": commit.stdout.strip(),
-            "clean": sum(clean for clean, _ in files.values()), "tests": len(self.tests),
-            "not clean": sorted(test for test, (verdict, _) in self.verdicts.items() if verdict != "clean"),
-            "clean of the tests of": {file: f"{clean} of {n}" for file, (clean, n) in sorted(files.items())}}
-        path.write_text(json.dumps(known, indent=1) + "\n")
+        return {"date": f"{datetime.date.today()}",
+                "commits": list(dict.fromkeys([*before.get("commits", []), commit.stdout.strip()])),
+                "files": dict(sorted((before.get("files", {}) | files).items())),
+                "not clean": {test: said for test, (said, _) in sorted(self.verdicts.items())
+                              if said != "clean"}}
 
 
 def gpus() -> list[str]:
