@@ -162,6 +162,8 @@ class Run:
                    "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), *excluded, "--log-file", str(log),
                    sys.executable, __file__, SERVE, str(log), *self.asked.tests]
         environment = os.environ | ({} if self.asked.cached else ENVIRONMENT.get(self.asked.tool, {}))
+        paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]  # the first one as `-m pytest` has it
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
         return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
