@@ -1,9 +1,11 @@
-"""What may stand for an activation, and the kernel of what follows a linear layer or a convolution."""
+"""What may stand for an activation or an epilogue, and the kernel of what follows a linear layer or a
+convolution."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from fusionrt.expr import Expr
 from fusionrt.fusion import UnfitError, dropped
 from fusionrt.op_names import OPS as NAMES
 from fusionrt.row_fusion import Epilogue, Run, as_function, once, per_call, row_operator
+
+# None, a name of the catalogue's, a module or function of torch's that it has, a function of a traced value.
+Activation = str | Callable[[Any], Any] | None
 
 _MODULES: dict[type[nn.Module], str | None] = {
     nn.Identity: None, nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
@@ -34,30 +39,30 @@ def _numbered(name: str, **numbers: float) -> Epilogue:
     return functools.partial(OPS[name], **numbers)
 
 
-def resolve(op: str, activation: Any) -> Epilogue:
+def resolve(op: str, activation: Any, argument: str = "activation") -> Epilogue:
     """The function of a traced value that `activation` says; None where there is nothing to compute.
 
-    `activation`: None, the name of one of the catalogue's activations ("relu", "gelu_tanh", ...), one of
-    torch's modules (`nn.GELU("tanh")`) or functions (`F.silu`) that the catalogue has, or a function of one
-    traced value: an op, one made by `fuse`, a plain one of scalars, a module of your own without parameters
-    (whose other attributes are constants: what is traced is kept).
-    Raises ValueError for an unknown name, TypeError for anything else (others of torch's modules may work on
-    more than an element), with the name of the `op` that was called.
+    `activation`, an op's `argument`: None, the name of one of the catalogue's activations ("relu",
+    "gelu_tanh", ...), one of torch's modules (`nn.GELU("tanh")`) or functions (`F.silu`) that the catalogue
+    has, or a function of one traced value: an op, one made by `fuse`, a plain one of scalars, another module
+    without parameters (whose attributes are constants: what is traced is kept).
+    Raises ValueError for an unknown name, TypeError for anything else, with the name of the `op` that was
+    called; what cannot be traced raises when it is.
 
         resolve("linear_activation", "silu")(x)
     """
-    activation = translated(op, activation)
+    activation = translated(op, activation, argument)
     if activation is None:
         return None
     if isinstance(activation, str):
         if activation not in NAMES["activations"]:
-            raise ValueError(f"{op}: activation must be None, a function of one traced value, or one of "
+            raise ValueError(f"{op}: {argument} must be None, a function of one traced value, or one of "
                              f"{', '.join(NAMES['activations'])}, got {activation!r}")
         return OPS[activation]
     if not callable(activation):
-        raise TypeError(f"{op}: activation must be None, a name, or a function of one traced value, got "
+        raise TypeError(f"{op}: {argument} must be None, a name, or a function of one traced value, got "
                         f"{type(activation).__name__}")
-    return as_function(op, activation, "activation")
+    return as_function(op, activation, argument)
 
 
 def by_value(op: str, activation: Any) -> Any:
@@ -65,18 +70,18 @@ def by_value(op: str, activation: Any) -> Any:
     return translated(op, activation) if isinstance(activation, nn.Module) else activation
 
 
-def translated(op: str, activation: Any) -> Any:
+def translated(op: str, activation: Any, argument: str = "activation") -> Any:
     """What the catalogue calls a module or a function of torch's: a name, an op with other numbers, or None;
     anything else as it is."""
     if isinstance(activation, nn.Module):
-        return _of_module(op, activation)
+        return _of_module(op, activation, argument)
     try:
         return _FUNCTIONS.get(activation, activation)
     except TypeError:  # not hashable
         return activation
 
 
-def _of_module(op: str, activation: nn.Module) -> Any:
+def _of_module(op: str, activation: nn.Module, argument: str) -> Any:
     kind = type(activation)
     if kind in _MODULES:
         return _MODULES[kind]
@@ -85,13 +90,10 @@ def _of_module(op: str, activation: nn.Module) -> Any:
     if kind in _NUMBERS:
         name, numbers = _NUMBERS[kind]
         return _numbered(name, **{number: getattr(activation, number) for number in numbers})
-    state = itertools.chain(activation.parameters(), activation.buffers())
-    if not kind.__module__.startswith("torch.nn.") and next(state, None) is None:
-        return activation
-    taken = ", ".join(k.__name__ for k in (*_MODULES, nn.GELU, *_NUMBERS))
-    raise TypeError(f"{op}: activation must be None, a name, a function of one traced value, a module of "
-                    "your own without parameters, or one of torch.nn's modules "
-                    f"{taken}, got a {kind.__name__}")
+    if any(True for _ in itertools.chain(activation.parameters(), activation.buffers())):
+        raise TypeError(f"{op}: {argument} must be None, a name, a function of one traced value or a module "
+                        f"without parameters, got a {kind.__name__}")
+    return activation
 
 
 def activated(op: str, x: Expr, activation: Any) -> Expr:
@@ -125,4 +127,4 @@ def _finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: bo
     return row_operator(expression, params, name=op, row_dims=0)
 
 
-__all__ = ["Epilogue", "activated", "by_value", "finishing", "resolve", "translated"]
+__all__ = ["Activation", "Epilogue", "activated", "by_value", "finishing", "resolve", "translated"]

@@ -33,6 +33,17 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
+_ACTIVATIONS = {name: globals()[name] for name in OPS["activations"]}
+
+
+def _activated(y: Tensor, activation: Any, residual: Any = None) -> Tensor:
+    """Of y + residual, by the name of one of the catalogue's, or by a function of a tensor."""
+    function = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    total = y if residual is None else y + residual
+    made: Tensor = total if function is None else function(total)
+    return made
+
+
 def add_relu(a: Tensor, b: Tensor) -> Tensor:
     return torch.relu(a + b)
 
@@ -139,7 +150,7 @@ def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any =
                return_sum: bool = False, return_stats: bool = False) -> Any:
     total = _norm_input(x, residual, dropout_p, training)
     y, mean, rstd = torch.native_layer_norm(total, normalized_shape, weight, bias, eps)
-    y = y if epilogue is None else epilogue(y)
+    y = _activated(y, epilogue)
     outputs = y, *([total] if return_sum else []), *([mean, rstd] if return_stats else [])
     return outputs if len(outputs) > 1 else y
 
@@ -149,8 +160,7 @@ def rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: float | 
              epilogue: Any = None, return_sum: bool = False) -> Any:
     total = _norm_input(x, residual, dropout_p, training)
     weight = weight + weight_offset if weight is not None and weight_offset else weight
-    y = F.rms_norm(total, normalized_shape, weight, eps)
-    y = y if epilogue is None else epilogue(y)
+    y = _activated(F.rms_norm(total, normalized_shape, weight, eps), epilogue)
     return (y, total) if return_sum else y
 
 
@@ -203,14 +213,12 @@ def _scores(x: Tensor, scale: Any, mask: Any, causal: bool) -> Tensor:
 
 def softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
             epilogue: Any = None) -> Tensor:
-    y = torch.softmax(_scores(x, scale, mask, causal), dim)
-    return y if epilogue is None else epilogue(y)
+    return _activated(torch.softmax(_scores(x, scale, mask, causal), dim), epilogue)
 
 
 def log_softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
                 epilogue: Any = None) -> Tensor:
-    y = torch.log_softmax(_scores(x, scale, mask, causal), dim)
-    return y if epilogue is None else epilogue(y)
+    return _activated(torch.log_softmax(_scores(x, scale, mask, causal), dim), epilogue)
 
 
 def attention_dropout(scores: Tensor, p: float = 0.5, training: bool = True, *, softmax: bool = True,
@@ -316,11 +324,6 @@ def logsumexp(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return torch.logsumexp(x, tuple(range(x.dim())) if dim is None else dim, keepdim)
 
 
-def _finished(y: Tensor, residual: Any, epilogue: Any) -> Tensor:
-    y = y if residual is None else y + residual
-    return y if epilogue is None else epilogue(y)
-
-
 def batch_norm(x: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                bias: Any = None, training: bool = False, momentum: Any = 0.1, eps: float = 1e-5, *,
                num_batches_tracked: Any = None, residual: Any = None, epilogue: Any = None) -> Tensor:
@@ -328,7 +331,7 @@ def batch_norm(x: Tensor, running_mean: Any = None, running_var: Any = None, wei
         num_batches_tracked.add_(1)
     factor = 1 / float(num_batches_tracked) if momentum is None else momentum
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, factor, eps)
-    return _finished(y, residual, epilogue)
+    return _activated(y, epilogue, residual)
 
 
 def batch_norm_relu(x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, eps: float = 1e-5
@@ -340,12 +343,12 @@ def instance_norm(x: Tensor, running_mean: Any = None, running_var: Any = None, 
                   bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *,
                   residual: Any = None, epilogue: Any = None) -> Tensor:
     y = F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    return _finished(y, residual, epilogue)
+    return _activated(y, epilogue, residual)
 
 
 def group_norm(x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
                residual: Any = None, epilogue: Any = None) -> Tensor:
-    return _finished(F.group_norm(x, num_groups, weight, bias, eps), residual, epilogue)
+    return _activated(F.group_norm(x, num_groups, weight, bias, eps), epilogue, residual)
 
 
 # With the ops' parameters: third in torch's stand the deprecated `size_average` and `reduce`.
@@ -460,16 +463,6 @@ def embedding_position(tokens: Tensor, weight: Tensor, position_weight: Any = No
     return F.dropout(x, dropout_p, training) if dropout_p else x
 
 
-_ACTIVATIONS = {name: globals()[name] for name in OPS["activations"]}
-
-
-def _activated(y: Tensor, activation: Any) -> Tensor:
-    """By the name of one of the catalogue's, or by a function of a tensor."""
-    function = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    made: Tensor = y if function is None else function(y)
-    return made
-
-
 def linear_activation(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, *,
                       dropout_p: float = 0.0, residual: Any = None, training: bool = True) -> Tensor:
     y = F.dropout(_activated(F.linear(x, weight, bias), activation), dropout_p, training)
@@ -547,7 +540,7 @@ def conv_bn_act(x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running
                 training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **options: Any) -> Tensor:
     y = conv_activation(x, weight, bias, **options)
     y = F.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
-    return _activated(y if residual is None else y + residual, activation)
+    return _activated(y, activation, residual)
 
 
 conv2d_bn_act = conv_bn_act
@@ -568,7 +561,7 @@ def conv_group_norm(x: Tensor, weight: Tensor, bias: Any, num_groups: int, gn_we
                     gn_bias: Any = None, *, activation: Any = None, residual: Any = None, eps: float = 1e-5,
                     **options: Any) -> Tensor:
     y = F.group_norm(conv_activation(x, weight, bias, **options), num_groups, gn_weight, gn_bias, eps)
-    return _activated(y if residual is None else y + residual, activation)
+    return _activated(y, activation, residual)
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **options: Any

@@ -70,7 +70,7 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     return _made[key]
 
 
-def as_function(op: str, function: Any, name: str = "epilogue") -> Epilogue:
+def as_function(op: str, function: Any, name: str) -> Epilogue:
     """For whoever asks for an operator by it: hence its hash."""
     kind = type(function).__name__
     if function is not None and not callable(function):

@@ -99,7 +99,7 @@ def test_epilogue_and_residual(shape, channels_last, device):
         more = {"training": True} if op is frt.batch_norm else {}
 
         def run(t, c, op=op, first=first, more=more):
-            return op(t[0], *first, weight=t[1], bias=t[2], residual=t[3], epilogue=frt.sigmoid, **more)
+            return op(t[0], *first, weight=t[1], bias=t[2], residual=t[3], epilogue="sigmoid", **more)
 
         def reference(t, c, op=op, first=first, more=more):
             return torch.sigmoid(op.reference(t[0], *first, weight=t[1], bias=t[2], **more) + t[3])
@@ -342,9 +342,9 @@ ERRORS = [
         "instance_norm: x must have at least 3 dimensions",
     ),
     (
-        lambda x: frt.batch_norm(x, C, C, epilogue="relu"),
-        TypeError,
-        "batch_norm: epilogue must be a function of one traced value, got str",
+        lambda x: frt.batch_norm(x, C, C, epilogue="rely"),
+        ValueError,
+        "batch_norm: epilogue must be None, a function of one traced value, or one of elu, .* got 'rely'",
     ),
     (
         lambda x: frt.batch_norm(x, C, C, training=True, eps=0),
@@ -369,7 +369,7 @@ def test_what_is_refused_writes_nothing():
     x, several = torch.randn(2, 4, 3), torch.zeros(2, dtype=torch.int64)
     refused = [
         ({"x": x.int()}, TypeError, "x must be a floating-point tensor"),
-        ({"epilogue": 3}, TypeError, "epilogue must be a function of one traced value, got int"),
+        ({"epilogue": 3}, TypeError, "epilogue must be None, a name, or a function of one traced value, got"),
         ({"weight": C * 1j}, TypeError, "weight has dtype torch.complex64"),
         ({"momentum": "0.1"}, TypeError, "momentum must be a number or None, got '0.1'"),
         ({"running_var": C.int()}, TypeError, "running_var .* a floating dtype, got torch.int32"),

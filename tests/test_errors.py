@@ -554,6 +554,11 @@ def test_a_number_of_which_a_batch_has_none():
             frt.kl_div(nothing, x, "batchmean")
 
 
+def test_an_epilogue_of_more_than_an_element():
+    with pytest.raises(frt.TraceError, match=r"layer_norm: torch\.softmax cannot be fused"):
+        frt.layer_norm(torch.randn(4, 8), 8, epilogue=torch.nn.Softmax(-1))
+
+
 def test_epilogues_of_nothing():
     x = torch.randn(4, 8)
     for epilogue in (lambda v: 1.0, lambda v: frt.exp(v * 0 + 1) * 0 + 1):

@@ -492,5 +492,5 @@ def test_a_module_of_the_users_is_traced():
 
 
 def test_a_module_with_parameters_is_no_activation():
-    with pytest.raises(TypeError, match=r"linear_activation: activation must be .* modules .*PReLU"):
+    with pytest.raises(TypeError, match=r"linear_activation: activation must be .* module without .*PReLU"):
         frt.linear_activation(torch.ones(3, 6), torch.ones(8, 6), None, torch.nn.PReLU())

@@ -26,6 +26,7 @@ from torch.testing import assert_close
 
 import fusionrt as frt
 from fusionrt import library, reference, row_fusion
+from fusionrt.op_names import OPS
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import launch
 
@@ -301,8 +302,8 @@ def twice_its_sine(y):
 
 # An epilogue, and what it does to tensors.
 EPILOGUES = {"an op": (frt.relu, torch.relu), "another": (frt.gelu_tanh, reference.gelu_tanh),
-             "torch's": (torch.sigmoid, torch.sigmoid), "fused": (twice_its_sine, lambda y: 2 * y.sin()),
-             "plain": (lambda y: y * y + 1,) * 2}
+             "torch's": (torch.sigmoid, torch.sigmoid), "by name": ("relu", torch.relu),
+             "fused": (twice_its_sine, lambda y: 2 * y.sin()), "plain": (lambda y: y * y + 1,) * 2}
 
 
 @pytest.mark.covering(1)
@@ -524,10 +525,14 @@ X, W = torch.randn(4, 16), torch.randn(16)
      "layer_norm: dropout_p must be a probability in [0, 1], got 1.5"),
     (lambda: frt.dropout_add_layer_norm(X, X, p=-1), ValueError,
      "dropout_add_layer_norm: p must be a probability in [0, 1], got -1"),
-    (lambda: frt.layer_norm(X, 16, epilogue="relu"), TypeError,
-     "layer_norm: epilogue must be a function of one traced value, got str"),
+    (lambda: frt.layer_norm(X, 16, epilogue="rely"), ValueError,
+     "layer_norm: epilogue must be None, a function of one traced value, or one of "
+     + ", ".join(OPS["activations"]) + ", got 'rely'"),
     (lambda: frt.layer_norm(X, 16, epilogue=[frt.relu]), TypeError,
-     "layer_norm: epilogue must be a function of one traced value, got list"),
+     "layer_norm: epilogue must be None, a name, or a function of one traced value, got list"),
+    (lambda: frt.layer_norm(X, 16, epilogue=torch.nn.PReLU()), TypeError,
+     "layer_norm: epilogue must be None, a name, a function of one traced value or a module without "
+     "parameters, got a PReLU"),
     (lambda: frt.layer_norm(X, 16, epilogue=lambda y: "y"), frt.TraceError,
      "layer_norm: must return traced values, got str"),
     (lambda: frt.layer_norm_gelu(X, 16, approximate="erf"), ValueError,

@@ -334,9 +334,9 @@ def test_one_launch_each_way(columns):
 
 
 @pytest.mark.parametrize(
-    "epilogue", [frt.silu, torch.sqrt, lambda y: y * 2 + 1], ids=["op", "torch", "plain"])
+    "epilogue", [frt.silu, "silu", torch.sqrt, lambda y: y * 2 + 1], ids=["op", "name", "torch", "plain"])
 def test_epilogues(epilogue, device):
-    plain = torch.nn.functional.silu if epilogue is frt.silu else epilogue
+    plain = torch.nn.functional.silu if epilogue in (frt.silu, "silu") else epilogue
     check(functools.partial(frt.softmax, epilogue=epilogue), (randn(6, 70, device=device),),
           reference=lambda x: plain(torch.softmax(x, -1)))
 
@@ -525,7 +525,7 @@ class Power:
     (lambda: frt.softmax(X[0], causal=True), ValueError,
      "softmax: causal needs x of at least two dimensions and the last one as dim, got x of shape (16,)"),
     (lambda: frt.softmax(X, epilogue=3), TypeError,
-     "softmax: epilogue must be a function of one traced value, got int"),
+     "softmax: epilogue must be None, a name, or a function of one traced value, got int"),
     (lambda: frt.softmax(X, epilogue=Power(3)), TypeError,
      "softmax: epilogue must be hashable, as kernels are known by it, got one of Power (of a dataclass write "
      "frozen=True)"),

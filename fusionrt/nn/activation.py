@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 
-from fusionrt.activation import resolve, translated
+from fusionrt.activation import Activation, resolve, translated
 from fusionrt.catalogue import OPS
 from fusionrt.op_names import OPS as NAMES
 
-# None, a name of the catalogue's, or a function of a traced value.
-Activation = str | Callable[[Any], Any] | None
 
 def known(module: str, activation: Any) -> Activation:
     """`activation` as modules keep it: by name where the catalogue has it, so that it is written as a word.

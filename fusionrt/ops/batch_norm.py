@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_float, as_int, check_number
 from fusionrt.array import check_dense, check_writeable, converted, is_foreign
 from fusionrt.catalogue import Make, public
@@ -27,7 +28,7 @@ from fusionrt.layout import lie_apart
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
 from fusionrt.problem import unpack
-from fusionrt.row_fusion import Epilogue, Run, as_function, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
 from fusionrt.rowwise import standardize
 from fusionrt.watching import is_recorded, transforms_active
 
@@ -65,7 +66,7 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
 
 
 def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, Any], weight: Any, bias: Any,
-                 residual: Any, eps: float, epilogue: Epilogue, recompute: bool = False) -> tuple[Any, ...]:
+                 residual: Any, eps: float, epilogue: Activation, recompute: bool = False) -> tuple[Any, ...]:
     """The result, and with `training` mean and unbiased variance of every channel. A row is a channel."""
     n = x.dim()
     order, ones = (1, 0, *range(2, n)), (-1,) + (1,) * (n - 1)
@@ -75,7 +76,7 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
     if residual is not None:
         tensors["residual"] = residual.permute(order)
     recorded, tracked = is_recorded(x, weight, bias, residual), running[0] is not None
-    epilogue = as_function(op, epilogue)
+    epilogue = resolve(op, epilogue, "epilogue")
     run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked)
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
@@ -207,14 +208,15 @@ def _typical_at_inference(make: Make) -> tuple[Any, ...]:
 @public(example=_typical)
 def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                bias: Any = None, training: bool = False, momentum: float | None = 0.1, eps: float = 1e-5, *,
-               num_batches_tracked: Any = None, residual: Any = None, epilogue: Epilogue = None,
+               num_batches_tracked: Any = None, residual: Any = None, epilogue: Activation = None,
                recompute: bool = False) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), mean and var of every channel.
 
     x: (N, C, ...), residual: x's shape, the others (C,). With `training` mean and (biased) variance are the
     batch's, and running_mean, running_var, where given, move towards the batch's mean and unbiased variance
     by `momentum`, in place; without it they are what is taken. `momentum` None: by 1 / num_batches_tracked,
-    the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to. `recompute`: a
+    the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to. `epilogue`: as in
+    `layer_norm`. `recompute`: a
     convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
     Source: torch.nn.functional.batch_norm, torch.nn.BatchNorm2d (Ioffe & Szegedy 2015).
     In training one value a channel is a ValueError, as in torch.
@@ -265,7 +267,7 @@ def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: fl
 @public(example=lambda make: (make(*IMAGES), None, None, make(IMAGES[1]), make(IMAGES[1])))
 def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                   bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *,
-                  residual: Any = None, epilogue: Epilogue = None) -> Any:
+                  residual: Any = None, epilogue: Activation = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), of each instance's channels.
 
     x: (N, C, ...) with at least one more dimension, residual: x's shape, the others (C,). Running statistics,
@@ -296,7 +298,8 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
         tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
         tensors |= {} if residual is None else {"residual": residual}
         recorded = is_recorded(x, weight, bias, residual)
-        each = _operator(op, tuple(tensors), x.dim() - 2, True, as_function(op, epilogue), recorded, tracked)
+        each = _operator(op, tuple(tensors), x.dim() - 2, True, resolve(op, epilogue, "epilogue"), recorded,
+                         tracked)
         out = each(x, *tensors.values(), eps)
         if tracked and x.numel():
             mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
@@ -309,7 +312,7 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
 
 @public(example=lambda make: (make(*IMAGES), 32, make(IMAGES[1]), make(IMAGES[1])))
 def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
-               residual: Any = None, epilogue: Epilogue = None) -> Any:
+               residual: Any = None, epilogue: Activation = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
 
     x: (N, C, ...), residual: x's shape, weight and bias: (C,). Source: torch.nn.functional.group_norm
@@ -332,7 +335,7 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
         tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
         recorded = is_recorded(x, weight, bias, residual)
         each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
-                         as_function("group_norm", epilogue), recorded, False)
+                         resolve("group_norm", epilogue, "epilogue"), recorded, False)
         return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
     return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_int, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, found, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
 from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
@@ -64,7 +65,8 @@ sites = Sites()
 
 def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float,
           norm: str = "layer", residual: Any = None, dropout_p: float = 0.0, training: bool = True,
-          epilogue: Epilogue = None, return_sum: bool = False, return_stats: bool = False) -> Any:
+          epilogue: Activation = None, return_sum: bool = False, return_stats: bool = False) -> Any:
+    epilogue = None if epilogue is None else resolve(op, epilogue, "epilogue")
     if hasattr(normalized_shape, "shape") and not is_int(normalized_shape):
         if weight is not None:
             raise ValueError(f"{op}: normalized_shape must be numbers where a weight is given, got a tensor")
@@ -88,7 +90,7 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
     numbers = (eps,) if scale is None else (eps, dropout_p, scale)
     recorded = is_recorded(*tensors)
     present = weight is not None, bias is not None, residual is not None, scale is not None
-    run = _operator(op, present, len(shape), norm, as_function(op, epilogue), return_sum,
+    run = _operator(op, present, len(shape), norm, epilogue, return_sum,
                     return_stats or recorded)
     args = (*[t for t in tensors if t is not None], *numbers)
     if key is not None and not seen_by_torch(*tensors):
@@ -144,16 +146,17 @@ def _typical(make: Make) -> tuple[Any, ...]:
 
 @public(example=_typical, asks=(sites, "x weight bias residual"))
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
-               residual: Any = None, dropout_p: float = 0.0, training: bool = True, epilogue: Epilogue = None,
-               return_sum: bool = False, return_stats: bool = False) -> Any:
+               residual: Any = None, dropout_p: float = 0.0, training: bool = True,
+               epilogue: Activation = None, return_sum: bool = False, return_stats: bool = False) -> Any:
     """epilogue((s - mean(s)) / sqrt(var(s) + eps) * weight + bias) of s = dropout(x, dropout_p) + residual.
 
     x: (..., *normalized_shape); `normalized_shape`: an int, ints, or the weight itself; weight, bias: that
     shape; residual: x's. The variance is biased. Source: torch.nn.functional.layer_norm (Ba et al. 2016).
     With `return_sum` the result is (y, s), s in x's dtype and y of this s; with `return_stats` mean and rstd
     follow.
-    `epilogue`: a function of one traced value, as `fuse` takes them; define it once, outside of a loop. It is
-    called once, and numbers that it captures are what they were then.
+    `epilogue`: the name of an activation of the catalogue, a module or a function of torch's that it has, or
+    a function of one traced value, as `fuse` takes them. Define that once, outside of a loop: it is called
+    once, and numbers that it captures are what they were then.
     `dropout_p`: from 0 to 1, of no effect without `training`.
 
         layer_norm(x, (512,), weight, bias, epilogue=fusionrt.relu)
@@ -166,7 +169,7 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 @public(example=lambda make: _typical(make)[:3], asks=(sites, "x weight None residual"))
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None, *,
              weight_offset: int = 0, residual: Any = None, dropout_p: float = 0.0, training: bool = True,
-             epilogue: Epilogue = None, return_sum: bool = False, return_stats: bool = False) -> Any:
+             epilogue: Activation = None, return_sum: bool = False, return_stats: bool = False) -> Any:
     """epilogue(s / sqrt(mean(s^2) + eps) * (weight_offset + weight)) of s = dropout(x, dropout_p) + residual.
 
     Arguments as in `layer_norm`. `eps`: None is that of float32 (float64 for doubles), which torch takes.
@@ -238,7 +241,7 @@ def _shape(x: Any, weight: Any) -> Any:
 
 @public(example=_with_residual, asks=(sites, "x weight bias residual"))
 def add_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
-             epilogue: Epilogue = None) -> Any:
+             epilogue: Activation = None) -> Any:
     """(layer_norm(s, weight.shape, weight, bias, eps), s) of s = x + residual: a pre-norm block's step.
 
     Arguments as in `layer_norm`; over the last dimensions, those that the weight has, or the last one.
@@ -253,7 +256,7 @@ def add_norm(x: Any, residual: Any, weight: Any = None, bias: Any = None, eps: f
 
 @public(example=lambda make: _with_residual(make)[:3], asks=(sites, "x weight None residual"))
 def add_rms_norm(x: Any, residual: Any, weight: Any = None, eps: float | None = None, *,
-                 weight_offset: int = 0, epilogue: Epilogue = None) -> Any:
+                 weight_offset: int = 0, epilogue: Activation = None) -> Any:
     """(rms_norm(s, weight.shape, weight, eps), s) of s = x + residual: a pre-norm block's step.
 
     Arguments as in `rms_norm`; over the last dimensions, those that the weight has, or the last one.

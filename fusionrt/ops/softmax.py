@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusionrt import rowwise
+from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_int
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
@@ -26,7 +27,7 @@ from fusionrt.expr import Expr, node
 from fusionrt.fusion import dropped, fused
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, as_function, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, found, per_call, row_operator
 from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
@@ -71,9 +72,10 @@ TENSORS = "x", "factor", "mask"
 sites = Sites()
 
 
-def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Epilogue = None,
+def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Activation = None,
            p: float = 0.0, kept_scale: float | None = None) -> Any:
     """The op along a dimension, which becomes the last one: strides are followed, nothing is copied."""
+    epilogue = None if epilogue is None else resolve(op, epilogue, "epilogue")
     key = None
     factor, number = (None, scale) if scale is None or isinstance(scale, (int, float)) else (scale, None)
     if not torch.compiler.is_dynamo_compiling():  # which warns of caches
@@ -99,7 +101,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     behind = epilogue is not None or kept_scale is not None
     recorded = behind and is_recorded(*tensors)
     scaled = "number" if number is not None else "factor" if factor is not None else None
-    run = _operator(op, scaled, _kind(op, mask), causal, as_function(op, epilogue), kept_scale is not None,
+    run = _operator(op, scaled, _kind(op, mask), causal, epilogue, kept_scale is not None,
                     recorded)
     if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
         given, told = (True, factor is not None, mask is not None), 1 if recorded else None
@@ -158,13 +160,12 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
 @public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
         arrays="x scale mask", numbers={"scale"})
 def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-            epilogue: Epilogue = None) -> Any:
+            epilogue: Activation = None) -> Any:
     """epilogue(e^z / sum(e^z)) along dim, of z = x * scale + mask.
 
     `scale`: a number (no recompilation) or a tensor; `mask`: floating-point, added; or boolean, True where
     a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
-    column j of row i passes if j <= i + C - R. `epilogue`: a function of one traced value, as `fuse` takes
-    them; define it once, outside of a loop: it is called once. Source: torch.softmax.
+    column j of row i passes if j <= i + C - R. `epilogue`: as in `layer_norm`. Source: torch.softmax.
 
         softmax(scores, scale=0.125, causal=True)
     """
@@ -174,7 +175,7 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
 @public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
         arrays="x scale mask", numbers={"scale"})
 def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-                epilogue: Epilogue = None) -> Any:
+                epilogue: Activation = None) -> Any:
     """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
 
     Arguments as in `softmax`. Source: torch.log_softmax.
