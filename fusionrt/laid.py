@@ -35,6 +35,17 @@ def address(t: torch.Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def is_lazy(t: torch.Tensor) -> bool:
+    """Whether memory does not hold the values: torch negates some views lazily (`z.conj().imag`), and zeros
+    among its derivatives have no memory."""
+    return t.is_neg() or t._is_zerotensor()
+
+
+def in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values, held by memory; itself if they are."""
+    return torch.zeros_like(t) if t._is_zerotensor() else t.resolve_neg()
+
+
 def heads_of_rows(like: torch.Tensor, batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
     """Memory of the shape (B, heads, S, D), the heads of a row beside each other: merging them is free.
 

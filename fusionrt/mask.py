@@ -17,6 +17,7 @@ import torch
 from fusionrt import layout
 from fusionrt.expr import Expr, argument, node
 from fusionrt.graph import leaves, substitute
+from fusionrt.laid import is_lazy
 from fusionrt.op import Args, Operator, memory_order
 from fusionrt.problem import Output
 from fusionrt.rehearsal import device_type
@@ -82,7 +83,7 @@ def leaving_mask(op: Operator, args: Args) -> Masking | None:
     shape = layout.broadcast_shapes([t.shape for t in tensors])
     n = 0 if shape is None else math.prod(shape)
     if (type(op) is not Operator or n < max(1, FROM) or n % WHOLE or device_type(tensors[0]) != "cuda"
-            or any(t.dtype.itemsize > EACH or t.is_neg() for t in tensors)):
+            or any(t.dtype.itemsize > EACH or is_lazy(t) for t in tensors)):
         return None
     needed = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     if needed not in op.masked:

@@ -22,6 +22,7 @@ from fusionrt.definition import SCALAR, Definition
 from fusionrt.dtypes import HALVES, STORAGE
 from fusionrt.expr import cast
 from fusionrt.graph import substitute, toposort
+from fusionrt.laid import in_memory, is_lazy
 from fusionrt.problem import Output, Problem, pack, pose
 from fusionrt.properties import kept_property
 from fusionrt.sites import Way, alike, keep
@@ -205,9 +206,8 @@ class Operator(Definition):
         return plan
 
     def _resolving(self, *args: Any) -> Any:
-        """torch negates some views lazily (`z.conj().imag`): kernels read memory as it is."""
         n = len(self.params)
-        resolved = [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args[:n]]
+        resolved = [in_memory(a) if isinstance(a, torch.Tensor) else a for a in args[:n]]
         return self.launch(resolved, *args[n:])
 
     def _call_foreign(self, args: Args) -> Any:
@@ -322,7 +322,7 @@ class Operator(Definition):
 
     def _plan(self, args: Args, alignment: int) -> Run:
         shape, _ = self.check(args)
-        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
+        if any(isinstance(a, torch.Tensor) and is_lazy(a) for a in args):
             return lambda *args: self._resolving(*args)  # an object of its own for each kind of call
         outputs = self.allocate(args, shape)
         if 0 in shape:
@@ -432,7 +432,7 @@ def call_key(args: Args) -> tuple[Any, ...]:
     key: list[Any] = []
     for a in args:
         if isinstance(a, torch.Tensor):
-            key += (type(a), a.shape, a.dtype, a.stride(), a.device, a.requires_grad, a.is_neg())
+            key += (type(a), a.shape, a.dtype, a.stride(), a.device, a.requires_grad, is_lazy(a))
         else:
             key.append(type(a))
     return tuple(key)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusionrt.laid import in_memory, is_lazy
 from fusionrt.problem import unpack
 from fusionrt.recorded_function import straight
 from fusionrt.watching import is_batched, is_recorded, is_transformed, is_watched, no_forward_mode
@@ -67,8 +68,8 @@ class StructuredOp:
         if is_watched():
             return self._overload(*args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if any(t.is_neg() for t in tensors):  # whose memory holds the opposite
-            args = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args)
+        if any(map(is_lazy, tensors)):
+            args = tuple(in_memory(a) if isinstance(a, torch.Tensor) else a for a in args)
         if self.gradient is not None and is_recorded(*tensors):
             return _record(self, *args)
         return self.run(*args)

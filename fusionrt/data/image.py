@@ -26,6 +26,7 @@ from fusionrt.data.samples import (
     table,
 )
 from fusionrt.dtypes import name_of
+from fusionrt.laid import in_memory
 from fusionrt.watching import no_transforms
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # of sources; all but uint8 of results
@@ -175,7 +176,7 @@ def _tensors(images: Any) -> tuple[list[torch.Tensor], bool, Any]:
 def _sources(tensors: Sequence[torch.Tensor], planar: bool) -> Images:
     """Checked, and without gaps; channels that lie last in memory are read as they lie."""
     first = tensors[0]
-    batches = [(t if t.dim() == 4 else t.unsqueeze(0)).resolve_neg() for t in tensors]
+    batches = [in_memory(t if t.dim() == 4 else t.unsqueeze(0)) for t in tensors]
     channels = batches[0].shape[1 if planar else 3]
     for batch in batches:
         if batch.dtype not in DTYPES:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusionrt.laid import in_memory
 from fusionrt.ops import depthwise_kernels as kernels
 from fusionrt.ops.depthwise_forms import PLAIN, Finish, Geometry
 from fusionrt.rehearsal import device_type
@@ -39,7 +40,8 @@ def finished(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish, chan
              residual: Tensor | None) -> Tensor:
     """The convolution with its epilogue, in one kernel; without a gradient."""
     if residual is not None:
-        residual = residual.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        residual = in_memory(residual).to(x.dtype).contiguous(memory_format=torch.channels_last)
+    x, weight, *channels = map(in_memory, (x, weight, *channels))
     return kernels.convolve(x, weight.contiguous(), geometry, finish, [c.contiguous() for c in channels],
                             residual)
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusionrt.dtypes import STORAGE
-from fusionrt.laid import address
+from fusionrt.laid import address, in_memory
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import Field, Params, definitions, members, pointer
 
@@ -94,7 +94,8 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     made = Folded(weight, dtype) if made is None or is_new else made
     last = weight.is_contiguous(memory_format=torch.channels_last)
     given = weight, *of
-    dense = [t if t is None or (t is weight and last) else t.contiguous() for t in given]
+    held = [t if t is None else in_memory(t) for t in given]
+    dense = [t if t is None or (k == 0 and last) else t.contiguous() for k, t in enumerate(held)]
     of_norm = tuple(None if t is None else STORAGE[t.dtype] for t in of)
     form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
     tensors = *dense, made.weight, made.bias, made.applied

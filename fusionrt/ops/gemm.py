@@ -13,7 +13,7 @@ import torch
 
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS, STORAGE
 from fusionrt.expr import Expr
-from fusionrt.laid import address
+from fusionrt.laid import address, is_lazy
 from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
@@ -116,11 +116,13 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
              residual: torch.Tensor | None = None) -> bool:
     """Whether the copy engine takes the memory of x [M, K], weight [N, K], bias [N], residual [M, N], all of
     one dtype."""
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() & 3):
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or is_lazy(bias)
+                             or bias.data_ptr() & 3):
         return False
     matrices = [t for t in (x, weight, residual) if t is not None]
     return weight.shape[0] % 8 == 0 and all(
-        t.dtype == x.dtype and t.stride(1) == 1 and tensor_map.can_copy(_matrix(t)) for t in matrices)
+        t.dtype == x.dtype and t.stride(1) == 1 and not is_lazy(t) and tensor_map.can_copy(_matrix(t))
+        for t in matrices)
 
 
 @functools.lru_cache(4096)

@@ -13,7 +13,7 @@ import torch
 
 from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS
 from fusionrt.expr import Expr
-from fusionrt.laid import address
+from fusionrt.laid import address, is_lazy
 from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import definitions, members, pointer
@@ -54,6 +54,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     all of one dtype."""
     others = [t for t in (bias, residual) if t is not None]
     return (all(t.dtype == x.dtype for t in (weight, *others)) and all(t.stride(-1) == 1 for t in others)
+            and not any(map(is_lazy, (x, weight, *others)))
             and all(t.stride(1) == 1 and (t.shape[0] == 1 or t.stride(0) % VECTOR == 0)
                     and (t.is_meta or t.data_ptr() % 16 == 0) for t in (x, weight)))
 

@@ -7,6 +7,7 @@ import functools
 
 import torch
 
+from fusionrt.laid import in_memory
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import definitions, members, pointer
 
@@ -40,6 +41,7 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def _transposed(x: Tensor, y: Tensor, rows: int, columns: int) -> Tensor:
+    x = in_memory(x)
     each = 2 if x.itemsize == 2 and not (rows | columns) % 2 and not x.data_ptr() % 4 else 1
     down, across = -(-rows // ROWS), -(-columns // (WORDS * each))
     if x.numel():

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusionrt.arguments import as_float
 from fusionrt.cpu.team import torch_alone
 from fusionrt.dtypes import FLOATS, name_of
+from fusionrt.laid import is_lazy
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Kind
 from fusionrt.optim.state import is_dense
@@ -81,7 +82,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> Callable[..., None]:
 def _fits(average: torch.Tensor, value: torch.Tensor) -> bool:
     return (average.dtype in FLOATS and value.dtype in FLOATS and average.device.type in ("cpu", "cuda")
             and (average.dtype == torch.float64 or value.dtype != torch.float64)
-            and average.stride() == value.stride() and not (average.is_neg() or value.is_neg())
+            and average.stride() == value.stride() and not (is_lazy(average) or is_lazy(value))
             and (average.is_contiguous() or is_dense(average))
             and not is_traceable_wrapper_subclass(average) and not is_traceable_wrapper_subclass(value))
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt import guards
+from fusionrt.laid import is_lazy
 from fusionrt.optim import state as states
 from fusionrt.optim.kernels import Kind
 from fusionrt.optim.state import Format
@@ -52,7 +53,7 @@ class Bucket:
         for k, (grad, (shape, stride)) in enumerate(zip(grads, self._expected, strict=True)):
             # A gradient without strides, a sparse one, raises.
             if grad is not None and (grad.layout is not torch.strided or grad.dtype is not self._dtype
-                                     or grad.shape != shape or grad.stride() != stride or grad.is_neg()):
+                                     or grad.shape != shape or grad.stride() != stride or is_lazy(grad)):
                 grads[k] = self._converted(k, grad)
                 copies.append(grads[k])
         if not copies and all(grad is not None for grad in grads):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionrt.cpu.team import torch_alone
+from fusionrt.laid import is_lazy
 from fusionrt.optim import quantised
 from fusionrt.optim.table import Row
 
@@ -44,7 +45,7 @@ def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) ->
         raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a gradient or a state of shape "
                            f"{tuple(value.shape)}")
     if (value.dtype == dtype and value.device == param.device and value.stride() == param.stride()
-            and not value.is_neg()):  # whose memory holds the opposite
+            and not is_lazy(value)):
         return value
     with torch_alone():
         return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
