@@ -128,17 +128,20 @@ class Operator(Definition):
 
     def _resume(self, known: Way, args: Args) -> Any:
         """A kind of call that was made before, but not last: the entry function's next guess."""
-        tensors, run = [a for a in args if isinstance(a, torch.Tensor)], known.run
+        tensors, local = [a for a in args if isinstance(a, torch.Tensor)], self.local
         if not known.check(*tensors):  # made under another dispatch state: autocast, inference mode
             known.check = guards.guard(*tensors)
-        settled = settling.settle(run)
-        if settled is not None:
-            known.run, check = settled, known.check
-            usual = [isinstance(a, torch.Tensor) for a in args] == self.entry_tensors
-            site = (False, check, settled) if usual else (True, guards.guard_all(check, args), settled)
-            self.local.site = site
-            keep(self.local.others, alike(tensors[0]), site)
-        return run(*args)
+        of_all = [isinstance(a, torch.Tensor) for a in args] != self.entry_tensors
+        check = guards.guard_all(known.check, args) if of_all else known.check
+
+        first = alike(tensors[0])
+
+        def use(run: Run) -> None:
+            known.run, local.site = run, (of_all, check, run)
+            keep(local.others, first, local.site)
+
+        use(settling.counted(known.run, use))
+        return known.run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Run:
         """The plan, with what a call of these arguments needs beside it: random numbers, a gradient;
@@ -188,13 +191,11 @@ class Operator(Definition):
         plan = self.plan(args)
         known = local.launches.get(plan)
         if known is None:
-            keep(local.launches, plan, Way(guards.guard_all(guards.guard(*tensors), args), plan))
+            keep(local.launches, plan, Way(guards.guard_all(guards.guard(*tensors), args), plan).counting())
             return plan
-        settled = settling.settle(known.run)
-        if settled is not None:
-            known.run, local.launched = settled, known
-            keep(local.others_launched, alike(tensors[0]), known)
-        return plan
+        local.launched = known
+        keep(local.others_launched, alike(tensors[0]), known)
+        return known.run
 
     def plan(self, args: Args) -> Run:
         """A callable of the arguments (and random numbers), made once for each kind of call."""

@@ -1,7 +1,8 @@
 """What is called often settles: on machine code, or on what looks at less, made after so many calls.
 What is called once, as a batch may have sizes that no other has, is not worth a text of its own: `Again`.
 
-A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks at each call (`settle`).
+A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks at each call (`settle`), or has
+the calls counted (`counted`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,21 @@ def settle(run: Any) -> Run | None:
     if not _has_settled:
         _has_settled.append(True)
     return settled(run)
+
+
+def counted(run: Run, use: Callable[[Run], None]) -> Run:
+    """`run`, to be called until `use` is told what costs less."""
+    if not hasattr(run, "settled"):
+        return run
+
+    def counting(*args: Any) -> Any:
+        made = settle(run)
+        if made is None:
+            return run(*args)
+        use(made)
+        return made(*args)
+
+    return counting
 
 
 def is_capturing() -> bool:

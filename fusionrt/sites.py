@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from fusionrt.guards import Check, both, guard, guard_all
-from fusionrt.settling import settle
+from fusionrt.settling import counted
 from fusionrt.watching import unguarded
 
 Run = Callable[..., Any]
 KEPT = 4096  # kinds of calls that a thread remembers
+SAME = 4     # of those that are alike, or differ in numbers alone
 NUMBERS = frozenset({int, float, bool})
 EQUAL = frozenset({*NUMBERS, str, type(None)})  # of which one that equals another is as good
 
@@ -25,8 +26,8 @@ alike = operator.attrgetter("shape", "dtype", "requires_grad")
 
 
 def all_alike(first: Any, *others: Any) -> tuple[Any, ...]:
-    """The same of calls that differ in the others' shapes; each may be None."""
-    return (*alike(first), *[None if t is None else t.shape for t in others])
+    """The same of calls that differ in the others as well; each may be None."""
+    return (*alike(first), *[None if t is None else (t.shape, t.requires_grad) for t in others])
 
 
 def keep(known: dict[Any, Any], kind: Any, value: Any) -> None:
@@ -46,18 +47,18 @@ class Sites(threading.local):
     """
 
     def __init__(self) -> None:
-        self.known: dict[Any, dict[Any, Way]] = {}
-        self.numbers: dict[Any, Any] = {}
+        self.known: dict[Any, dict[Any, tuple[Way, ...]]] = {}
+        self.numbers: dict[Any, tuple[Any, ...]] = {}
         self._heard: Any = None
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Run | None:
         try:
-            way = self.known[key, torch.is_grad_enabled()][all_alike(*tensors)]
-            if unguarded() or not way.check(*tensors):
-                return None
+            ways = self.known[key, torch.is_grad_enabled()][all_alike(*tensors)]
+            way = None if unguarded() else next((way for way in ways if way.check(*tensors)), None)
         except (KeyError, TypeError, AttributeError, RuntimeError):  # also of what is no tensor, or nested
             return None
-        way.run = settle(way.run) or way.run
+        if way is None:
+            return None
         self._tell(way, tensors)
         return way.run
 
@@ -80,25 +81,28 @@ class Sites(threading.local):
         """`also`: what else must be so, of the tensors and of torch, of which guards know nothing."""
         if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
             check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
-            way = Way(check if also is None else both(check, also), run)
-            kind = key, torch.is_grad_enabled()
+            way = Way(check if also is None else both(check, also), run).counting()
+            kind, kinds = (key, torch.is_grad_enabled()), all_alike(*tensors)
             if kind not in self.known:
                 keep(self.known, kind, {})
-            keep(self.known[kind], all_alike(*tensors), way)
+            before = self.known[kind].get(kinds, ())  # for other strides, say, or in another mode of torch's
+            keep(self.known[kind], kinds, (way, *before[:SAME - 1]))
             self._tell(way, tensors)
         return run
 
     def are_as_before(self, kind: tuple[Any, ...], *numbers: Any) -> bool:
-        """Whether the last call of this kind had the same numbers: those that change each time (an annealed
-        temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
+        """Whether one of the last calls of this kind had the same numbers: those that change each time (an
+        annealed temperature) are not worth a way of their own. Tensors in the place of numbers never are."""
         if not all(type(n) in EQUAL for n in numbers):
             return False
         try:
-            before = self.numbers.get(kind)
+            before = self.numbers.get(kind, ())
         except TypeError:  # an option that cannot be a key
             return False
-        keep(self.numbers, kind, numbers)
-        return before == numbers
+        if numbers in before:
+            return True
+        keep(self.numbers, kind, (numbers, *before[:SAME - 1]))
+        return False
 
 
 class Way:
@@ -108,3 +112,11 @@ class Way:
 
     def __init__(self, check: Check, run: Run) -> None:
         self.check, self.run = check, run
+
+    def counting(self) -> Way:
+        """Itself, whose calls are counted until what is run settles."""
+        self.use(counted(self.run, self.use))
+        return self
+
+    def use(self, run: Run) -> None:
+        self.run = run

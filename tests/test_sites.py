@@ -150,6 +150,32 @@ def test_shapes_in_turn(op, x, monkeypatch):
         assert {"_resume", "__call__", "find"}.isdisjoint(frames(lambda each=each: op(each)))
 
 
+@pytest.mark.parametrize("op", [frt.gelu, lambda x: frt.layer_norm(x, COLUMNS), frt.softmax])
+def test_lengths_that_were_met_before_take_the_short_way(op, device):
+    """Long before they settle: as those of sequences, of which few are met a hundred times."""
+    inputs = [torch.randn(n, COLUMNS, device=device) for n in range(2, 9)]
+    for each in inputs * 3:  # of an op's first numbers nothing is kept at once
+        op(each)
+    for each in inputs:
+        assert {"_resume", "__call__", "find"}.isdisjoint(frames(lambda each=each: op(each)))
+
+
+def test_calls_in_turns_that_differ_where_keys_do_not_look(x, monkeypatch):
+    """A residual with or without a gradient, of other strides; numbers: each is planned once."""
+    sites, planned = frt.layer_norm.__globals__["_frt_sites"], []
+    keep = sites.keep
+    monkeypatch.setattr(sites, "keep", lambda *args: planned.append(args) or keep(*args))
+    residual = torch.randn_like(x)
+    residuals = [residual, residual.clone().requires_grad_(), residual.t().contiguous().t()]
+    for _ in range(4):
+        for residual in residuals:
+            for eps in (0.125, 0.25):
+                assert_close(frt.layer_norm(x, COLUMNS, eps=eps, residual=residual),
+                             F.layer_norm(x + residual, (COLUMNS,), eps=eps))
+    # Numbers that no call had are not kept at once.
+    assert len(planned) == len(residuals) * 2
+
+
 @pytest.mark.parametrize("shape", [tuple, torch.Size], ids=["tuple", "torch.Size"])
 def test_a_shape_that_equals_another_is_known_again(x, shape, monkeypatch):
     """That of x.shape[-1:], or of (self.dim,), is another object in each call; one of floats is refused."""

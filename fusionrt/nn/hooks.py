@@ -12,4 +12,5 @@ GLOBAL_HOOKS: list[dict[int, Any]] = [getattr(torch_module, f"_global{name}") fo
 
 def has_hooks(module: Any) -> bool:
     """Whether a call of the module runs any, its own or one of all modules."""
-    return any(GLOBAL_HOOKS) or any(getattr(module, name) for name in HOOKS)
+    return any(GLOBAL_HOOKS) or bool(module._forward_hooks or module._forward_pre_hooks
+                                     or module._backward_hooks or module._backward_pre_hooks)

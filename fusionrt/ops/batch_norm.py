@@ -216,8 +216,8 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
     batch's, and running_mean, running_var, where given, move towards the batch's mean and unbiased variance
     by `momentum`, in place; without it they are what is taken. `momentum` None: by 1 / num_batches_tracked,
     the mean of all batches. `num_batches_tracked`: an int64 tensor that training adds 1 to. `epilogue`: as in
-    `layer_norm`. `recompute`: a
-    convolution of ours that reads the result does not keep it, but makes it again in its backward pass.
+    `layer_norm`. `recompute`: a convolution of ours that reads the result does not keep it, but makes it
+    again in its backward pass.
     Source: torch.nn.functional.batch_norm, torch.nn.BatchNorm2d (Ioffe & Szegedy 2015).
     In training one value a channel is a ValueError, as in torch.
 
