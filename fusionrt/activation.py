@@ -59,9 +59,11 @@ def resolve(op: str, activation: Any, argument: str = "activation") -> Epilogue:
             raise ValueError(f"{op}: {argument} must be None, a function of one traced value, or one of "
                              f"{', '.join(NAMES['activations'])}, got {activation!r}")
         return OPS[activation]
-    if not callable(activation):
+    if not callable(activation) or isinstance(activation, type):
+        name = getattr(activation, "__name__", None)
+        got = type(activation).__name__ if name is None else f"the class {name}: write {name}()"
         raise TypeError(f"{op}: {argument} must be None, a name, or a function of one traced value, got "
-                        f"{type(activation).__name__}")
+                        f"{got}")
     return as_function(op, activation, argument)
 
 

@@ -530,9 +530,10 @@ def conv_activation(x: Tensor, weight: Tensor, bias: Any = None, activation: Any
     return y if residual is None else residual + y
 
 
-def conv_gelu_dropout(x: Tensor, weight: Tensor, bias: Any = None, p: float = 0.5, training: bool = True,
-                      **options: Any) -> Tensor:
-    return conv_activation(x, weight, bias, "gelu", dropout_p=p, training=training, **options)
+def conv_gelu_dropout(x: Tensor, weight: Tensor, bias: Any = None, p: float = 0.5, training: bool = True, *,
+                      approximate: str = "none", **options: Any) -> Tensor:
+    activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return conv_activation(x, weight, bias, activation, dropout_p=p, training=training, **options)
 
 
 def conv_bn_act(x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any,

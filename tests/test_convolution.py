@@ -183,6 +183,8 @@ def test_dropout_keeps_what_torch_would(device):
     expected = torch.autograd.grad(frt.conv_activation(*args, "gelu"), args, grad * kept / 0.75)
     close(torch.autograd.grad(recorded, args, grad), expected)
     close(frt.conv_gelu_dropout(x, weight, bias, 0.25, training=False), plain)
+    tanh = F.gelu(F.conv2d(x, weight, bias), approximate="tanh")
+    close(frt.conv_gelu_dropout(x, weight, bias, 0.25, False, approximate="tanh"), tanh)
     assert not frt.conv_activation(x, weight, bias, "gelu", dropout_p=1.0, residual=torch.zeros_like(y)).any()
 
 
@@ -451,6 +453,10 @@ WRONG = [
      lambda: frt.conv_activation(X, WEIGHT, torch.zeros(6), "relu")),
     (ValueError, r"residual must have the result's shape \(2, 4, 5, 6\), got \(2, 4, 7, 8\)",
      lambda: frt.conv_activation(X, WEIGHT, residual=X[:, :4])),
+    (ValueError, "momentum must be a number, got None, the mean over all batches: that needs their number",
+     lambda: frt.conv_bn_act(X, WEIGHT, None, BIAS, BIAS, training=True, momentum=None)),
+    (ValueError, "approximate must be 'none' or 'tanh', got 'erf'",
+     lambda: frt.conv_gelu_dropout(X, WEIGHT, approximate="erf")),
     (ValueError, "dropout_p must be a probability in .0, 1., got 2", lambda: frt.conv_activation(
         X, WEIGHT, dropout_p=2)),
     (ValueError, "activation must be None, a function of one traced value, or one of .* got 'rulu'",

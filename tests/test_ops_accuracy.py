@@ -25,7 +25,7 @@ VARIANTS = [
     ("leaky_relu", (0.2,), {}),
     ("elu", (1.5,), {}),
     ("softplus", (2.0, 3.0), {}),
-    *((name, (), {"approximate": "tanh"}) for name in ("bias_gelu", "geglu", "gelu_dropout")),
+    *((name, (), {"approximate": "tanh"}) for name in ("gelu", "bias_gelu", "geglu", "gelu_dropout")),
     ("swish_multiply", (), {"activate": "gate"}),
     ("prelu_bias", (), {"bias_first": False}),
 ]

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fusionrt.activation import Activation, resolve, translated
+from fusionrt.activation import Activation, activated, resolve, translated
 from fusionrt.catalogue import OPS
+from fusionrt.expr import argument
 from fusionrt.op_names import OPS as NAMES
 
 
@@ -23,6 +24,7 @@ def known(module: str, activation: Any) -> Activation:
     if found is not activation:
         return found
     function = resolve(module, activation)
+    activated(module, argument("value"), function)  # what cannot be traced is refused where it is chosen
     name = getattr(function, "__name__", "")
     return name if name in NAMES["activations"] and OPS[name] is function else function
 

@@ -178,7 +178,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
                    "batch_first": (self.batch_first, False), "causal": (self.causal, False),
                    "rotary": (self.rotary, None)}
         shown = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
-        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *shown])
+        return ", ".join([f"embed_dim={self.embed_dim}, num_heads={self.num_heads}", *shown])
 
 
 def _batch_first(t: Tensor, is_first: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -112,17 +113,27 @@ class FusedConv2dBNReLU(FusedConvBNAct, activation="relu"):
                  padding: Any = 0, dilation: Any = 1, groups: int = 1, bias: bool = True,
                  padding_mode: Any = "zeros", device: Any = None, dtype: Any = None, *, eps: float = 1e-5,
                  momentum: float | None = 0.1, affine: bool = True, track_running_stats: bool = True) -> None:
+        of_conv: dict[str, Any] = {
+            "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation,
+            "groups": groups, "bias": bias, "padding_mode": padding_mode}
+        of_norm: dict[str, Any] = {
+            "eps": eps, "momentum": momentum, "affine": affine, "track_running_stats": track_running_stats}
+        where = {"device": device, "dtype": dtype}
         if isinstance(in_channels, nn.Module) and isinstance(out_channels, nn.Module):
+            expect(type(self), in_channels, nn.Conv2d, argument="conv")
+            usual = inspect.signature(FusedConv2dBNReLU).parameters
+            told = [n for n, value in (of_conv | of_norm | where).items() if value != usual[n].default]
+            if told:
+                raise TypeError("FusedConv2dBNReLU: of a Conv2d and a BatchNorm2d, which have their own "
+                                f"options, got {', '.join(told)}")
             super().__init__(in_channels, out_channels)
             return
         if kernel_size is None:
             kinds = f"{type(in_channels).__name__}, {type(out_channels).__name__}"
             raise TypeError("FusedConv2dBNReLU: takes a Conv2d and a BatchNorm2d, or numbers of channels and "
                             f"a kernel_size, got {kinds} and no kernel_size")
-        super().__init__(
-            nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
-                      padding_mode, device, dtype),
-            nn.BatchNorm2d(out_channels, eps, momentum, affine, track_running_stats, device, dtype))
+        super().__init__(nn.Conv2d(in_channels, out_channels, **of_conv, **where),
+                         nn.BatchNorm2d(out_channels, **of_norm, **where))
 
 
 def _momentum(bn: Any) -> float:

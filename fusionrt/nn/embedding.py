@@ -20,7 +20,7 @@ _OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 
 
 class EmbeddingPosition(nn.Module):
-    """dropout(norm(word[tokens] * scale + position[position_ids] + token_type[token_type_ids])), one kernel.
+    """dropout(norm(word[tokens] * scale + position[position_ids] + types[token_type])) in one kernel.
 
     max_positions: rows of the positions' table, None for no such table (a rotary model); token_types: rows of
     the token types' table, None for none. layer_norm: whether there is a norm. padding_idx: a token whose row

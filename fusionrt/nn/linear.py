@@ -24,8 +24,8 @@ class FusedLinear(Activated, nn.Linear):
     forward(input, residual=None): input (..., in_features), residual and result (..., out_features).
 
     State: `weight`, `bias`, as torch.nn.Linear's. The named classes (`FusedLinearReLU`, ...) differ by their
-    activation alone, which is not an argument of theirs. Raises ValueError and TypeError for an activation
-    that is none, a dropout outside [0, 1], and what `fusionrt.linear_activation` raises.
+    activation alone, which they fix: theirs is not to be given. Raises ValueError and TypeError for an
+    activation that is none, a dropout outside [0, 1], and what `fusionrt.linear_activation` raises.
 
         layer = FusedLinear(512, 2048, activation="gelu", dropout=0.1)
         layer.load_state_dict(torch.nn.Linear(512, 2048).state_dict())

@@ -7,10 +7,13 @@ and second derivatives. NaN and infinities pass as in torch, and so do the deriv
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fusionrt import expr
-from fusionrt.catalogue import pointwise
+from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, pointwise, public
+from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, node, normcdf, reciprocal, tanh_softplus, where
+from fusionrt.fusion import fused
 
 
 @pointwise
@@ -46,15 +49,22 @@ def elu(x: Expr, alpha: float = 1.0) -> Expr:
     return node("elu", x, alpha)
 
 
-@pointwise
-def gelu(x: Expr) -> Expr:
+@fused("gelu")
+def _gelu(x: Expr) -> Expr:
+    return x * normcdf(x)
+
+
+@public(example=lambda make: (make(ROWS, COLUMNS),), more=ELEMENTWISE,
+        usual=Usual(_gelu.operator, ("x",), "approximate == 'none'"))
+def gelu(x: Any, *, approximate: str = "none") -> Any:
     """x * Phi(x), with the distribution function of the standard normal: the exact (erf) form.
 
-    Source: torch.nn.functional.gelu (Hendrycks & Gimpel 2016). The tanh form is `gelu_tanh`.
+    `approximate`: "none", or "tanh", which is `gelu_tanh`.
+    Source: torch.nn.functional.gelu (Hendrycks & Gimpel 2016).
 
         gelu(torch.tensor([-1.0, 2.0]))  # [-0.1587, 1.9545]
     """
-    return x * normcdf(x)
+    return gelu_tanh(x) if is_tanh("gelu", approximate) else _gelu(x)
 
 
 @pointwise

@@ -176,7 +176,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     unless it or its value is NaN or infinite: what is multiplied by 0 then shows.
     `dropout_p`: in [0, 1], of no effect without `training`.
 
-    causal: query i attends to keys up to i, as in torch, also where S is not T. window: an int, so many keys
+    causal: query i attends to keys up to i, as in torch, also where S is not T (`softmax` aligns the last
+    ones). window: an int, so many keys
     nearest to the query on either side, itself among them (with `causal`: on the left); or a tuple of numbers
     of keys to the left and to the right, besides itself, None for all. alibi_slopes: (H,) or (B, H): adds
     -slope |i - j|. With either of these two the last query stands at the last key, that is query i at the

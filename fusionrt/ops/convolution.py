@@ -20,7 +20,7 @@ from typing import Any
 from fusionrt.activation import resolve
 from fusionrt.arguments import as_int
 from fusionrt.catalogue import Make, public
-from fusionrt.ops.activations import relu
+from fusionrt.ops.activations import is_tanh, relu
 from fusionrt.ops.batch_norm import group_norm
 from fusionrt.ops.convolution_path import (
     Given,
@@ -72,17 +72,19 @@ def conv_activation(x: Any, weight: Any, bias: Any = None, activation: Any = Non
 
 @public(example=_example)
 def conv_gelu_dropout(x: Any, weight: Any, bias: Any = None, p: float = 0.5, training: bool = True, *,
-                      stride: Ints = 1, padding: Padding = 0, dilation: Ints = 1, groups: int = 1) -> Any:
+                      approximate: str = "none", stride: Ints = 1, padding: Padding = 0, dilation: Ints = 1,
+                      groups: int = 1) -> Any:
     """dropout(gelu(convolution(x) + bias), p). Arguments as in `conv_activation`.
 
-    Source: F.dropout(F.gelu(F.conv2d(x, weight, bias, ...)), p, training).
-    `p`: from 0 to 1.
+    Source: F.dropout(F.gelu(F.conv2d(x, weight, bias, ...), approximate=approximate), p, training).
+    `p`: from 0 to 1; `approximate`: "none" (erf) or "tanh".
 
         conv_gelu_dropout(torch.randn(2, 8, 16, 16), torch.randn(4, 8, 3, 3), torch.zeros(4), 0.1)
     """
     scale_of_kept("conv_gelu_dropout", p, training)
+    activation = "gelu_tanh" if is_tanh("conv_gelu_dropout", approximate) else "gelu"
     options = stride, padding, dilation, groups
-    return with_activation("conv_gelu_dropout", x, weight, bias, "gelu", options, p, None, training)
+    return with_activation("conv_gelu_dropout", x, weight, bias, activation, options, p, None, training)
 
 
 @public(example=_norm_example)

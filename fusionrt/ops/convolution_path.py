@@ -286,6 +286,9 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
     check_number(op, "eps", eps)
     if momentum is not None:
         check_number(op, "momentum", momentum)
+    elif training and of[1] is not None:
+        raise ValueError(f"{op}: momentum must be a number, got None, the mean over all batches: that needs "
+                         "their number, which batch_norm takes")
     bias, mean, var, scale, shift = of
     if (mean is None) != (var is None) or (mean is None and not training):
         raise ValueError(f"{op}: running_mean and running_var go together, and without training both are "

@@ -165,7 +165,8 @@ def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causa
 
     `scale`: a number (no recompilation) or a tensor; `mask`: floating-point, added; or boolean, True where
     a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
-    column j of row i passes if j <= i + C - R. `epilogue`: as in `layer_norm`. Source: torch.softmax.
+    column j of row i passes if j <= i + C - R: the last row sees all (`attention` without a window aligns the
+    first row and column, as torch). `epilogue`: as in `layer_norm`. Source: torch.softmax.
 
         softmax(scores, scale=0.125, causal=True)
     """

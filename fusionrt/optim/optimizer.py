@@ -64,8 +64,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     them after it calls `scaler.unscale_(optimizer)` before. No step waits for the device. A step in a CUDA
     graph needs one before the capture.
 
-    `foreach`, `fused` and `capturable` are accepted and change nothing: every step is fused and capturable, a
-    learning rate may be a tensor. `differentiable=True` raises ValueError.
+    `foreach`, `fused` and `capturable` are accepted where torch's class has them, and change nothing: every
+    step is fused and capturable, a learning rate may be a tensor. `differentiable=True` raises ValueError.
     """
 
     _step_supports_amp_scaling = True
