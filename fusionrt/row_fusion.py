@@ -70,6 +70,12 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
     return _made[key]
 
 
+def like_sum(x: Any, residual: Any) -> str:
+    """Whose dtype results have, for `row_operator`: as torch's sum of both."""
+    is_wider = residual is not None and torch.promote_types(x.dtype, residual.dtype) != x.dtype
+    return "residual" if is_wider else "x"
+
+
 def as_function(op: str, function: Any, name: str) -> Epilogue:
     """For whoever asks for an operator by it: hence its hash."""
     kind = type(function).__name__

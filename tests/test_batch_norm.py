@@ -86,6 +86,23 @@ def test_batch_norm(shape, channels_last, training, affine, device):
     assert in_memory(y) == in_memory(x)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("op", [frt.batch_norm, frt.group_norm, frt.instance_norm])
+def test_a_wider_residual_decides_the_dtype(op, training, device):
+    x = torch.randn(3, 4, 5, 6, device=device).bfloat16().requires_grad_()
+    r = torch.randn(3, 4, 5, 6, device=device).requires_grad_()
+    mean, var = torch.randn(4, device=device), torch.rand(4, device=device) + 0.5
+    first = {frt.group_norm: (2,), frt.batch_norm: (mean, var)}.get(op, ())
+    options = {"training": training} if op is frt.batch_norm else {}
+    again = [t.clone() if torch.is_tensor(t) else t for t in first]
+    found = op(x, *first, residual=r, **options)
+    expected = op.reference(x.float(), *again, **options) + r
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(y.square().sum(), (x, r)) for y in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.slow
 @cases
 def test_epilogue_and_residual(shape, channels_last, device):

@@ -163,6 +163,26 @@ def test_arguments_in_another_order(device):
         close(function(x, weight, bias, scale, shift, mean, var, stride=2, padding=1), expected)
 
 
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("casting", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_wider_residual_decides_the_dtype(recorded, casting, groups, device):
+    """Also where torch casts the operands, with and without a gradient."""
+    x, weight, residual, of = (images(*s, device=device).float() for s in (
+        (4, 6, 9, 9), (6, 6 // groups, 3, 3), (4, 6, 9, 9), (4, 6)))
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_(recorded)
+    norm = of[0], of[1].square() + 0.5, of[2], of[3]
+    options = {"padding": 1, "groups": groups, "residual": residual}
+    if not casting:
+        x, weight = x.bfloat16(), weight.bfloat16()
+    for op, more in ((frt.conv_activation, ("silu",)), (frt.conv_bn_act, norm)):
+        with torch.autocast(device, torch.bfloat16, enabled=casting):
+            found = op(x, weight, None, *more, **options)
+        expected = op.reference(x.float(), weight.float(), None, *more, **options)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+
+
 # --- dropout
 
 def test_dropout_keeps_what_torch_would(device):

@@ -482,7 +482,8 @@ def test_autocast_keeps_the_residuals_wide(device):
 
 def test_repr_says_what_is_special():
     attention = fnn.FusedMultiheadAttention(E, HEADS, 0.1, num_kv_heads=2, rotary={"base": 5e5}, causal=True)
-    assert "16, 4, num_kv_heads=2, dropout=0.1, causal=True, rotary={'base': 500000.0}" in repr(attention)
+    assert ("embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.1, causal=True, "
+            "rotary={'base': 500000.0}") in repr(attention)
     assert "rotary={'base': 10000.0}" in repr(fnn.FusedMultiheadAttention(E, HEADS, rotary=True))
     assert "activation=silu, norm_first=True, gated=True" in repr(llama())
 

@@ -323,6 +323,22 @@ def test_epilogues(op, name, device):
           magnitudes=functools.partial(accumulated, formula), extra=2e-6, again=arguments)
 
 
+@pytest.mark.parametrize("narrow, wide", [(BF16, F32), (F16, F32), (F32, F64)], ids=str)
+@pytest.mark.parametrize("op", [frt.add_norm, frt.add_rms_norm])
+def test_a_wider_residual_decides_the_dtype(op, narrow, wide, device):
+    """As in torch's sum: a stream of float32 that branches of 16 bits are added to keeps its digits."""
+    x, r, w = (torch.randn(*s, device=device).to(d).requires_grad_() for s, d in (
+        ((6, 70), narrow), ((6, 70), wide), ((70,), wide)))
+    found, expected = op(x, r, w), op.reference(x, r, w)
+    assert [t.dtype for t in found] == [t.dtype for t in expected] == [wide, wide]
+    assert_close(found, tuple(expected))
+    assert op(r, x, w)[1].dtype == wide
+    grads = torch.randn_like(r), torch.randn_like(r)
+    ours, theirs = (torch.autograd.grad(out, (x, r, w), grads) for out in (found, expected))
+    assert [g.dtype for g in ours] == [narrow, wide, wide]
+    assert_close(ours, theirs)
+
+
 def test_numbers_that_an_epilogue_captures_are_those_of_its_first_call():
     """In all kernels, whichever are made when: those of training and of evaluation compute the same."""
     factor = 2.0

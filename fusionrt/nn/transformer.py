@@ -203,16 +203,9 @@ def _before_dropout(drop: Any, x: Tensor) -> tuple[Tensor, float, bool]:
 
 
 def _normed_sum(norm: Any, branch: Tensor, x: Tensor, drop: Any, return_sum: bool) -> Any:
-    """norm(dropout(branch) + x), and with return_sum that sum, of x's dtype.
-
-    Under autocast the branch has a narrower one, in which the sum would lose what each block adds."""
+    """norm(dropout(branch) + x), and with return_sum that sum."""
     branch, p, training = _before_dropout(drop, branch)
     if getattr(norm.forward, "__func__", None) not in _NORMALISE:  # somebody has put another module there
         x = dropout_add(branch, x, p, training)
         return (norm(x), x) if return_sum else norm(x)
-    if branch.dtype != x.dtype:
-        if training and p:
-            branch = branch.to(x.dtype)
-        else:
-            branch, x = x, branch
     return norm(branch, x, dropout_p=p, training=training, return_sum=return_sum)

@@ -7,8 +7,8 @@ mean and squares about it, without the cancellation of a difference of sums, and
 are the gradients, of any order, of x, weight, bias and residual.
 
 Shapes: x (N, C, ...), weight and bias (C,), results as x. Dtypes: float16, bfloat16 (computed in float32),
-float32, float64; results have x's, whatever that of the weight. Raises TypeError or ValueError, with the name
-of the argument, for what does not fit.
+float32, float64; results have x's, or that of a wider residual, whatever that of the weight. Raises TypeError
+or ValueError, with the name of the argument, for what does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusionrt.layout import lie_apart
 from fusionrt.ops.activations import relu
 from fusionrt.ops.recomputation import is_made_by
 from fusionrt.problem import unpack
-from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, like_sum, per_call, row_operator
 from fusionrt.rowwise import standardize
 from fusionrt.watching import is_recorded, transforms_active
 
@@ -39,10 +39,10 @@ IMAGES = (32, 256, 56, 56)  # of the examples
 
 @per_call
 def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool, epilogue: Epilogue,
-              recorded: bool, tracked: bool) -> Run:
+              recorded: bool, tracked: bool, like: str) -> Run:
     """`names` of the tensors that there are; mean and var, or rstd, are among them unless found in x.
     `per_channel`: weight and bias have one value a row. `recorded`, `tracked`: with what the gradient reads,
-    with the unbiased variance."""
+    with the unbiased variance. `like`: whose dtype the result has."""
 
     def expression(x: Expr, eps: float, weight: Any = None, bias: Any = None, residual: Any = None,
                    mean: Any = None, var: Any = None, rstd: Any = None) -> tuple[Any, ...]:
@@ -62,7 +62,8 @@ def _operator(op: str, names: tuple[str, ...], row_dims: int, per_channel: bool,
 
     uniform = ("mean", "var", "rstd", *(("weight", "bias") if per_channel else ()))
     return row_operator(expression, ("x", *names, "eps"), name=op, row_dims=row_dims,
-                        uniform=tuple(name for name in names if name in uniform), of_channels=True)
+                        uniform=tuple(name for name in names if name in uniform), like=like,
+                        of_channels=True)
 
 
 def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, Any], weight: Any, bias: Any,
@@ -77,14 +78,16 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
         tensors["residual"] = residual.permute(order)
     recorded, tracked = is_recorded(x, weight, bias, residual), running[0] is not None
     epilogue = resolve(op, epilogue, "epilogue")
-    run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked)
+    like = like_sum(x, residual)
+    run = _operator(op, tuple(tensors), n - 1, True, epilogue, training and recorded, training and tracked,
+                    like)
     out = run(x.permute(order), *tensors.values(), eps)
     if not isinstance(out, tuple):
         return (out.permute(order),)
     y = out[0].permute(order)
     if recompute and recorded:
         given = {"x": x, "mean": out[1], "rstd": out[2], **tensors}
-        again = _operator(op, tuple(given)[1:], n - 1, True, epilogue, False, False)
+        again = _operator(op, tuple(given)[1:], n - 1, True, epilogue, False, False, like)
         is_made_by(y, lambda x, *of: again(x.permute(order), *of, eps).permute(order), *given.values())
     return y, out[1].view(-1), out[-1].view(-1)
 
@@ -299,7 +302,7 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
         tensors |= {} if residual is None else {"residual": residual}
         recorded = is_recorded(x, weight, bias, residual)
         each = _operator(op, tuple(tensors), x.dim() - 2, True, resolve(op, epilogue, "epilogue"), recorded,
-                         tracked)
+                         tracked, like_sum(x, residual))
         out = each(x, *tensors.values(), eps)
         if tracked and x.numel():
             mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
@@ -335,7 +338,8 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
         tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
         recorded = is_recorded(x, weight, bias, residual)
         each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
-                         resolve("group_norm", epilogue, "epilogue"), recorded, False)
+                         resolve("group_norm", epilogue, "epilogue"), recorded, False,
+                         like_sum(x, residual))
         return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
 
     return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)

@@ -7,9 +7,10 @@ over the convolution's result, or is part of the convolution: of ours, or of cuD
 
 Shapes: x (N, C, ...), weight (C', C / groups, ...), results (N, C', ...), channels_last where x is. Dtypes:
 float16, bfloat16, float32, float64, the same for x, weight and bias; those of norms may be wider, a residual
-any. Under autocast x, weight and bias are cast as torch's convolutions cast theirs. `stride`, `padding`,
-`dilation`: a number, or one for each dimension; padding may be "same" or "valid". All tensors have first and
-second derivatives. Raises TypeError or ValueError, with the name of the argument, for what does not fit.
+any, of which a wider one decides the result's. Under autocast x, weight and bias are cast as torch's
+convolutions cast theirs. `stride`, `padding`, `dilation`: a number, or one for each dimension; padding may be
+"same" or "valid". All tensors have first and second derivatives. Raises TypeError or ValueError, with the
+name of the argument, for what does not fit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fusionrt.ops.batch_norm import batch_norm
 from fusionrt.ops.depthwise_forms import RESIDUAL, VALUE, Finish, Geometry, channel
 from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.recomputation import sparing
-from fusionrt.row_fusion import row_operator
+from fusionrt.row_fusion import like_sum, row_operator
 from fusionrt.watching import PLAIN, is_recorded, is_watched
 
 Tensor = torch.Tensor
@@ -133,6 +133,11 @@ def check_residual(op: str, residual: Tensor | None, x: Tensor, kind: Kind) -> N
     if residual is not None and tuple(residual.shape) != (x.shape[0], *kind.result):
         raise ValueError(f"{op}: residual must have the result's shape {(x.shape[0], *kind.result)}, got "
                          f"{tuple(residual.shape)}")
+
+
+def _is_wider(residual: Tensor | None, x: Tensor) -> bool:
+    """Than the convolution's result, so that it decides the dtype, as in torch's sum."""
+    return residual is not None and like_sum(autocast.cast(x[:0])[0], residual) == "residual"
 
 
 # -- the convolution alone -------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
     if plain and (bias is None or _depthwise(x, weight, kind) is None):
         return convolve(x, weight, bias, kind)
     alone = ordinary and not is_watched() and not is_recorded(*arrays.values())
-    if alone and scale is None:
+    if alone and scale is None and not _is_wider(residual, x):
         if function is relu and residual is None:
             found = convolution_cudnn.relu(x, weight, (bias,), None, kind.geometry, kind.groups)
             if found is not None:
@@ -266,7 +271,7 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
     more = [*(() if bias is None else (_over_images(bias.to(z.dtype), z),)),
             *(() if residual is None else (residual,)), *(() if scale is None else (float(dropout_p), scale))]
     run = finishing(op, activation, bias is not None, residual is not None, scale is not None)
-    if alone:
+    if alone and scale is not None:
         return run.operator.over({0: 0}).launch([z, *more], run.operator.draw(z.device))
     return run(z, *more)
 
@@ -293,7 +298,8 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
     if (mean is None) != (var is None) or (mean is None and not training):
         raise ValueError(f"{op}: running_mean and running_var go together, and without training both are "
                          f"needed, got {type(mean).__name__} and {type(var).__name__}")
-    if training or not ordinary or is_watched() or is_recorded(*arrays.values()):
+    alone = ordinary and not is_watched() and not is_recorded(*arrays.values())
+    if training or not alone or _is_wider(residual, x):
         z = convolve(x, weight, bias, kind)
         return batch_norm(z, mean, var, scale, shift, training, momentum, eps, residual=residual,
                           epilogue=function, recompute=recompute)

@@ -1,14 +1,13 @@
 """Layer norm and RMS norm over the last dimensions, with what stands before and after them.
 
 Before: dropout and a residual, whose sum is what is normalised; it is computed in float32 (float64 for
-doubles), and where it is asked for rounded to x's dtype first, as torch does. After: weight, bias, and an
-epilogue, which is any function of a traced value: `fusionrt.relu`, a function made by `fuse`, a plain one of
-scalars.
+doubles), and where it is asked for rounded to the results' dtype first, as torch does. After: weight, bias,
+and an epilogue: an activation's name, or any function of a traced value.
 Everything is one kernel, and another one for the gradients.
 
 Shapes: any x whose last dimensions are `normalized_shape`, or weight's, and results as x. Dtypes: float16,
-bfloat16 (computed in float32), float32, float64; results have x's, whatever that of the weight. Raises
-TypeError or ValueError, with the name of the argument, for what does not fit.
+bfloat16 (computed in float32), float32, float64; results have x's, or that of a wider residual, whatever that
+of the weight. Raises TypeError or ValueError, with the name of the argument, for what does not fit.
 
 Mean and rstd (1 / sqrt(variance + eps)) are float32, float64 for doubles, with size 1 in place
 of the normalised dimensions. Every tensor has first and second derivatives; dropout's mask is computed
@@ -28,7 +27,7 @@ from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, found, like_sum, per_call, row_operator
 from fusionrt.rowwise import rms_scale, standardize
 from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
@@ -40,9 +39,10 @@ EPS = {True: torch.finfo(torch.float64).eps, False: torch.finfo(torch.float32).e
 
 @per_call
 def _operator(op: str, present: tuple[bool, ...], row_dims: int, norm: str, epilogue: Epilogue,
-              with_sum: bool, with_stats: bool) -> Run:
+              with_sum: bool, with_stats: bool, like: str) -> Run:
     """The kernel of an op; `present`: which of weight, bias, residual and dropout there are; `norm`: "layer",
-    "rms", or "rms of 1 +", with weights that are their difference from 1."""
+    "rms", or "rms of 1 +", with weights that are their difference from 1; `like`: whose dtype results
+    have."""
     *tensors, dropout = present
 
     def expression(x: Expr, eps: float, weight: Any = None, bias: Any = None, residual: Any = None,
@@ -56,7 +56,7 @@ def _operator(op: str, present: tuple[bool, ...], row_dims: int, norm: str, epil
 
     names = [name for name, there in zip(("weight", "bias", "residual"), tensors, strict=True) if there]
     params = ("x", *names, "eps", *(("p", "scale") if dropout else ()))
-    return row_operator(expression, params, name=op, row_dims=row_dims)
+    return row_operator(expression, params, name=op, row_dims=row_dims, like=like)
 
 
 TENSORS = "x", "weight", "bias", "residual"
@@ -90,8 +90,8 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
     numbers = (eps,) if scale is None else (eps, dropout_p, scale)
     recorded = is_recorded(*tensors)
     present = weight is not None, bias is not None, residual is not None, scale is not None
-    run = _operator(op, present, len(shape), norm, epilogue, return_sum,
-                    return_stats or recorded)
+    run = _operator(op, present, len(shape), norm, epilogue, return_sum, return_stats or recorded,
+                    like_sum(x, residual))
     args = (*[t for t in tensors if t is not None], *numbers)
     if key is not None and not seen_by_torch(*tensors):
         told = None if return_stats or not recorded else 2 if return_sum else 1
@@ -152,8 +152,7 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 
     x: (..., *normalized_shape); `normalized_shape`: an int, ints, or the weight itself; weight, bias: that
     shape; residual: x's. The variance is biased. Source: torch.nn.functional.layer_norm (Ba et al. 2016).
-    With `return_sum` the result is (y, s), s in x's dtype and y of this s; with `return_stats` mean and rstd
-    follow.
+    With `return_sum` the result is (y, s), y of s as it is rounded; with `return_stats` mean and rstd follow.
     `epilogue`: the name of an activation of the catalogue, a module or a function of torch's that it has, or
     a function of one traced value, as `fuse` takes them. Define that once, outside of a loop: it is called
     once, and numbers that it captures are what they were then.
