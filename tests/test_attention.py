@@ -139,6 +139,22 @@ def test_values_of_another_width(device):
     same(q, k, torch.cat((v, v), 3), causal=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 3}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("masked", [0, 2, 3])
+def test_one_head_needs_no_dimension(options, masked, device):
+    q, k, v = (torch.randn(3, n, 16, device=device).requires_grad_() for n in (5, 7, 7))
+    mask = torch.rand(3, 5, 7, device=device) > 0.3 if masked else None
+    mask = mask[0] if masked == 2 else mask
+    found = frt.attention(q, k, v, mask=mask, **options)
+    of_four = mask if mask is None else mask.expand(3, 5, 7)[:, None]
+    expected = frt.attention(q[:, None], k[:, None], v[:, None], mask=of_four, **options)[:, 0]
+    assert_close(found, expected)
+    grad = torch.randn_like(found)
+    assert_close(*(torch.autograd.grad(y, (q, k, v), grad) for y in (found, expected)))
+    if not options and mask is None:
+        assert_close(found, F.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5)
+
+
 def test_layouts(device):
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in heads(40, 40, 40, device=device))
     same(q, k, v, softcap=2.0)
@@ -390,7 +406,8 @@ REFUSED = [
     ((Q.int(), Q, Q), {}, TypeError, "attention: q must have a floating dtype .*, got torch.int32"),
     ((Q, Q.half(), Q), {}, TypeError, "attention: k must have q's dtype and device, torch.float32 on cpu, "
                                       "got torch.float16 on cpu"),
-    ((Q[0], Q[0], Q[0]), {}, ValueError, r"attention: q must have the shape \(B, H, S, D\), got \(4, 5, 8\)"),
+    ((Q[0, 0],) * 3, {}, ValueError, r"attention: q must have the shape \(B, H, S, D\), got \(5, 8\)"),
+    ((Q[0], Q, Q), {}, ValueError, r"attention: q must have the shape \(B, H, S, D\), got \(4, 5, 8\)"),
     ((Q, Q[..., :4], Q), {}, ValueError, r"attention: q, k and v must have shapes .*, got \(2, 4, 5, 8\), "
                                          r"\(2, 4, 5, 4\) and"),
     ((Q, Q[:, :2], Q[:, :2]), {}, ValueError, "attention: k and v must have as many heads as q, 4, unless "

@@ -169,11 +169,11 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
               alibi_slopes: Any = None, softcap: float | None = None) -> Any:
     """dropout(softmax(softcap(q k^T scale) + mask + alibi)) v, of shape (B, H, S, E), E the width of v.
 
-    q: (B, H, S, D); k: (B, H, T, D), v: (B, H, T, E), of q's floating dtype, with any strides. `enable_gqa`:
-    k and v may have fewer heads, of which H is a multiple: consecutive query heads share one. scale:
-    1 / sqrt(D) unless given. mask: boolean, True where a score passes, or floating-point, added to the
-    scores; it broadcasts to (B, H, S, T). Where it is False or -inf a key is as if it were not there,
-    unless it or its value is NaN or infinite: what is multiplied by 0 then shows.
+    q: (B, H, S, D); k: (B, H, T, D), v: (B, H, T, E), of q's floating dtype, with any strides; of one head
+    all may be without H. `enable_gqa`: k and v may have fewer heads, of which H is a multiple: consecutive
+    query heads share one. scale: 1 / sqrt(D) unless given. mask: boolean, True where a score passes, or
+    floating-point, added to the scores; it broadcasts to (B, H, S, T). Where it is False or -inf a key is as
+    if it were not there, unless it or its value is NaN or infinite: what is multiplied by 0 then shows.
     `dropout_p`: in [0, 1], of no effect without `training`.
 
     causal: query i attends to keys up to i, as in torch, also where S is not T (`softmax` aligns the last
@@ -197,6 +197,11 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None,
     run = _known(q, k, v, mask, alibi_slopes, asked)
     if run is not None:
         return run(q, k, v)
+    if all(isinstance(t, Tensor) and t.dim() == 3 for t in (q, k, v)):  # of one head
+        mask = mask.unsqueeze(1) if isinstance(mask, Tensor) and mask.dim() == 3 else mask
+        return attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), causal=causal, mask=mask,
+                         scale=scale, dropout_p=dropout_p, training=training, window=window,
+                         alibi_slopes=alibi_slopes, softcap=softcap).squeeze(1)
     _check_operands(op, q, k, v, "(B, H, S, D)")
     return _attention(op, q, k, v, mask, alibi_slopes, asked)
 

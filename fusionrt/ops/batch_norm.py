@@ -253,6 +253,8 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
 def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float = 1e-5) -> Any:
     """relu((x - mean) / sqrt(var + eps) * weight + bias): batch norm at inference; all but x are (C,).
 
+    `batch_norm` has mean and variance in front of weight and bias.
+
     Source: torch.relu(torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)). With the
     batch's statistics: `batch_norm(..., training=True, epilogue=relu)`.
 
