@@ -167,6 +167,9 @@ _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
           "@": "x @ y cannot be fused: a traced value is one scalar; call torch.matmul outside",
           "<<": "shifts cannot be fused: write x * 2**n, or floor(x / 2**n)",
           "len": "a traced value is one scalar and has no length: pass the size as an argument of its own"}
+# What to call outside of a fused function, where it is not torch's function of the same name.
+_OF_TENSORS = {"cast": "torch.Tensor.to", "normcdf": "torch.special.ndtr",
+               "normpdf": "fusionrt.fuse(lambda x: fusionrt.normpdf(x))"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 _interning = forks.Lock(threading.RLock)
 
@@ -199,14 +202,29 @@ def _operand(op: str, value: Any, truth: bool) -> Expr:
     return value
 
 
+def _plain(value: Any) -> Any:
+    """Python's own number of numpy's scalars, of which numpy makes arrays to compare them."""
+    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+
+
 def _number(op: str, value: Any) -> numbers.Real:
-    """Python's own, also of numpy's scalars, of which numpy makes arrays to compare them."""
-    number = value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+    number = _plain(value)
     if not isinstance(number, numbers.Real):
         raise TraceError(f"{op}: operand {type(value).__name__} is neither a traced value nor a "
                          "number: a tensor must be an argument of the fused function, not "
                          "captured by closure (outside of one, torch's own functions take tensors)")
     return number
+
+
+def _check_traced(name: str, *operands: Any) -> None:
+    """A public function was called by this name, which an error has to say, not what it is made of."""
+    if any(isinstance(a, Expr) for a in operands):
+        return
+    for a in operands:
+        if not isinstance(_plain(a), (numbers.Real, type(None))):
+            raise TraceError(f"{name}: works on traced values, in a fused function, got {type(a).__name__}: "
+                             f"call {_OF_TENSORS.get(name, f'torch.{name}')} on tensors; one that a fused "
+                             "function needs must be an argument of it")
 
 
 def _joined(sign: str, *operands: Any) -> Expr:
@@ -248,6 +266,7 @@ def _function(op: str) -> Callable[..., Expr]:
     takes = len({int(n or k) for k, n in enumerate(re.findall(r"{(\d*)}", PRIMITIVES[op].text))})
 
     def apply(*operands: Any, **options: Any) -> Expr:
+        _check_traced(op, *operands)
         if options or len(operands) != takes:
             named = [k for k, v in options.items() if isinstance(v, Expr)]
             if named:
@@ -308,6 +327,7 @@ def tanh_softplus(a: Any) -> Expr:
 def clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
     """x, but not below `min` and not above `max`; either may be None. NaN passes. What lies on a bound has a
     gradient of 1, as in torch before 2.14."""
+    _check_traced("clamp", x, min, max)
     if min is None and max is None:
         raise TraceError("clamp needs min or max")
     return node("clamp", x, -math.inf if min is None else min, math.inf if max is None else max)
@@ -319,6 +339,7 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Expr:
 
 def power(base: Any, exponent: Any) -> Expr:
     """base ** exponent; small constant exponents become products."""
+    _check_traced("pow", base, exponent)
     if isinstance(exponent, numbers.Real):
         match float(exponent):
             case 0.0:  # of the base, for it has a derivative, 0
@@ -339,9 +360,18 @@ def power(base: Any, exponent: Any) -> Expr:
 
 
 def cast(value: Any, dtype: object) -> Expr:
-    """Convert to a storage dtype, by name or torch's: float16, bfloat16, float32, int8, uint8, int16, int32,
-    int64 or bool. To integers: toward zero, saturating, NaN becomes 0."""
-    name = str(dtype).removeprefix("torch.")
+    """Convert to a storage dtype, by name, torch's or NumPy's: float16, bfloat16, float32, int8, uint8,
+    int16, int32, int64 or bool. To integers: toward zero, saturating, NaN becomes 0."""
+    _check_traced("cast", value)
+    name = str(dtype)
+    if isinstance(dtype, np.dtype):
+        name = dtype.name
+    elif isinstance(dtype, type) and issubclass(dtype, (np.generic, float, int)):  # bool is an int
+        name = np.dtype(dtype).name
+    name = name.removeprefix("torch.")
+    if name == "float64":  # the arithmetic of a kernel has one type, which its operands decide
+        raise TraceError("cast: float64 is no dtype to cast to, as operands decide what a kernel computes "
+                         "in: pass tensors of float64, or convert the result outside of the fused function")
     if name not in CASTS:
         raise TraceError(f"cast: dtype {name!r} is not one of {', '.join(CASTS)}")
     return node(f"cast_{name}", value)

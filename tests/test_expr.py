@@ -536,7 +536,10 @@ def test_operators_and_functions_of_numbers(device):
 
 
 def test_cast_names():
-    assert frt.cast(X, torch.float16) is frt.cast(X, "float16")
+    for dtype in (torch.float16, np.float16, np.dtype("float16"), np.dtype(">f2")):
+        assert frt.cast(X, dtype) is frt.cast(X, "float16")
+    assert frt.cast(X, np.bool_) is frt.cast(X, bool) is frt.cast(X, "bool")
+    assert frt.cast(X, np.int64) is frt.cast(X, int) is frt.cast(X, "int64")
     with pytest.raises(
         frt.TraceError,
         match=re.escape(

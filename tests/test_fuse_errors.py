@@ -204,3 +204,27 @@ def test_what_else_cannot_be_traced(function, text):
 def test_activations_of_torchs(function, text):
     with pytest.raises(frt.TraceError, match=text):
         frt.fuse(function)
+
+
+@pytest.mark.parametrize("convert", [
+    lambda x: frt.cast(x, torch.float64), lambda x: frt.cast(x, "float64"),
+    lambda x: frt.cast(x, np.float64), lambda x: frt.cast(x, np.dtype(np.float64))])
+def test_casts_to_float64(convert):
+    with pytest.raises(frt.TraceError, match="cast: float64 is no dtype to cast to, as operands decide what "
+                                             "a kernel computes in: pass tensors of float64, or convert"):
+        frt.fuse(convert)
+
+
+@pytest.mark.parametrize("name", [
+    "exp", "log2", "normcdf", "normpdf", "where", "minimum", "clamp", "pow", "cast", "abs", "round"])
+@pytest.mark.parametrize("operand", [CAPTURED, torch.tensor(2.0), np.ones(3, np.float32), "1"],
+                         ids=["Tensor", "number", "ndarray", "str"])
+def test_functions_of_traced_values_outside_of_a_fused_function(name, operand):
+    """They are called by their name in what they say, and the function to call instead exists."""
+    more = {"where": (1.0, 2.0), "minimum": (1.0,), "clamp": (0.0, 1.0), "pow": (2.0,), "cast": ("float16",)}
+    with pytest.raises(frt.TraceError) as caught:
+        getattr(frt, name)(operand, *more.get(name, ()))
+    text = re.fullmatch(f"{name}: works on traced values, in a fused function, got {type(operand).__name__}: "
+                        "call (.*) on tensors; one that a fused function needs must be an argument of it",
+                        str(caught.value))
+    assert callable(eval(text[1], {"torch": torch, "fusionrt": frt}))
