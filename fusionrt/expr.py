@@ -118,32 +118,23 @@ class Expr:
 
     __int__ = __index__ = __complex__ = __float__
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        """A method of torch's, or an error."""
         if name.startswith("__"):  # let Python probe for protocols
             raise AttributeError(name)
-        raise TraceError(f"a traced value is one scalar and has no attribute {name!r}: write "
-                         "functions and operators; reductions and reshapes stay outside fuse")
+        from fusionrt import torch_calls  # which stands above the ops, and is needed for torch's names alone
+
+        return torch_calls.method(self, name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
         """`torch.exp(x)` in a traced function means our `exp(x)`, and `F.silu(x)` our `silu(x)`."""
-        name = _TORCH_NAMES.get(func.__name__, func.__name__)
-        if not all(isinstance(a, (Expr, numbers.Real, type(None))) for a in args):
-            raise TraceError(f"{func.__name__}: a tensor is captured by closure: make it an argument "
-                             "of the fused function")
-        options = {k: v for k, v in (kwargs or {}).items() if v is not None
-                   and (k not in _TORCH_DEFAULTS or v != _TORCH_DEFAULTS[k])}
-        if options.get("inplace"):
-            raise TraceError(f"{name}: a traced value cannot be changed in place: leave inplace out")
-        if options.get("approximate") == "tanh":
-            name, options = f"{name}_tanh", {}
-        if name not in FUNCTIONS:
-            raise TraceError(f"torch.{func.__name__} cannot be fused: known are "
-                             + ", ".join(sorted(FUNCTIONS)))
-        return FUNCTIONS[name](*args, **options)
+        from fusionrt import torch_calls
+
+        return torch_calls.function(func, args, kwargs or {})
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
-        known = func.__name__ in FUNCTIONS
+        known = func.__name__ in PRIMITIVES
         raise TraceError(f"numpy.{func.__name__} cannot be traced: write "
                          + (f"fusionrt.{func.__name__}" if known else "functions of fusionrt"))
 
@@ -333,10 +324,6 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
     return node("clamp", x, -math.inf if min is None else min, math.inf if max is None else max)
 
 
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Expr:
-    return node("hardtanh", x, min_val, max_val)
-
-
 def power(base: Any, exponent: Any) -> Expr:
     """base ** exponent; small constant exponents become products."""
     _check_traced("pow", base, exponent)
@@ -375,18 +362,3 @@ def cast(value: Any, dtype: object) -> Expr:
     if name not in CASTS:
         raise TraceError(f"cast: dtype {name!r} is not one of {', '.join(CASTS)}")
     return node(f"cast_{name}", value)
-
-
-# What torch's functions of these names mean of traced values; `fusion` adds those that are ops.
-FUNCTIONS: dict[str, Callable[..., Expr]] = {
-    "where": where, "minimum": minimum, "maximum": maximum, "clamp": clamp, "abs": abs_,
-    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "log2": log2,
-    "sqrt": sqrt, "rsqrt": rsqrt, "pow": power, "sin": sin, "cos": cos, "tanh": tanh, "erf": erf,
-    "sigmoid": sigmoid, "softplus": softplus, "normcdf": normcdf, "normpdf": normpdf,
-    "relu": relu, "floor": floor, "round": round_, "trunc": trunc, "cast": cast, "reciprocal": reciprocal,
-    "hardtanh": _hardtanh,
-    **{op: _function(op) for op in ("add", "sub", "mul", "div", "neg", "lt", "le", "eq", "ne")},
-}
-_TORCH_NAMES = {"absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
-                "divide": "div", "negative": "neg", "clip": "clamp"}
-_TORCH_DEFAULTS = {"alpha": 1, "decimals": 0, "inplace": False, "approximate": "none"}

@@ -16,22 +16,13 @@ import torch
 from fusionrt import (
     dispatch,
     library,  # noqa: F401  operators need it: see autograd.Dispatched
-    op_names,
 )
 from fusionrt.array import is_foreign
 from fusionrt.definition import Target
-from fusionrt.expr import FUNCTIONS, Expr, TraceError, argument, node, random_bits, where
+from fusionrt.expr import Expr, TraceError, argument, node, random_bits, where
 from fusionrt.op import Operator
 
 TraceError.__module__ = "fusionrt"
-
-
-def _op(name: str, *args: Any, **options: Any) -> Any:
-    """An op of the catalogue, whose module lies above this one and is loaded when it is called."""
-    return getattr(op_names.load(name), name)(*args, **options)
-
-
-FUNCTIONS.update((name, functools.partial(_op, name)) for name in op_names.OPS["activations"])
 
 
 class Fused(Protocol):
@@ -88,8 +79,9 @@ def fuse(function: Callable[..., Any] | None = None, /, *, name: str | None = No
 
     The function is called once, with traced values instead of numbers. It may use arithmetic,
     comparisons, `&`, `|`, `~` of these and of bool arguments, the functions of this package (`where`, `exp`,
-    `erf`, `sigmoid`, `cast`, ...), torch's functions and modules of the same names (`torch.exp`, `F.silu`,
-    `torch.nn.GELU()`), other fused functions, and helpers that do the same.
+    `erf`, `sigmoid`, `cast`, ...), torch's elementwise functions, methods and modules (`torch.sign(x)`,
+    `x.clamp(0, 1)`, `x.to(torch.float16)`, `F.silu(x)`, `torch.nn.GELU()`; of one that is not known the
+    error lists those that are), other fused functions, and helpers that do the same.
     It returns one value or a tuple. `name`: what errors and profilers call it, the function's unless given.
 
     Arguments of the result: torch tensors, CuPy or NumPy arrays (any object with `__dlpack__`) that

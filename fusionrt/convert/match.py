@@ -9,16 +9,17 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert import pointwise as p
+from fusionrt import functions as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import arguments, same
+from fusionrt.convert.pointwise import CONVERSIONS, FUNCTIONS, METHODS
 
 
 def rule_of(n: Any) -> Any:
     """The rule of a pointwise call, None for what is none."""
     if not isinstance(n, Node) or n.op not in ("call_function", "call_method"):
         return None
-    rules: dict[Any, Any] = p.METHODS if n.op == "call_method" else p.FUNCTIONS
+    rules: dict[Any, Any] = METHODS if n.op == "call_method" else FUNCTIONS
     return rules.get(n.target)
 
 
@@ -68,7 +69,7 @@ def is_sum(n: Any) -> bool:
 
 def without_conversions(n: Any, exactly: bool = False) -> Any:
     """What was converted between floating dtypes; `exactly`: without losing anything."""
-    while rule_of(n) in p.CONVERSIONS and all(
+    while rule_of(n) in CONVERSIONS and all(
             isinstance(value(a), torch.Tensor) and value(a).is_floating_point() for a in (n, n.args[0])):
         to, of = value(n).dtype, value(n.args[0]).dtype
         if exactly and torch.promote_types(to, of) != to:

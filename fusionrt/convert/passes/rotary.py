@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fusionrt.convert import pointwise as p
+from fusionrt import functions as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, is_tensor, same
 from fusionrt.convert.match import factors, is_last_dim, is_sum, named, only_users, rule_of

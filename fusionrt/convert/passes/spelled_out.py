@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert import pointwise as p
+from fusionrt import functions as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments, same
 from fusionrt.convert.match import (

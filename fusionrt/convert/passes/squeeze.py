@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusionrt.convert import pointwise as p
+from fusionrt import functions as p
 from fusionrt.convert.effects import value
 from fusionrt.convert.graph import Edits, arguments, is_tensor, same
 from fusionrt.convert.match import named, only_users, rule_of
