@@ -448,7 +448,7 @@ def test_calls_that_are_made_again() -> None:
     expected = torch.relu(x + y)
     for _ in range(settling.SETTLED_AFTER + 3):
         torch.testing.assert_close(frt.add_relu(x, y), expected, rtol=0, atol=0)
-    site = operator_of("add_relu").local.site
+    site = site_of(frt.add_relu)
     assert isinstance(site[-1], BuiltinFunctionType)
 
     stream = torch.cuda.Stream()
@@ -464,7 +464,7 @@ def test_calls_that_are_made_again() -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.testing.assert_close(captured, torch.relu(x + y), rtol=0, atol=0)
-    assert operator_of("add_relu").local.site is site
+    assert site_of(frt.add_relu) is site
 
     odd = torch.randn(64 * 256 + 1, device="cuda")[1:].view(64, 256)
     torch.testing.assert_close(frt.add_relu(odd, y), torch.relu(odd + y), rtol=0, atol=0)
@@ -477,8 +477,8 @@ def test_numbers_and_several_outputs(soon: None) -> None:
         torch.testing.assert_close(frt.quantize_int8(x, 0.05, 3.0), frt.quantize_int8.reference(x, 0.05, 3.0),
                                    rtol=0, atol=0)
         torch.testing.assert_close(frt.mish_scale(x, 0.5), frt.mish_scale.reference(x, 0.5))
-    for name, in_the_place_of_a_tensor in (("quantize_int8_by_inverse", False), ("mish_scale", True)):
-        is_of_all, _, run = operator_of(name).local.site
+    for op, in_the_place_of_a_tensor in ((frt.quantize_int8, False), (frt.mish_scale, True)):
+        is_of_all, _, run = site_of(op)
         assert is_of_all == in_the_place_of_a_tensor and isinstance(run, BuiltinFunctionType)
     for slope in (0.1, 0.2, 1, 0.4):
         torch.testing.assert_close(frt.leaky_relu(x, slope), F.leaky_relu(x, slope))
@@ -533,7 +533,7 @@ def test_masks_are_those_of_other_calls(soon: None) -> None:
     for first, second in zip(*masks, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert all(not torch.equal(masks[0][0], other) for other in masks[0][1:])
-    assert isinstance(operator_of("gelu_dropout").local.site[-1], BuiltinFunctionType)
+    assert isinstance(site_of(frt.gelu_dropout)[-1], BuiltinFunctionType)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = frt.gelu_dropout(x, 0.5)
@@ -543,5 +543,6 @@ def test_masks_are_those_of_other_calls(soon: None) -> None:
     assert not torch.equal(before, captured)
 
 
-def operator_of(name: str) -> Any:
-    return next(o for o in OPERATORS.values() if o.name == name and o.local.site)
+def site_of(op: Any) -> Any:
+    """What its entry function remembers of the last call."""
+    return op.__globals__["_frt_local"].site
