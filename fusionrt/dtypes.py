@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -9,7 +10,9 @@ HALVES = (torch.float16, torch.bfloat16)  # computed in float32
 
 
 def name_of(dtype: object) -> str:
-    """As kernels' texts call it: "float32" of torch.float32, and of "float32"."""
+    """As kernels' texts call it: "float32" of torch.float32, NumPy's and "float32"."""
+    if isinstance(dtype, type) and issubclass(dtype, (np.generic, float, int)):
+        dtype = np.dtype(dtype)
     return str(dtype).removeprefix("torch.")
 
 

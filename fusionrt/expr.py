@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fusionrt import forks
+from fusionrt.dtypes import name_of
 from fusionrt.primitives import CASTS, PRIMITIVES, Primitive
 
 Leaf = str
@@ -350,12 +351,7 @@ def cast(value: Any, dtype: object) -> Expr:
     """Convert to a storage dtype, by name, torch's or NumPy's: float16, bfloat16, float32, int8, uint8,
     int16, int32, int64 or bool. To integers: toward zero, saturating, NaN becomes 0."""
     _check_traced("cast", value)
-    name = str(dtype)
-    if isinstance(dtype, np.dtype):
-        name = dtype.name
-    elif isinstance(dtype, type) and issubclass(dtype, (np.generic, float, int)):  # bool is an int
-        name = np.dtype(dtype).name
-    name = name.removeprefix("torch.")
+    name = name_of(dtype)
     if name == "float64":  # the arithmetic of a kernel has one type, which its operands decide
         raise TraceError("cast: float64 is no dtype to cast to, as operands decide what a kernel computes "
                          "in: pass tensors of float64, or convert the result outside of the fused function")

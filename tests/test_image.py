@@ -209,6 +209,13 @@ def test_floating_images(dtype, device):
     assert image_preprocess(images * 10, 20).max() > 5  # not clamped
 
 
+def test_dtypes_of_numpys_and_by_name(device):
+    images = torch.randint(0, 256, (2, 9, 11, 3), dtype=torch.uint8, device=device)
+    expected = image_preprocess(images, 4, dtype=torch.float16)
+    for dtype in (np.float16, np.dtype("float16"), "float16"):
+        assert_same_bits(image_preprocess(images, 4, dtype=dtype), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_results_in_16_bits_are_rounded_once(dtype, device):
     images = pixels(2, 37, 51, 3, device=device)
@@ -455,6 +462,7 @@ good = functools.partial(image_preprocess, torch.zeros(2, 8, 9, 3, dtype=torch.u
     (lambda: good((4, 5, 6)), ValueError, r"size must be"),
     (lambda: good(4, layout="HW"), ValueError, r"layout must be one of NHWC.*got 'HW'"),
     (lambda: good(4, interpolation="nearest"), ValueError, r"'bilinear' or 'bicubic', got 'nearest'"),
+    (lambda: good(4, dtype=np.float64), ValueError, r"dtype must be torch.float16.*got .*numpy.float64"),
     (lambda: good(4, dtype=torch.float64), ValueError, r"dtype must be torch.float16.*got torch.float64"),
     (lambda: good(4, boxes=(0, 0, 9, 9)), ValueError, r"image 0 is 8 x 9, and.*\(0, 0, 9, 9\) does not"),
     (lambda: good(4, boxes=(0, 0, 0, 3)), ValueError, r"does not lie in it"),

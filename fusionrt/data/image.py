@@ -52,14 +52,15 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
                      resize: int | tuple[int, int] | None = None, interpolation: str = "bilinear",
                      antialias: bool = True, flip: Any = False, brightness: Any = None, contrast: Any = None,
                      saturation: Any = None, hue: Any = None, order: Any = None, mean: Any = None,
-                     std: Any = None, dtype: torch.dtype = torch.float32, out_layout: str = "NCHW") -> Any:
+                     std: Any = None, dtype: Any = torch.float32, out_layout: str = "NCHW") -> Any:
     """(adjust(flip(resize(crop(image)))) - mean) / std of a batch, in one pass over the images.
 
     `images`: a tensor (N, H, W, C) or (H, W, C), with `layout` "NCHW" (N, C, H, W) or (C, H, W), or a list
     of single images of any sizes; uint8, or floating numbers in [0, 1]. 1 to 4 channels, 1 or 3 for colour
     adjustments; sides of at most 65535 pixels. Also CUDA tensors and arrays of NumPy and CuPy.
-    Result: (N, C, *size) in `dtype` (float32, float16 or bfloat16), or without N for a single tensor;
-    `out_layout` "NHWC" puts channels last (permuted to NCHW that is torch's channels_last).
+    Result: (N, C, *size) in `dtype` (float32, float16 or bfloat16, of torch or NumPy or by name), or without
+    N for a single tensor; `out_layout` "NHWC" puts channels last (permuted to NCHW that is torch's
+    channels_last).
 
     In this order, whatever is given for all images or for each, with a first dimension of N:
     * `boxes`: (top, left, height, width) of what is used, (N, 4), or "center" for a box of the result's size.
@@ -92,9 +93,10 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
                          f"{interpolation!r}")
     if not isinstance(antialias, bool):
         raise TypeError(f"image_preprocess: antialias must be True or False, got {antialias!r}")
-    if dtype not in DTYPES[1:]:
+    if name_of(dtype) not in map(name_of, DTYPES[1:]):
         raise ValueError(f"image_preprocess: dtype must be torch.float16, torch.bfloat16 or "
                          f"torch.float32, got {dtype!r}")
+    dtype = getattr(torch, name_of(dtype))
     geometry = Geometry(_size("size", size), boxes, _resize(resize), flip)
     given = dict(zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True))
     adjusted = [name for name, value in given.items() if value is not None]

@@ -108,15 +108,6 @@ def _on_cuda(x: Any) -> bool:
     return hasattr(x, "__cuda_array_interface__")
 
 
-def _name_of(dtype: Any) -> str:
-    if dtype is None or isinstance(dtype, (str, torch.dtype)):
-        return name_of(dtype)
-    try:
-        return np.dtype(dtype).name
-    except TypeError:  # it is none
-        return repr(dtype)
-
-
 @public(example=lambda make: (make(ROWS, COLUMNS, dtype=torch.int8), 0.05, 3.0), usual=Usual(
     _DEQUANTIZE["float32"].operator, ("q", "scale", "zero_point"), f"{_IN_RANGE} and dtype is torch.float32"))
 def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None = None,
@@ -133,7 +124,7 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
     _check_number("dequantize_int8", "scale", scale, 0.0)
     _check_number("dequantize_int8", "zero_point", zero_point, -inf)
-    name = _name_of(dtype)
+    name = name_of(dtype)
     if name not in _DEQUANTIZE:
         raise ValueError(f"dequantize_int8: dtype must be one of {', '.join(_DEQUANTIZE)}, got {name}")
     scale = _per_channel("dequantize_int8", "scale", scale, q, dim)
