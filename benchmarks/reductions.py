@@ -50,7 +50,7 @@ def _make(op: str, dtype: str, columns: tuple[int, ...], dim: int | None) -> Mad
     x = torch.randn(BYTES // getattr(torch, dtype).itemsize, device="cuda").to(getattr(torch, dtype))
     x = x.view(-1, *columns)
     made = getattr(fusionrt, op)
-    return Made(functools.partial(made, x, dim), functools.partial(made.reference, x, dim), [])
+    return Made(functools.partial(made, x, dim=dim), functools.partial(made.reference, x, dim=dim), [])
 
 
 if __name__ == "__main__":

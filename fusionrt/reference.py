@@ -316,7 +316,7 @@ def std(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False
     return torch.std(x, dim, correction=correction, keepdim=keepdim)
 
 
-def norm(x: Tensor, dim: Any = None, p: float = 2, keepdim: bool = False) -> Tensor:
+def norm(x: Tensor, p: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x, p, dim, keepdim)
 
 

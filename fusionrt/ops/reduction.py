@@ -22,7 +22,7 @@ import torch
 
 from fusionrt.arguments import as_float, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.expr import Expr, cast, log, maximum, node, row_mean, row_sum, where
+from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
 from fusionrt.row_fusion import Run, as_function, check_takes_one, found, per_call, row_operator
@@ -58,6 +58,15 @@ def _norm(x: Expr) -> tuple[Expr, ...]:
     return norm, norm
 
 
+def _norm_of_powers(x: Expr, p: Any) -> tuple[Expr, ...]:
+    """Whose derivative is 0 at 0, and where the norm is: powers are of 1 there, as a choice afterwards has
+    derivatives of 0 times infinity."""
+    is_zero = x == 0
+    total = row_sum(where(is_zero, where(p < 0, math.inf, 0), pow_(where(is_zero, 1, absolute(x)), p)))
+    nothing = total == 0
+    return where(nothing, where(p < 0, math.inf, 0), pow_(where(nothing, 1, total), 1 / p)), total
+
+
 def _logsumexp(x: Expr) -> tuple[Expr, ...]:
     most, total = softmax_terms(x)
     return where(most == math.inf, most, most + log(total)), most, total
@@ -83,12 +92,17 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "var": _moments,
     "std": _deviation,
     "norm": _norm,
+    "norm of powers": _norm_of_powers,
+    "norm of reciprocals": _norm_of_powers,  # the same, of negative powers
     "logsumexp": _logsumexp,
     "argmax": _first,
     "argmin": lambda x: _first(-x),
     "argmax of indices": _first_of,
     "argmin of indices": lambda x, index: _first_of(-x, index),
 }
+# What some take beside x.
+_SECOND = {"var": "correction", "std": "correction", "norm of powers": "p", "norm of reciprocals": "p",
+           "argmax of indices": "index", "argmin of indices": "index"}
 # Of no elements. Maxima have no such value.
 _OF_NOTHING = {
     "sum": 0.0,
@@ -96,6 +110,7 @@ _OF_NOTHING = {
     "var": math.nan,
     "std": math.nan,
     "norm": 0.0,
+    "norm of powers": 0.0,
     "logsumexp": -math.inf,
 }
 
@@ -113,15 +128,15 @@ def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> 
             check_takes_one(map, "map")
             raise
 
-    def expression(x: Expr, correction: float = 1.0, index: Any = None) -> tuple[Expr, ...]:
-        more = {"correction": (correction,), "index": (index,)}.get(second, ())
-        found = _EXPRESSIONS[kind](mapped(x), *more)
+    def expression(x: Expr, correction: float = 1.0, p: float = 2.0, index: Any = None) -> tuple[Expr, ...]:
+        given = {"correction": correction, "p": p, "index": index}
+        found = _EXPRESSIONS[kind](mapped(x), *[given[name] for name in second])
         return tuple(found) if recorded else tuple(found[:1])
 
-    second = "correction" if kind in ("var", "std") else "index" if kind.endswith("of indices") else ""
+    second = (_SECOND[kind],) if kind in _SECOND else ()
     return row_operator(
         expression,
-        ("x", second) if second else ("x",),
+        ("x", *second),
         name=name,
         row_dims=row_dims,
         rounded=frozenset({0}),
@@ -393,24 +408,39 @@ def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
     return _reduce("std", "std", x, dim, keepdim, None, as_float("std", "correction", correction))
 
 
+def _is_nonzero(x: Expr) -> Expr:
+    return x**0 * (x != 0)  # as the other factor has a derivative, 0
+
+
+_NORMS: dict[float, tuple[str, Map]] = {
+    2: ("norm", None),
+    1: ("sum", absolute),
+    math.inf: ("max", absolute),
+    -math.inf: ("min", absolute),
+    0: ("sum", _is_nonzero),
+}
+
+
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def norm(x: Any, dim: Dim = None, p: float = 2, keepdim: bool = False) -> Any:
-    """The vector norm over `dim`: sqrt(sum of x^2) (p = 2), sum of |x| (1), maximum of |x| (inf).
+def norm(x: Any, p: float = 2, dim: Dim = None, keepdim: bool = False) -> Any:
+    """The vector norm over `dim`: (sum of |x|^p)^(1/p), of any real p.
 
-    The derivative is 0 where the norm is. Source: torch.linalg.vector_norm(x, p, dim, keepdim).
-    The maximum of no elements is an IndexError.
+    With p = inf it is the maximum of |x|, with -inf the minimum, with 0 the number of elements other than 0.
+    These, 1 and 2 have kernels of their own; one serves all other numbers. The derivative is 0 where x or the
+    norm is. The arguments stand as in torch.norm. Of no elements a norm of p < 0 or p = inf is an IndexError.
+    Source: torch.linalg.vector_norm.
 
-        norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), -1)  # [5., 10.]
+        norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), dim=-1)  # [5., 10.]
+        norm(x, 3, -1)
     """
-    kinds: dict[float, tuple[str, Map]] = {
-        2: ("norm", None),
-        1: ("sum", absolute),
-        math.inf: ("max", absolute),
-    }
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in kinds:  # norm(x, 1, True)
-        raise ValueError(f"norm: p must be 1, 2 or inf, got {p!r}")
-    kind, map = kinds[p]
-    return _reduce("norm", kind, x, dim, keepdim, map)
+    if isinstance(p, bool):
+        raise TypeError(f"norm: p must be a number, got {p}")
+    p = as_float("norm", "p", p)
+    if p != p:
+        raise ValueError("norm: p must be a number, got nan")
+    if p in _NORMS:
+        return _reduce("norm", _NORMS[p][0], x, dim, keepdim, _NORMS[p][1])
+    return _reduce("norm", "norm of reciprocals" if p < 0 else "norm of powers", x, dim, keepdim, None, p)
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
