@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from fusionrt.dtypes import FLOATS
+
 BEYOND = (OverflowError, struct.error)  # of integers that float64 has not, where one is packed
 
 
@@ -59,6 +61,12 @@ def check_counts(op: str, optional: Mapping[str, Any] | None = None, /, **counts
     given = {name: value for name, value in (optional or {}).items() if value is not None}
     for name, value in (counts | given).items():
         as_count(op, name, value)
+
+
+def check_float_dtype(op: str, dtype: Any) -> None:
+    """Of a result, or None."""
+    if dtype is not None and not any(dtype is each for each in FLOATS):
+        raise TypeError(f"{op}: dtype must be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}")
 
 
 def as_device(op: str, device: Any) -> torch.device:

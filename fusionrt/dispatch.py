@@ -139,8 +139,9 @@ def _kind(option: Any) -> type | None:
 
 
 def _is_constant(option: Any) -> bool:
-    """A function. (The numbers of a module may change.)"""
-    return callable(option) and not isinstance(option, torch.nn.Module)
+    """A function or a dtype. (The numbers of a module may change.)"""
+    is_function = callable(option) and not isinstance(option, torch.nn.Module)
+    return is_function or isinstance(option, torch.dtype)
 
 
 def _are_ints(values: tuple[Any, ...]) -> bool:

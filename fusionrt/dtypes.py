@@ -16,6 +16,13 @@ def name_of(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+
+def rounds(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether numbers of a dtype that are taken as of another one change in arithmetic that is as wide."""
+    widens = dtype.is_floating_point and torch.promote_types(dtype, to) == to
+    return to != torch.float64 and not widens
+
+
 # Of elements in memory.
 STORAGE = {dtype: name_of(dtype) for dtype in (
     *FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)}

@@ -211,13 +211,15 @@ def _scores(x: Tensor, scale: Any, mask: Any, causal: bool) -> Tensor:
     return x.masked_fill(~mask, -float("inf")) if mask.dtype == torch.bool else x + mask
 
 
-def softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-            epilogue: Any = None) -> Tensor:
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, scale: Any = None,
+            mask: Any = None, causal: bool = False, epilogue: Any = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
     return _activated(torch.softmax(_scores(x, scale, mask, causal), dim), epilogue)
 
 
-def log_softmax(x: Tensor, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-                epilogue: Any = None) -> Tensor:
+def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, scale: Any = None,
+                mask: Any = None, causal: bool = False, epilogue: Any = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
     return _activated(torch.log_softmax(_scores(x, scale, mask, causal), dim), epilogue)
 
 
@@ -316,8 +318,9 @@ def std(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False
     return torch.std(x, dim, correction=correction, keepdim=keepdim)
 
 
-def norm(x: Tensor, p: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.linalg.vector_norm(x, p, dim, keepdim)
+def norm(x: Tensor, p: float = 2, dim: Any = None, keepdim: bool = False, *,
+         dtype: torch.dtype | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x, p, dim, keepdim, dtype=dtype)
 
 
 def logsumexp(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:

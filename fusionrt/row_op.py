@@ -46,20 +46,21 @@ class Along(enum.IntEnum):
 class RowOperator(Operator):
     """As Operator, over rows of the last `row_dims` dimensions. A uniform output has one value a row, in
     the dtype of the arithmetic; other outputs, and those that are `rounded`, have the dtype of argument
-    `like`. Where one takes the memory of an argument, rows are runs of memory, and a row's elements follow
-    from reductions and elements in their own place. `untold`: outputs that a call on a GPU does not give: the
-    kernel alone reads them, or whoever gave their memory has it. `double_on_cpu`: arithmetic there is in
-    float64, as torch's of variances is. `of_channels`: rows are channels of images, or groups of them; their
-    stages are as was measured to be fastest for these."""
+    `like`, or the given `dtype`; one of float64 is computed in it. Where one takes the memory of an argument,
+    rows are runs of memory, and a row's elements follow from reductions and elements in their own place.
+    `untold`: outputs that a call on a GPU does not give: the kernel alone reads them, or whoever gave their
+    memory has it. `double_on_cpu`: arithmetic there is in float64, as torch's of variances is. `of_channels`:
+    rows are channels of images, or groups of them; their stages are as was measured to be fastest for
+    these."""
 
     def __init__(self, *definition: Any, row_dims: int = 1, like: int = 0, rounded: Collection[int] = (),
-                 untold: Collection[int] = (), double_on_cpu: bool = False, of_channels: bool = False
-                 ) -> None:
+                 untold: Collection[int] = (), double_on_cpu: bool = False, of_channels: bool = False,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__(*definition)
         self.row_dims, self.like, self.rounded = row_dims, like, frozenset(rounded)
         self.untold = frozenset(untold)
-        self.double_on_cpu, self.of_channels = double_on_cpu, of_channels
-        self.traits = (row_dims, like, double_on_cpu, *sorted(self.rounded), *sorted(self.untold))
+        self.double_on_cpu, self.of_channels, self.dtype = double_on_cpu, of_channels, dtype
+        self.traits = (row_dims, like, double_on_cpu, *sorted(self.rounded), *sorted(self.untold), dtype)
 
     def derived(self, *definition: Any) -> Operator:
         return RowOperator(*definition, row_dims=self.row_dims, like=self.like, of_channels=self.of_channels)
@@ -79,7 +80,7 @@ class RowOperator(Operator):
                 for root, target in zip(self.outputs, self.targets, strict=True)]
 
     def output_dtypes(self, args: Args) -> list[torch.dtype]:
-        like = args[self.like].dtype
+        like = self.dtype or args[self.like].dtype
         if not like.is_floating_point:
             raise TypeError(f"{self.name}: {self.params[self.like]} must be a floating-point tensor, got one "
                             f"of {like}")
@@ -102,7 +103,7 @@ class RowOperator(Operator):
         return self.outputs[k].uniform and not self.is_one_a_row(k)
 
     def acc_dtype(self, args: Args) -> torch.dtype:
-        return torch.float64 if promoted_dtype(args) == torch.float64 else torch.float32
+        return torch.float64 if torch.float64 in (self.dtype, promoted_dtype(args)) else torch.float32
 
     def allocate(self, args: Args, shape: Sequence[int]) -> list[torch.Tensor]:
         """As Operator's; what all elements of a row share is an expanded tensor."""

@@ -239,6 +239,50 @@ def test_powers_of_norms_share_a_kernel():
             assert frt.norm(x, p, 1).tolist() == [of_nothing] * 3
 
 
+OF_A_DTYPE = {
+    "sum": lambda op, x, dim, dtype: op(x, dim, dtype=dtype),
+    "mean": lambda op, x, dim, dtype: op(x, dim, dtype=dtype),
+    "norm": lambda op, x, dim, dtype: op(x, 2, dim, dtype=dtype),
+    "norm of powers": lambda op, x, dim, dtype: op(x, 3, dim, dtype=dtype),
+    "norm of maxima": lambda op, x, dim, dtype: op(x, math.inf, dim, dtype=dtype),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of", [*DTYPES, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("name", OF_A_DTYPE)
+def test_taken_as_of_a_dtype(name, of, dtype, dim, device):
+    """As accurate as of a copy of that dtype; the gradient has x's."""
+    x = make((9, 300), torch.float64, device).to(of).requires_grad_(of.is_floating_point)
+    op, call = getattr(frt, name.split()[0]), OF_A_DTYPE[name]
+    found, exact = call(op, x, dim, dtype), call(op.reference, x.detach().to(dtype).double(), dim, None)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    atol = 1000 * min(eps, torch.finfo(F32).eps)  # of the sums of signed numbers
+    torch.testing.assert_close(found.double(), exact, rtol=8 * eps, atol=atol)
+    if of.is_floating_point:
+        wide = x.detach().to(dtype).double().requires_grad_()
+        grad = torch.randn_like(found)
+        ours, = torch.autograd.grad(found, x, grad)
+        exact, = torch.autograd.grad(call(op.reference, wide, dim, None), wide, grad.double())
+        assert ours.dtype == of
+        eps = max(eps, torch.finfo(of).eps)
+        torch.testing.assert_close(ours.double(), exact, rtol=4 * eps, atol=4 * eps)
+
+
+def test_a_dtype_takes_no_copy():
+    for name, call in OF_A_DTYPE.items():
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            x = torch.empty(512, 1024, device="meta", dtype=BF16)
+            with collecting("cuda") as problems:
+                call(getattr(frt, name.split()[0]), x, 1, dtype)
+            (problem,) = problems
+            assert [o.dtype for o in problem.inputs] == ["bfloat16"]
+            assert problem.acc == ("float64" if dtype == torch.float64 else "float32")
+
+
 @pytest.mark.parametrize("correction", [0, 1, 2.5, 7, 8])
 def test_corrections(correction, device):
     x = torch.randn(3, 7, dtype=torch.float64, device=device)
@@ -498,6 +542,9 @@ ERRORS = [
         TypeError,
         "sum: x must be a floating-point tensor, got one of torch.int32",
     ),
+    (lambda x: frt.sum(x, dtype=torch.int32), TypeError, "sum: dtype must be None or one of torch.float16, "
+     "torch.bfloat16, torch.float32, torch.float64, got torch.int32"),
+    (lambda x: frt.mean(x, dtype="half"), TypeError, "mean: dtype must be None or one of .*, got 'half'"),
     (lambda x: frt.norm(x, [1]), TypeError, r"norm: p must be a number, got \[1\]"),
     (lambda x: frt.norm(x, "fro"), TypeError, "norm: p must be a number, got 'fro'"),
     (lambda x: frt.norm(x, None), TypeError, "norm: p must be a number, got None"),

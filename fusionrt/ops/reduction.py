@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.arguments import as_float, is_int
+from fusionrt.arguments import as_float, check_float_dtype, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
+from fusionrt.dtypes import rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
@@ -32,6 +33,7 @@ from fusionrt.watching import is_watched, seen_by_torch
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
+Dtype = torch.dtype | None
 INDICES_HELD = 1 << 20  # indices of longer rows are made anew for each call
 EXACT_IN_FLOAT = 1 << 24
 LONGEST = 1 << 31       # row of which a GPU's kernels find positions
@@ -116,10 +118,12 @@ _OF_NOTHING = {
 
 
 @per_call
-def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> Run:
-    """`recorded`: with the values that the gradient reads."""
+def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool, dtype: Dtype, rounded: bool
+              ) -> Run:
+    """`recorded`: with the values that the gradient reads; `rounded`: x is, to the result's dtype."""
 
     def mapped(x: Expr) -> Any:
+        x = cast(x, dtype) if rounded else x
         if map is None:
             return x
         try:
@@ -141,6 +145,7 @@ def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool) -> 
         row_dims=row_dims,
         rounded=frozenset({0}),
         double_on_cpu=kind in ("var", "std"),
+        dtype=dtype,
     )
 
 
@@ -179,24 +184,27 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
 sites = Sites()
 
 
-def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None, *more: Any) -> Any:
+def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None,
+            more: tuple[Any, ...] = (), dtype: Dtype = None) -> Any:
+    """`more`: the numbers that the kind takes beside x."""
     if not (compiling := torch.compiler.is_dynamo_compiling()):  # which warns of caches
-        run = sites.find(_key(op, kind, dim, keepdim, map, more), (x,))
+        run = sites.find(_key(op, kind, dim, keepdim, map, more, dtype), (x,))
         if run is not None:
             return run(x)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
+    check_float_dtype(op, dtype)
     if not x.dim():
         _layout(op, (1,), dim, False)
-        return _reduce(op, kind, x.reshape(1), None, False, map, *more)
+        return _reduce(op, kind, x.reshape(1), None, False, map, more, dtype)
     dims: Any = tuple(dim) if isinstance(dim, list) else dim
     layout = _layout(op, x.shape, dims, keepdim)
     if not layout.elements:
-        return _of_nothing(op, kind, x, layout.reduced, keepdim)
+        return _of_nothing(op, kind, x if dtype is None else x.to(dtype), layout.reduced, keepdim)
     if kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
         return _of_parts(op, x, layout.reduced[0], keepdim)
-    run = _run(op, kind, x, layout, map, more)
-    return run(x) if compiling else sites.keep(_key(op, kind, dims, keepdim, map, more), (x,), run)(x)
+    run = _run(op, kind, x, layout, map, more, dtype)
+    return run(x) if compiling else sites.keep(_key(op, kind, dims, keepdim, map, more, dtype), (x,), run)(x)
 
 
 def _key(op: str, kind: str, dim: Dim, *more: Any) -> tuple[Any, ...]:
@@ -204,14 +212,17 @@ def _key(op: str, kind: str, dim: Dim, *more: Any) -> tuple[Any, ...]:
     return op, kind, dim, tuple(map(type, dim)) if isinstance(dim, tuple) else type(dim), *more
 
 
-def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: tuple[Any, ...]) -> Run:
+def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: tuple[Any, ...],
+         dtype: Dtype) -> Run:
     # A maximum of the elements themselves is as exact in x's dtype.
     recorded = x.requires_grad and torch.is_grad_enabled() and not (kind == "max" and map is None)
     if kind in ("argmax", "argmin"):
         recorded = False
         if device_type(x) == "cpu":
             kind, more = f"{kind} of indices", (_indices(layout.elements, x.device),)
-    operator = _operator(op, kind, map, len(layout.reduced), recorded)
+    dtype = None if dtype == x.dtype else dtype
+    operator = _operator(op, kind, map, len(layout.reduced), recorded, dtype,
+                         dtype is not None and rounds(x.dtype, dtype))
     order, shape = layout.order, layout.shape
     if order is None and not seen_by_torch(x):
         whole = (*x.shape[:x.dim() - len(layout.reduced)], *(1 for _ in layout.reduced))
@@ -311,25 +322,25 @@ def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def sum(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
-    """The sum of x over `dim`, in x's dtype.
+def sum(x: Any, dim: Dim = None, keepdim: bool = False, *, dtype: Dtype = None) -> Any:
+    """The sum of x over `dim`.
 
-    Source: torch.sum.
+    `dtype`: x is taken as of that dtype, without a copy, and the result has it; None: x's. Source: torch.sum.
 
         sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [4., 6.]
     """
-    return _reduce("sum", "sum", x, dim, keepdim)
+    return _reduce("sum", "sum", x, dim, keepdim, None, (), dtype)
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def mean(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+def mean(x: Any, dim: Dim = None, keepdim: bool = False, *, dtype: Dtype = None) -> Any:
     """The mean of x over `dim`; NaN of no elements.
 
-    Source: torch.mean.
+    `dtype`: as in `sum`. Source: torch.mean.
 
         mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [2., 3.]
     """
-    return _reduce("mean", "mean", x, dim, keepdim)
+    return _reduce("mean", "mean", x, dim, keepdim, None, (), dtype)
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
@@ -394,7 +405,7 @@ def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
 
         var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]
     """
-    return _reduce("var", "var", x, dim, keepdim, None, as_float("var", "correction", correction))
+    return _reduce("var", "var", x, dim, keepdim, None, (as_float("var", "correction", correction),))
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
@@ -405,7 +416,7 @@ def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -
 
         std(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [1.4142, 0.]
     """
-    return _reduce("std", "std", x, dim, keepdim, None, as_float("std", "correction", correction))
+    return _reduce("std", "std", x, dim, keepdim, None, (as_float("std", "correction", correction),))
 
 
 def _is_nonzero(x: Expr) -> Expr:
@@ -422,13 +433,13 @@ _NORMS: dict[float, tuple[str, Map]] = {
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def norm(x: Any, p: float = 2, dim: Dim = None, keepdim: bool = False) -> Any:
+def norm(x: Any, p: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Dtype = None) -> Any:
     """The vector norm over `dim`: (sum of |x|^p)^(1/p), of any real p.
 
     With p = inf it is the maximum of |x|, with -inf the minimum, with 0 the number of elements other than 0.
     These, 1 and 2 have kernels of their own; one serves all other numbers. The derivative is 0 where x or the
-    norm is. The arguments stand as in torch.norm. Of no elements a norm of p < 0 or p = inf is an IndexError.
-    Source: torch.linalg.vector_norm.
+    norm is. The arguments stand as in torch.norm; `dtype`: as in `sum`. Of no elements a norm of p < 0 or
+    p = inf is an IndexError. Source: torch.linalg.vector_norm.
 
         norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), dim=-1)  # [5., 10.]
         norm(x, 3, -1)
@@ -439,8 +450,10 @@ def norm(x: Any, p: float = 2, dim: Dim = None, keepdim: bool = False) -> Any:
     if p != p:
         raise ValueError("norm: p must be a number, got nan")
     if p in _NORMS:
-        return _reduce("norm", _NORMS[p][0], x, dim, keepdim, _NORMS[p][1])
-    return _reduce("norm", "norm of reciprocals" if p < 0 else "norm of powers", x, dim, keepdim, None, p)
+        kind, map = _NORMS[p]
+        return _reduce("norm", kind, x, dim, keepdim, map, (), dtype)
+    kind = "norm of reciprocals" if p < 0 else "norm of powers"
+    return _reduce("norm", kind, x, dim, keepdim, None, (p,), dtype)
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")

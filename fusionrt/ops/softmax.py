@@ -20,10 +20,11 @@ import torch
 
 from fusionrt import rowwise
 from fusionrt.activation import Activation, resolve
-from fusionrt.arguments import as_int
+from fusionrt.arguments import as_int, check_float_dtype
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
-from fusionrt.expr import Expr, node
+from fusionrt.dtypes import rounds
+from fusionrt.expr import Expr, cast, node
 from fusionrt.fusion import dropped, fused
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
@@ -35,12 +36,14 @@ from fusionrt.watching import is_recorded, seen_by_torch
 
 @per_call
 def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epilogue: Epilogue,
-              dropout: bool, with_terms: bool) -> Run:
+              dropout: bool, with_terms: bool, dtype: torch.dtype | None, rounded: bool) -> Run:
     """The kernel of an op. `scaled`: by a "factor" or a "number"; `masked`: by a mask that is "added" or
-    says what is "passed"; `with_terms`: two values a row that spare the backward pass two reductions."""
+    says what is "passed"; `with_terms`: two values a row that spare the backward pass two reductions;
+    `rounded`: x is, to the result's dtype."""
 
     def expression(x: Expr, factor: Any = 1, mask: Any = None, last: Any = None, number: float = 1,
                    p: float = 0, scale: float = 1) -> tuple[Any, ...]:
+        x = cast(x, dtype) if rounded else x
         # Not contracted with the subtraction of the maximum, which would be of another product.
         z = node("mul_rn", x, factor if scaled == "factor" else number) if scaled else x
         z = z + mask if masked == "added" else z
@@ -58,7 +61,7 @@ def _operator(op: str, scaled: str | None, masked: str | None, causal: bool, epi
     there = {"factor": scaled == "factor", "mask": masked is not None, "last": causal,
              "number": scaled == "number", "p": dropout, "scale": dropout}
     params = ("x", *(name for name, is_there in there.items() if is_there))
-    return row_operator(expression, params, name=op, uniform=("last",))
+    return row_operator(expression, params, name=op, uniform=("last",), dtype=dtype)
 
 
 @fused("attention_dropout")
@@ -73,13 +76,13 @@ sites = Sites()
 
 
 def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Activation = None,
-           p: float = 0.0, kept_scale: float | None = None) -> Any:
+           p: float = 0.0, kept_scale: float | None = None, dtype: torch.dtype | None = None) -> Any:
     """The op along a dimension, which becomes the last one: strides are followed, nothing is copied."""
     epilogue = None if epilogue is None else resolve(op, epilogue, "epilogue")
     key = None
     factor, number = (None, scale) if scale is None or isinstance(scale, (int, float)) else (scale, None)
     if not torch.compiler.is_dynamo_compiling():  # which warns of caches
-        kind = (op, dim, type(dim), causal, epilogue)  # 1.0, which is refused, and True equal 1
+        kind = (op, dim, type(dim), causal, epilogue, dtype)  # 1.0, which is refused, and True equal 1
         key = (*kind, number, p, kept_scale) if sites.are_as_before(kind, number, p, kept_scale) else None
         run = key and sites.find(key, (x, factor, mask))
         if run is not None:
@@ -88,7 +91,8 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
         raise TypeError(f"{op}: {_called(op)} must be a tensor or an array, got {type(x).__name__}")
     rank = x.dim()
     if rank == 0:
-        return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale).view(())
+        return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale, dtype).view(())
+    check_float_dtype(op, dtype)
     if not -rank <= as_int(op, "dim", dim) < rank:
         raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
     others = [_fitting(op, name, t, x) for name, t in (("scale", factor), ("mask", mask)) if t is not None]
@@ -101,8 +105,9 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     behind = epilogue is not None or kept_scale is not None
     recorded = behind and is_recorded(*tensors)
     scaled = "number" if number is not None else "factor" if factor is not None else None
+    dtype = None if dtype == x.dtype else dtype
     run = _operator(op, scaled, _kind(op, mask), causal, epilogue, kept_scale is not None,
-                    recorded)
+                    recorded, dtype, dtype is not None and rounds(x.dtype, dtype))
     if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
         given, told = (True, factor is not None, mask is not None), 1 if recorded else None
         made = found(run, (*tensors, *numbers), TENSORS, given, told)
@@ -159,31 +164,32 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
 
 @public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
         arrays="x scale mask", numbers={"scale"})
-def softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-            epilogue: Activation = None) -> Any:
+def softmax(x: Any, dim: int = -1, dtype: torch.dtype | None = None, *, scale: Any = None, mask: Any = None,
+            causal: bool = False, epilogue: Activation = None) -> Any:
     """epilogue(e^z / sum(e^z)) along dim, of z = x * scale + mask.
 
     `scale`: a number (no recompilation) or a tensor; `mask`: floating-point, added; or boolean, True where
     a score passes; both broadcast to x. `causal`: in the last two dimensions, of R rows and C columns,
     column j of row i passes if j <= i + C - R: the last row sees all (`attention` without a window aligns the
-    first row and column, as torch). `epilogue`: as in `layer_norm`. Source: torch.softmax.
+    first row and column, as torch). `epilogue`: as in `layer_norm`. `dtype`: x is taken as of that dtype,
+    without a copy, and the result has it. Source: torch.softmax.
 
         softmax(scores, scale=0.125, causal=True)
     """
-    return _along("softmax", x, dim, scale, mask, causal, epilogue)
+    return _along("softmax", x, dim, scale, mask, causal, epilogue, dtype=dtype)
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "x None mask"),
         arrays="x scale mask", numbers={"scale"})
-def log_softmax(x: Any, dim: int = -1, *, scale: Any = None, mask: Any = None, causal: bool = False,
-                epilogue: Activation = None) -> Any:
+def log_softmax(x: Any, dim: int = -1, dtype: torch.dtype | None = None, *, scale: Any = None,
+                mask: Any = None, causal: bool = False, epilogue: Activation = None) -> Any:
     """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
 
     Arguments as in `softmax`. Source: torch.log_softmax.
 
         log_softmax(torch.randn(8, 512))
     """
-    return _along("log_softmax", x, dim, scale, mask, causal, epilogue)
+    return _along("log_softmax", x, dim, scale, mask, causal, epilogue, dtype=dtype)
 
 
 @public(example=lambda make: (make(ROWS, COLUMNS),), asks=(sites, "scores None mask"),
