@@ -283,6 +283,50 @@ def test_a_dtype_takes_no_copy():
             assert problem.acc == ("float64" if dtype == torch.float64 else "float32")
 
 
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("name", ["sum", "amax", "amin", "argmax", "argmin"])
+def test_integers_and_truth_values(name, dtype, device):
+    op, x = getattr(frt, name), torch.randint(-100, 100, (7, 33), device=device).to(dtype)
+    for values in (x, x.t(), x[:, ::2], x[0], x[0, 0]):
+        for dim in (None, 0, -1):
+            for keepdim in (False, True):
+                # Of truth values torch finds no position.
+                found, exact = op(values, dim, keepdim), values.int() if "arg" in name else values
+                expected = op.reference(exact, dim, keepdim) if dim is not None or name != "sum" else (
+                    exact.sum() if not keepdim else exact.sum(tuple(range(exact.dim())), True))
+                assert found.dtype == expected.dtype
+                assert torch.equal(found, expected)
+    if device == "cpu":
+        array = x.numpy()
+        found = op(array, 0)
+        assert isinstance(found, np.ndarray)
+        np.testing.assert_array_equal(found, op(x, 0))
+
+
+def test_sums_of_integers(device):
+    x = torch.tensor([[2**60, 3], [5, -7]], device=device)
+    assert frt.sum(x, 0).tolist() == [2**60 + 5, -4]  # float32 has no such numbers
+    assert frt.sum(x[:, 1], dtype=torch.int32).dtype == torch.int32
+    assert frt.sum(x, dtype=torch.float64).dtype == torch.float64
+    assert frt.sum(x[:0], 0).tolist() == [0, 0]
+    assert frt.sum(x > 4).item() == 2
+    with pytest.raises(IndexError, match="amax: a dimension that is reduced must not be empty"):
+        frt.amax(x[:0], 0)
+    compiled = torch.compile(lambda x: frt.sum(x > 4) + frt.argmax(x), backend="aot_eager", fullgraph=True)
+    assert compiled(x) == 2
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "std", "norm", "logsumexp", "row_reduce", "sum_squared"])
+def test_no_means_of_integers(name):
+    for x in (torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.bool)):
+        text = f"{name}: x must be a floating-point tensor, got one of {x.dtype}"
+        with pytest.raises(TypeError, match=text):
+            getattr(frt, name)(x)
+
+
 @pytest.mark.parametrize("correction", [0, 1, 2.5, 7, 8])
 def test_corrections(correction, device):
     x = torch.randn(3, 7, dtype=torch.float64, device=device)
@@ -538,9 +582,9 @@ ERRORS = [
         "var: x must be a floating-point tensor, got one of torch.int32",
     ),
     (
-        lambda x: frt.sum(x.int()[:0], 0),
+        lambda x: frt.mean(x.int()[:0], 0),
         TypeError,
-        "sum: x must be a floating-point tensor, got one of torch.int32",
+        "mean: x must be a floating-point tensor, got one of torch.int32",
     ),
     (lambda x: frt.sum(x, dtype=torch.int32), TypeError, "sum: dtype must be None or one of torch.float16, "
      "torch.bfloat16, torch.float32, torch.float64, got torch.int32"),

@@ -7,8 +7,9 @@ its incoming gradient, expanded.
 
 Shapes: any x; `dim` is None (all dimensions), an int or several, negative ones counting from the end. The
 result has x's shape without these, or with 1 in their place (`keepdim`). Dtypes: float16 and bfloat16 (added
-up in float32), float32, float64. Raises TypeError for other dtypes or what is no dimension, IndexError for a
-dimension that x has not, ValueError for one named twice.
+up in float32), float32, float64; sum, amax, amin, argmax and argmin leave integers and truth values to
+kernels of torch's. Raises TypeError for other dtypes or what is no dimension, IndexError for a dimension that
+x has not, ValueError for one named twice.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from fusionrt.watching import is_watched, seen_by_torch
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
 Dtype = torch.dtype | None
+_OF_INTEGERS: dict[str, Run] = {"sum": torch.sum, "amax": torch.amax, "amin": torch.amin,
+                                "argmax": torch.argmax, "argmin": torch.argmin}
 INDICES_HELD = 1 << 20  # indices of longer rows are made anew for each call
 EXACT_IN_FLOAT = 1 << 24
 LONGEST = 1 << 31       # row of which a GPU's kernels find positions
@@ -193,17 +196,22 @@ def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None
             return run(x)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor or an array, got {type(x).__name__}")
-    check_float_dtype(op, dtype)
+    of_integers = op in _OF_INTEGERS and not (x.is_floating_point() or x.is_complex())
+    if not of_integers:
+        check_float_dtype(op, dtype)
     if not x.dim():
         _layout(op, (1,), dim, False)
         return _reduce(op, kind, x.reshape(1), None, False, map, more, dtype)
     dims: Any = tuple(dim) if isinstance(dim, list) else dim
     layout = _layout(op, x.shape, dims, keepdim)
-    if not layout.elements:
+    if not layout.elements and not (of_integers and op == "sum"):
         return _of_nothing(op, kind, x if dtype is None else x.to(dtype), layout.reduced, keepdim)
-    if kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
+    if of_integers:
+        run = _of_integers(op, layout.reduced, keepdim, dtype)
+    elif kind in ("argmax", "argmin") and layout.elements > LONGEST and device_type(x) != "cpu":
         return _of_parts(op, x, layout.reduced[0], keepdim)
-    run = _run(op, kind, x, layout, map, more, dtype)
+    else:
+        run = _run(op, kind, x, layout, map, more, dtype)
     return run(x) if compiling else sites.keep(_key(op, kind, dims, keepdim, map, more, dtype), (x,), run)(x)
 
 
@@ -237,6 +245,14 @@ def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: t
     return run
 
 
+def _of_integers(op: str, reduced: tuple[int, ...], keepdim: bool, dtype: Dtype) -> Run:
+    function = _OF_INTEGERS[op]
+    if op in ("argmax", "argmin"):  # which torch does not find among truth values
+        return lambda x: function(x.view(torch.uint8) if x.dtype == torch.bool else x, reduced[0], keepdim)
+    options = {} if dtype is None else {"dtype": dtype}
+    return lambda x: function(x, reduced, keepdim, **options)
+
+
 def _of_parts(op: str, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
     """The index of the first maximum or minimum of rows whose positions a kernel does not hold."""
     parts = x.split(LONGEST, dim)
@@ -249,12 +265,12 @@ def _of_parts(op: str, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor
 
 
 def _of_nothing(op: str, kind: str, x: torch.Tensor, reduced: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"{op}: x must be a floating-point tensor, got one of {x.dtype}")
     if kind not in _OF_NOTHING:
         raise IndexError(
             f"{op}: a dimension that is reduced must not be empty, got x of shape {tuple(x.shape)}"
         )
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: x must be a floating-point tensor, got one of {x.dtype}")
     return x.sum(reduced, keepdim) + _OF_NOTHING[kind]
 
 
@@ -325,7 +341,8 @@ def mean_abs(x: Any, dim: Dim = None, keepdim: bool = False) -> Any:
 def sum(x: Any, dim: Dim = None, keepdim: bool = False, *, dtype: Dtype = None) -> Any:
     """The sum of x over `dim`.
 
-    `dtype`: x is taken as of that dtype, without a copy, and the result has it; None: x's. Source: torch.sum.
+    `dtype`: x is taken as of that dtype, without a copy, and the result has it; None: x's, and int64 of
+    integers and truth values. Source: torch.sum.
 
         sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)  # [4., 6.]
     """
