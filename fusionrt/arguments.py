@@ -63,6 +63,13 @@ def check_counts(op: str, optional: Mapping[str, Any] | None = None, /, **counts
         as_count(op, name, value)
 
 
+def as_dim(op: str, dim: Any, rank: int) -> int:
+    """One of so many dimensions; negative ones count from the end."""
+    if not -rank <= as_int(op, "dim", dim) < rank:
+        raise IndexError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
+    return dim
+
+
 def check_float_dtype(op: str, dtype: Any) -> None:
     """Of a result, or None."""
     if dtype is not None and not any(dtype is each for each in FLOATS):

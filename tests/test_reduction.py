@@ -571,7 +571,8 @@ def test_arrays():
 
 
 ERRORS = [
-    (lambda x: frt.sum(x, 2), IndexError, r"sum: dim must be in \[-2, 1\] for x of 2 dimensions, got 2"),
+    (lambda x: frt.sum(x, 2), IndexError, r"sum: dim must be in \[-2, 2\), got 2"),
+    (lambda x: frt.argmin(x, -3), IndexError, r"argmin: dim must be in \[-2, 2\), got -3"),
     (lambda x: frt.mean(x, (0, -2)), ValueError, r"mean: dim names a dimension twice, got \(0, -2\)"),
     (lambda x: frt.amax(x, "0"), TypeError, "amax: dim must be None, an int or ints, got '0'"),
     (lambda x: frt.argmax(x, (0, 1)), TypeError, r"argmax: dim must be None or an int, got \(0, 1\)"),

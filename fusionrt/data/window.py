@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusionrt.arguments import as_float, as_int, is_int
+from fusionrt.arguments import as_dim, as_float, as_int, is_int
 from fusionrt.array import check_dense, is_foreign, to_torch
 from fusionrt.data import window_cpu, window_gpu
 from fusionrt.data.window_extreme import scatter
@@ -48,7 +48,8 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
     and float64; the result has x's dtype and order of dimensions. Torch, CuPy and NumPy arrays.
     Gradients of any order; that of an extreme goes to the first of equal elements, as in max_pool, and
     deterministically. Dimensions that do not collapse to (outer, dim, inner) are copied first.
-    Raises TypeError for other dtypes, ValueError for what does not fit.
+    Raises TypeError for other dtypes, IndexError for a `dim` that x has not, ValueError for what else does not
+    fit.
     Source: x.unfold(dim, window, stride).mean(-1) ...
 
         sliding_window(torch.randn(8, 1000), 24, "std", padding="causal", min_periods=2)
@@ -82,8 +83,7 @@ def _checked(x: Any, window: int, op: str, dim: int, stride: int, min_periods: i
                         f"got {x.dtype}: cast it first")
     if op not in OPS:
         raise ValueError(f"sliding_window: op must be one of {', '.join(OPS)}, got {op!r}")
-    if x.dim() == 0 or not -x.dim() <= as_int("sliding_window", "dim", dim) < x.dim():
-        raise ValueError(f"sliding_window: dim must be one of the {x.dim()} dimensions of x, got {dim}")
+    as_dim("sliding_window", dim, x.dim())
     for name, value in (("window", window), ("stride", stride), ("min_periods", min_periods)):
         least = 0 if name == "min_periods" else 1
         if as_int("sliding_window", name, value) < least:

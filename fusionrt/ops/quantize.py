@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from math import inf
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusionrt.arguments import as_dim
 from fusionrt.array import shape_of
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.dispatch import Usual
@@ -49,13 +49,8 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
     sizes, own = shape_of(x), shape_of(value)
     if dim is None or sizes is None:
         return value  # what x must be is said where it is read
-    try:
-        dim = operator.index(dim)
-    except TypeError:
-        raise TypeError(f"{op}: dim must be an integer, got {type(dim).__name__}") from None
     rank = len(sizes)
-    if not -rank <= dim < rank:
-        raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
+    as_dim(op, dim, rank)
     if own is None or len(own) != 1:
         return value
     if own[0] != sizes[dim]:
@@ -84,8 +79,8 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
     same device bit for bit: on CUDA a number divides as a multiplication with its float32 reciprocal.
     16-bit inputs are computed in float32.
     No gradient: the result is an integer.
-    Raises ValueError for a scale that is a number and not finite and positive, for a `dim` that x has not,
-    for vectors of another length than it.
+    Raises ValueError for a scale that is a number and not finite and positive, for vectors of another length
+    than `dim`, IndexError for a `dim` that x has not.
 
         quantize_int8(torch.randn(8, 512), 0.05, 3)
     """

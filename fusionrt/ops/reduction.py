@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionrt.arguments import as_float, check_float_dtype, is_int
+from fusionrt.arguments import as_dim, as_float, check_float_dtype, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
@@ -169,10 +169,7 @@ def _layout(op: str, shape: tuple[int, ...], dim: Any, keepdim: bool) -> _Layout
     for d in dims:
         if not is_int(d):
             raise TypeError(f"{op}: dim must be None, an int or ints, got {dim!r}")
-        if not -n_dims <= d < n_dims:
-            raise IndexError(
-                f"{op}: dim must be in [{-n_dims}, {n_dims - 1}] for x of {n_dims} dimensions, got {d}"
-            )
+        as_dim(op, d, n_dims)
     # Found by comparing: numbers of a closure are variables to Dynamo, and these are constants.
     reduced = tuple(d for d in range(n_dims) if any(d == other % n_dims for other in dims))
     if len(reduced) < len(dims):

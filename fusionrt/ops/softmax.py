@@ -5,7 +5,7 @@ for the gradient, which reads the result and not x where nothing comes after it.
 
 Shapes: any x, and results as x. Dtypes: float16, bfloat16 (computed in float32), float32, float64; results
 have x's. Every float argument has first and second derivatives. Raises TypeError or ValueError, with the name
-of the argument, for what does not fit.
+of the argument, for what does not fit, IndexError for a dimension that x has not.
 
 A row without any column that a boolean mask or causality lets pass is
 zeros (-inf for the logarithm): such a query attends to nothing; so is one of which only scores of -inf pass.
@@ -20,7 +20,7 @@ import torch
 
 from fusionrt import rowwise
 from fusionrt.activation import Activation, resolve
-from fusionrt.arguments import as_int, check_float_dtype
+from fusionrt.arguments import as_dim, check_float_dtype
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
 from fusionrt.dtypes import rounds
@@ -93,8 +93,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
     if rank == 0:
         return _along(op, x.view(1), dim, scale, mask, causal, epilogue, p, kept_scale, dtype).view(())
     check_float_dtype(op, dtype)
-    if not -rank <= as_int(op, "dim", dim) < rank:
-        raise ValueError(f"{op}: dim must be in [{-rank}, {rank}), got {dim}")
+    as_dim(op, dim, rank)
     others = [_fitting(op, name, t, x) for name, t in (("scale", factor), ("mask", mask)) if t is not None]
     tensors, numbers = [x, *others], [number] if number is not None else []
     is_last = is_among(dim, -1, rank - 1)
