@@ -5,11 +5,11 @@ memory in its own order and a small second kernel. float16 and bfloat16 are accu
 rounded once. No atomics: two calls give the same bits. Gradients of any order; that of a plain sum is
 its incoming gradient, expanded.
 
-Shapes: any x; `dim` is None (all dimensions), an int or several, negative ones counting from the end. The
-result has x's shape without these, or with 1 in their place (`keepdim`). Dtypes: float16 and bfloat16 (added
-up in float32), float32, float64; sum, amax, amin, argmax and argmin leave integers and truth values to
-kernels of torch's. Raises TypeError for other dtypes or what is no dimension, IndexError for a dimension that
-x has not, ValueError for one named twice.
+Shapes: any x; `dim` is None (all dimensions), an int or several (one for argmax and argmin), negative ones
+counting from the end. The result has x's shape without these, or with 1 in their place (`keepdim`). Dtypes:
+float16 and bfloat16 (added up in float32), float32, float64; sum, amax, amin, argmax and argmin leave
+integers and truth values to kernels of torch's. Raises TypeError for other dtypes or what is no dimension,
+IndexError for a dimension that x has not, ValueError for one named twice.
 """
 
 from __future__ import annotations
