@@ -176,6 +176,31 @@ def test_a_fused_function_of_the_elements(device):
     torch.testing.assert_close(frt.row_reduce(x, 1, torch.exp), x.exp().sum(1))
 
 
+@pytest.mark.parametrize(
+    "map, plain",
+    [
+        ("relu", torch.relu),
+        (torch.nn.GELU("tanh"), torch.nn.GELU("tanh")),
+        (torch.nn.LeakyReLU(0.3), torch.nn.LeakyReLU(0.3)),
+        (torch.nn.functional.silu, torch.nn.functional.silu),
+        (torch.nn.Identity(), lambda x: x),
+    ],
+    ids=["name", "module", "module with a number", "function", "identity"],
+)
+def test_a_map_may_be_what_an_epilogue_may_be(map, plain, device):
+    x = torch.randn(9, 40, dtype=torch.float64, device=device, requires_grad=True)
+    for op in ("sum", "max"):
+        found, expected = frt.row_reduce(x, 1, map, op), frt.row_reduce.reference(x, 1, plain, op)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (found, expected)))
+    leaky = torch.nn.LeakyReLU(0.3)  # whose number may change
+    for slope in (0.3, 0.7):
+        leaky.negative_slope = slope
+        torch.testing.assert_close(frt.row_reduce(x, 1, leaky), leaky(x).sum(1))
+    compiled = torch.compile(lambda x: frt.row_reduce(x, 1, "relu"), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), x.relu().sum(1))
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("p", [1, 2, math.inf, 2.0])
 @pytest.mark.parametrize("dim", [None, 0, -1])
@@ -604,7 +629,18 @@ ERRORS = [
     (
         lambda x: frt.row_reduce(x, 0, 2),
         TypeError,
-        "row_reduce: map must be a function of one traced value, got int",
+        "row_reduce: map must be None, a name, or a function of one traced value, got int",
+    ),
+    (
+        lambda x: frt.row_reduce(x, 0, "cube"),
+        ValueError,
+        "row_reduce: map must be None, a function of one traced value, or one of .*relu.*, got 'cube'",
+    ),
+    (
+        lambda x: frt.row_reduce(x, 0, torch.nn.PReLU()),
+        TypeError,
+        "row_reduce: map must be None, a name, a function of one traced value or a module without "
+        "parameters, got a PReLU",
     ),
 ]
 

@@ -48,7 +48,7 @@ def sliding_window(x: Any, window: int, op: str = "mean", *, dim: int = -1, stri
     and float64; the result has x's dtype and order of dimensions. Torch, CuPy and NumPy arrays.
     Gradients of any order; that of an extreme goes to the first of equal elements, as in max_pool, and
     deterministically. Dimensions that do not collapse to (outer, dim, inner) are copied first.
-    Raises TypeError for other dtypes, IndexError for a `dim` that x has not, ValueError for what does not fit.
+    Raises TypeError for other dtypes, IndexError for a `dim` that x has not, ValueError for other misfits.
     Source: x.unfold(dim, window, stride).mean(-1) ...
 
         sliding_window(torch.randn(8, 1000), 24, "std", padding="causal", min_periods=2)

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_dim, as_float, check_float_dtype, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.dtypes import rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, as_function, check_takes_one, found, per_call, row_operator
+from fusionrt.row_fusion import Run, check_takes_one, found, per_call, row_operator
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
 from fusionrt.watching import is_watched, seen_by_torch
@@ -292,12 +293,14 @@ def _matrix(make: Make) -> tuple[Any, ...]:
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdim: bool = False) -> Any:
+def row_reduce(x: Any, dim: Dim = None, map: Activation = None, op: str = "sum", keepdim: bool = False
+               ) -> Any:
     """`op` of map(x) over `dim`: "sum", "mean", "max" or "min" of any function of the elements, in one pass.
 
     `map`: a function of one traced value, as `fuse` takes them, or a fused function; define it once, outside
-    of a loop. The result has x's dtype. Elements that share a maximum share its gradient. Of no elements a
-    sum is 0, a mean NaN, and a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
+    of a loop. Or a name such as "relu", or a module or function of torch's, as for an `epilogue`. The result
+    has x's dtype. Elements that share a maximum share its gradient. Of no elements a sum is 0, a mean NaN,
+    and a maximum an IndexError. Source: torch.sum(map(x), dim, keepdim), torch.amax.
 
         row_reduce(x, (0, 2), fusionrt.relu, "max")
         def cubed(v): return abs(v) ** 3
@@ -305,7 +308,8 @@ def row_reduce(x: Any, dim: Dim = None, map: Map = None, op: str = "sum", keepdi
     """
     if op not in OPS:
         raise ValueError(f"row_reduce: op must be one of {', '.join(OPS)}, got {op!r}")
-    return _reduce("row_reduce", op, x, dim, keepdim, as_function("row_reduce", map, "map"))
+    function = None if map is None else resolve("row_reduce", map, "map")
+    return _reduce("row_reduce", op, x, dim, keepdim, function)
 
 
 def _square(x: Expr) -> Expr:
