@@ -170,20 +170,51 @@ def test_weights_of_another_dtype(dtype, device):
 @pytest.mark.parametrize("rows", [3, 3000])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_wider_weights_and_probabilities(reduction, rows, device):
-    """NumPy's are float64 unless told: the result is the logits' in any case."""
+    """NumPy's are float64 unless told: with classes the result has the logits' dtype in any case."""
     x, target = logits((rows, 7), F32, device), torch.randint(7, (rows,), device=device)
     weight = torch.rand(7, dtype=F64, device=device) + 0.5
     probabilities = torch.rand(rows, 7, dtype=F64, device=device).softmax(-1)
     for args in ((target, weight), (probabilities,)):
         for leaf in (x, x.clone().requires_grad_()):
             out = frt.cross_entropy(leaf, *args, reduction=reduction)
-            assert out.dtype == F32
+            assert out.dtype == (F32 if len(args) == 2 else F64)
             torch.testing.assert_close(out, F.cross_entropy(
-                x.double(), *args, reduction=reduction).float(), rtol=2e-6, atol=2e-6)
+                x.double(), *args, reduction=reduction).to(out.dtype), rtol=2e-6, atol=2e-6)
         grad, = torch.autograd.grad(out.sum(), leaf)
         expected = x.double().requires_grad_()
         F.cross_entropy(expected, *args, reduction=reduction).sum().backward()
         torch.testing.assert_close(grad, expected.grad.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtypes", [(BF16, F32, None), (F32, BF16, None), (BF16, F16, BF16), (F16, F64, None),
+                                    (BF16, BF16, F32), (BF16, F32, F64)], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}], ids=str)
+def test_probabilities_of_another_dtype(dtypes, reduction, options, device):
+    """The result has the promoted dtype of all, as torch's; each gradient that of its operand."""
+    x, q, weight = (None if dtype is None else torch.rand(shape, device=device).to(dtype).requires_grad_()
+                    for dtype, shape in zip(dtypes, ((9, 33), (9, 33), (33,)), strict=True))
+    leaves = [t for t in (x, q, weight) if t is not None]
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, q, weight)]
+    exact = reference.cross_entropy(*wide, reduction=reduction, **options)
+    torchs = F.cross_entropy(x, q, weight, reduction=reduction)
+    for of in (leaves, leaves[:1], []):  # some ways are those of logits that alone need a gradient, or none
+        given = [t if t is None or any(t is leaf for leaf in of) else t.detach() for t in (x, q, weight)]
+        found = frt.cross_entropy(*given, reduction=reduction, **options)
+        assert found.dtype == torchs.dtype
+        eps = torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found.double(), exact, rtol=8 * eps, atol=8 * eps)
+        if not of:
+            continue
+        grad = torch.rand_like(found)
+        grads = torch.autograd.grad(found, of, grad)
+        expected = torch.autograd.grad(exact, [t for t in wide if t is not None][:len(of)], grad.double(),
+                                       retain_graph=True)
+        for leaf, ours, truth in zip(of, grads, expected, strict=True):
+            assert ours.dtype == leaf.dtype
+            eps = max(torch.finfo(leaf.dtype).eps, torch.finfo(found.dtype).eps)
+            torch.testing.assert_close(ours.double(), truth, rtol=8 * eps, atol=2 * eps)
 
 
 # --- derivatives

@@ -30,6 +30,7 @@ from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.counted import counted
 from fusionrt.dispatch import Run
 from fusionrt.dtypes import name_of
+from fusionrt.op import promoted_dtype
 from fusionrt.ops.cross_entropy_rows import count_wrong, gradient_of, losses_of, reduced, reduction_of
 from fusionrt.problem import unpack
 from fusionrt.rehearsal import device_type
@@ -101,7 +102,8 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     options = (("weight", weight), ("label_smoothing", label_smoothing or None), ("z_loss", z_loss or None),
                ("softcap", softcap))
     named.update({name: value for name, value in options if value is not None})
-    dtype, has_shares = result_dtype(logits.device, logits.dtype), weight is not None and reduction == "mean"
+    wide = logits.dtype if of_classes else promoted_dtype((logits, target, weight))
+    dtype, has_shares = result_dtype(logits.device, wide), weight is not None and reduction == "mean"
     return Call(op, ("input", "target", *named.keys()), (logits, target, *named.values()), reduction, dtype,
                 n_classes, of_classes, of_classes and has_shares,
                 rounds=reduction == "none" and dtype == logits.dtype,
@@ -396,8 +398,8 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, ignore_index: int
     "mean": the sum divided by that of weight[target] over the rows that are not ignored (NaN if there are
     none), of probabilities by the number of rows. `label_smoothing`: a number in [0, 1]. `z_loss` adds
     z_loss logsumexp(row)^2 to a row's loss. `softcap`: logits are softcap tanh(input / softcap). The result
-    has input's dtype, under autocast at least float32. First and second derivatives of input, weight and
-    probabilities.
+    has input's dtype, of probabilities the promoted one of all tensors, under autocast at least float32.
+    First and second derivatives of input, weight and probabilities.
 
     `inplace_backward`: the backward pass writes the gradient into the memory of input, which must not be a
     leaf, and is no longer there after it. Whoever saved input for a backward pass of its own, a second one
