@@ -10,7 +10,20 @@ import random
 
 import pytest
 import torch
-from checking import BF16, DTYPES, F16, F32, F64, accumulated, assert_as_accurate, check, lost, make, wide
+from checking import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    accumulated,
+    assert_as_accurate,
+    check,
+    evaluate,
+    lost,
+    make,
+    wide,
+)
 from emulator import KernelFault, Machine, emulation, missing
 from emulator.translation import Untranslated, instructions, known, translated
 from pointwise_ops import check_op, example
@@ -349,6 +362,19 @@ def test_gradients_that_read_masks(columns, dtype, gpu, few_multiprocessors, tex
     ("logsumexp", (0, 1, 2), F32, 0)], ids=str)
 def test_reductions(name, dim, dtype, offset, gpu, few_multiprocessors):
     gpu.run(lambda: reduced(name, operand(gpu, (80, 17, 130), dtype, offset), dim))
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("dtype", [F16, F64], ids=str)
+def test_reductions_of_another_dtype(dtype, dim, gpu, few_multiprocessors):
+    x, eps = operand(gpu, (8, 17, 130), F32), torch.finfo(dtype).eps
+    for op, args in ((frt.norm, (3, dim)), (frt.log_softmax, (dim,))):
+        out, grads = gpu.run(lambda op=op, args=args: evaluate(op, (x, *args), {"dtype": dtype}))
+        exact, expected = evaluate(op.reference, (x.to(dtype).double(), *args))
+        assert (out.dtype, grads[0].dtype) == (dtype, F32)
+        torch.testing.assert_close(out.double(), exact, rtol=4 * eps, atol=4 * eps)
+        rtol = 4 * eps + 1e-5
+        torch.testing.assert_close(grads[0].double(), expected[0], rtol=rtol, atol=4 * rtol)
 
 
 def reduced(name, x, dim):
