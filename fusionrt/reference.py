@@ -310,11 +310,11 @@ def mean_abs(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return torch.mean(x.abs(), dim, keepdim)
 
 
-def var(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+def var(x: Tensor, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Tensor:
     return torch.var(x, dim, correction=correction, keepdim=keepdim)
 
 
-def std(x: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+def std(x: Tensor, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Tensor:
     return torch.std(x, dim, correction=correction, keepdim=keepdim)
 
 

@@ -362,6 +362,18 @@ def test_corrections(correction, device):
         torch.testing.assert_close(op(x, -1, correction), expected, equal_nan=True)
 
 
+def test_corrections_as_torch_takes_them(device):
+    x = torch.randn(3, 7, dtype=torch.float64, device=device)
+    for name in ("var", "std"):
+        op, torchs = getattr(frt, name), getattr(torch, name)
+        torch.testing.assert_close(op(x, -1, None), torchs(x, -1, correction=None))
+        torch.testing.assert_close(op(x, -1, correction=None, keepdim=True), torchs(x, -1, keepdim=True))
+        for unbiased in (False, True):  # torch's older third argument
+            torch.testing.assert_close(op(x, -1, unbiased), torchs(x, -1, unbiased))
+        with pytest.raises(TypeError, match=f"{name}: correction must be a number, got 'no'"):
+            op(x, -1, "no")
+
+
 class _nothing:
     def __enter__(self):
         return self

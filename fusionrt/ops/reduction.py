@@ -414,27 +414,32 @@ def argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return _index_of("argmin", x, dim, keepdim)
 
 
+def _correction(op: str, correction: float | None) -> float:
+    return as_float(op, "correction", 1 if correction is None else correction)
+
+
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def var(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
+def var(x: Any, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Any:
     """The variance over `dim`: the sum of (x - mean)^2 divided by (n - correction).
 
+    `correction`: a number; None is 1, and so is True, as torch's older `unbiased` may be given in this place.
     Found in one pass, without the cancellation of a difference of sums; 0 for equal elements.
     Source: torch.var. As there, NaN or infinite where n <= correction.
 
         var(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [2., 0.]
     """
-    return _reduce("var", "var", x, dim, keepdim, None, (as_float("var", "correction", correction),))
+    return _reduce("var", "var", x, dim, keepdim, None, (_correction("var", correction),))
 
 
 @public(example=_matrix, asks=(sites, "x"), arrays="x")
-def std(x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False) -> Any:
+def std(x: Any, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Any:
     """The square root of `var`; its derivative is 0 where it is 0.
 
     Source: torch.std.
 
         std(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), -1)  # [1.4142, 0.]
     """
-    return _reduce("std", "std", x, dim, keepdim, None, (as_float("std", "correction", correction),))
+    return _reduce("std", "std", x, dim, keepdim, None, (_correction("std", correction),))
 
 
 def _is_nonzero(x: Expr) -> Expr:
