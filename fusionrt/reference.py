@@ -367,8 +367,12 @@ def smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta:
     return F.smooth_l1_loss(input, target, reduction=reduction, beta=beta)
 
 
-def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0) -> Tensor:
-    return F.huber_loss(input, target, reduction, delta)
+def huber_loss(input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0,
+               weight: Any = None) -> Tensor:
+    if weight is None:
+        return F.huber_loss(input, target, reduction=reduction, delta=delta)
+    losses = F.huber_loss(input, target, reduction="none", delta=delta) * weight
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
 def kl_div(input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Tensor:

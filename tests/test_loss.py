@@ -93,6 +93,27 @@ def test_weights_of_bce(weighted, reduction, dtype, device):
     compare("bce_with_logits", (x, y), **options)
 
 
+@pytest.mark.covering(1)
+@reductions
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 65), (33, 1), (65,), ()], ids=str)
+def test_weights_of_huber(shape, dtype, reduction, device):
+    x, y = arguments("huber_loss", (33, 65), dtype, device)
+    weight = torch.rand(shape, dtype=F64, device=device).to(dtype)
+    compare("huber_loss", (x, y), reduction=reduction, delta=0.7, weight=weight)
+    few = tuple({33: 3, 65: 5}.get(n, n) for n in shape)
+    args = [*arguments("huber_loss", (3, 5), F64, device), torch.rand(few, dtype=F64, device=device)]
+    torch.testing.assert_close(*(derivatives(lambda x, y, w, f=f: f(x, y, reduction, 0.7, w), args)
+                                 for f in (frt.huber_loss, reference.huber_loss)))
+
+
+def test_a_number_as_weight_of_huber(device):
+    x, y = arguments("huber_loss", (3, 5), F64, device)
+    torch.testing.assert_close(frt.huber_loss(x, y, weight=0.5), frt.huber_loss(x, y) / 2)
+    torch.testing.assert_close(frt.huber_loss(x, y, "mean", 1.0, x.abs()),
+                               (torch.nn.functional.huber_loss(x, y, reduction="none") * x.abs()).mean())
+
+
 def test_bce_near_certainty(device):
     """What is left of a loss is not lost in a difference of large numbers."""
     x = torch.tensor([30.0, -30, 80, -80, 0, 1e4, -1e4], device=device)
@@ -274,6 +295,11 @@ def test_compiled(name, dynamic, device):
             lambda x: frt.bce_with_logits(x, x, torch.ones(2, 4, 5)),
             ValueError,
             r"bce_with_logits: weight must broadcast to the shape of input, \(4, 5\), got \(2, 4, 5\)",
+        ),
+        (
+            lambda x: frt.huber_loss(x, x, weight=x[:, :2]),
+            ValueError,
+            r"huber_loss: weight must broadcast to the shape of input, \(4, 5\), got \(4, 2\)",
         ),
         (lambda x: frt.kl_div(x, x, "average"), ValueError, "kl_div: reduction must be"),
     ],

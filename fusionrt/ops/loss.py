@@ -99,6 +99,14 @@ def _shape(op: str, input: Any, target: Any) -> tuple[int, ...]:
     return shape
 
 
+def _check_weights(op: str, input: Any, **weights: Any) -> None:
+    mine = tuple(getattr(input, "shape", ()))
+    for name, value in weights.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if layout.broadcast_shapes([mine, shape]) != mine:
+            raise ValueError(f"{op}: {name} must broadcast to the shape of input, {mine}, got {shape}")
+
+
 def _pair(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), make(ROWS, COLUMNS)
 
@@ -127,6 +135,12 @@ def _huber(input: Expr, target: Expr, delta: float) -> tuple[Expr, Expr]:
 def _huber_loss(input: Expr, target: Expr, delta: float) -> Expr:
     near, rest = _huber(input, target, delta)
     return near * rest
+
+
+@_loss
+def _huber_loss_weighted(input: Expr, target: Expr, weight: Expr, delta: float) -> Expr:
+    near, rest = _huber(input, target, delta)
+    return weight * (near * rest)
 
 
 @_loss
@@ -174,17 +188,22 @@ def smooth_l1_loss(input: Any, target: Any, reduction: str = "mean", beta: float
 
 
 @public(example=_pair)
-def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0) -> Any:
+def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None
+               ) -> Any:
     """e^2 / 2 where e = |input - target| < delta, delta (e - delta / 2) elsewhere, reduced.
 
-    `delta` is a positive number.
+    `delta` is a positive number. `weight`: a number, or a tensor that broadcasts to input's shape, of each
+    element's loss; the mean is that of all elements, whatever their weights.
     Source: torch.nn.functional.huber_loss.
 
         huber_loss(model(x), y, delta=2.0)
     """
     if not as_float("huber_loss", "delta", delta) > 0:
         raise ValueError(f"huber_loss: delta must be positive, got {delta!r}")
-    return _reduced("huber_loss", _huber_loss, reduction, input, target, delta)
+    if weight is None:
+        return _reduced("huber_loss", _huber_loss, reduction, input, target, delta)
+    _check_weights("huber_loss", input, weight=weight)
+    return _reduced("huber_loss", _huber_loss_weighted, reduction, input, target, weight, delta)
 
 
 # -- probabilities ---------------------------------------------------------------------------------
@@ -217,11 +236,7 @@ def bce_with_logits(input: Any, target: Any, weight: Any = None, reduction: str 
         raise ValueError(f"bce_with_logits: target must have the shape of input, {mine}, got {other}")
     if weight is None and pos_weight is None:
         return _reduced("bce_with_logits", _bce_with_logits, reduction, input, target)
-    for name, value in (("weight", weight), ("pos_weight", pos_weight)):
-        shape = tuple(getattr(value, "shape", ()))
-        if layout.broadcast_shapes([mine, shape]) != mine:
-            raise ValueError(f"bce_with_logits: {name} must broadcast to the shape of input, {mine}, got "
-                             f"{shape}")
+    _check_weights("bce_with_logits", input, weight=weight, pos_weight=pos_weight)
     weight, pos_weight = (1.0 if w is None else w for w in (weight, pos_weight))
     return _reduced("bce_with_logits", _bce_with_logits_weighted, reduction, input, target, weight,
                     pos_weight)
