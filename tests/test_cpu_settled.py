@@ -74,8 +74,9 @@ def test_the_same_bits(name: str, dtype: torch.dtype, shape: tuple[int, int]) ->
 @pytest.mark.parametrize("op", [
     lambda x: frt.softmax(x), lambda x: frt.log_softmax(x), lambda x: frt.rms_norm(x, x.shape[-1:]),
     lambda x: frt.layer_norm(x, x.shape[-1:], return_stats=True), lambda x: frt.sum(x, -1),
-    lambda x: frt.sum(x, -1, keepdim=True), lambda x: frt.argmax(x, -1), lambda x: frt.norm(x, -1),
-    lambda x: frt.logsumexp(x, -1)])
+    lambda x: frt.sum(x, -1, keepdim=True), lambda x: frt.argmax(x, -1), lambda x: frt.norm(x, 2, -1),
+    lambda x: frt.norm(x, 3, -1), lambda x: frt.softmax(x, -1, torch.float64),
+    lambda x: frt.sum(x, -1, dtype=torch.float16), lambda x: frt.logsumexp(x, -1)])
 def test_ops_over_rows(op: Callable[[torch.Tensor], Any]) -> None:
     for shape in (SMALL, LARGE):
         x = torch.randn(shape)

@@ -47,7 +47,8 @@ def of_add_norm(w):
 
 def of_softmax(w):
     return [call(), call(0), call(scale=2.0), call(scale=w), call(mask=w), call(mask=w > 0),
-            call(causal=True), call(-1), call(epilogue=frt.tanh), call()]
+            call(causal=True), call(-1), call(epilogue=frt.tanh), call(-1, torch.float64),
+            call(-1, torch.float16), call()]
 
 
 def of_cross_entropy(w):
@@ -79,12 +80,16 @@ def of_mlp(w):
 CALLS = {
     frt.layer_norm: of_layer_norm, frt.rms_norm: of_rms_norm, frt.add_norm: of_add_norm,
     frt.softmax: of_softmax, frt.log_softmax: of_softmax, frt.cross_entropy: of_cross_entropy,
-    frt.sum: lambda w: [call(), call(0), call(0, True), call(1), call((0, 1)), call([0, 1]), call()],
+    frt.sum: lambda w: [call(), call(0), call(0, True), call(1), call((0, 1)), call([0, 1]), call(),
+                       call(1, dtype=torch.float64), call(1, dtype=torch.float16), call(1)],
     frt.var: lambda w: [call(-1), call(-1, 0), call(-1, 0.0), call(-1, 2), call(-1, 1, True)],
-    frt.norm: lambda w: [call(-1), call(-1, 1), call(-1, float("inf")), call(-1, keepdim=True)],
+    frt.norm: lambda w: [call(2, -1), call(1, -1), call(float("inf"), -1), call(2, -1, keepdim=True),
+                         call(3, -1), call(-1, -1), call(4.5, -1), call(3.0, -1),
+                         call(3, -1, dtype=torch.float64)],
     frt.linear_activation: of_linear, frt.ffn: of_ffn, frt.swiglu_mlp: of_mlp,
     frt.linear_gelu: lambda w: [call(torch.outer(w, w)), call(torch.outer(w, w), approximate="tanh")],
-    frt.row_reduce: lambda w: [call(-1), call(-1, frt.relu), call(-1, frt.silu), call(-1, None, "max")],
+    frt.row_reduce: lambda w: [call(-1), call(-1, frt.relu), call(-1, frt.silu), call(-1, None, "max"),
+                              call(-1, "gelu"), call(-1, torch.nn.ReLU())],
 }
 
 
