@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -15,6 +17,11 @@ def name_of(dtype: object) -> str:
         dtype = np.dtype(dtype)
     return str(dtype).removeprefix("torch.")
 
+
+def as_torchs(dtype: Any) -> Any:
+    """NumPy's dtypes, and names, as torch's; anything else as it is."""
+    found = dtype if dtype is None or isinstance(dtype, torch.dtype) else getattr(torch, name_of(dtype), None)
+    return found if isinstance(found, torch.dtype) else dtype
 
 
 def rounds(dtype: torch.dtype, to: torch.dtype) -> bool:

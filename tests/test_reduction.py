@@ -626,7 +626,8 @@ ERRORS = [
     ),
     (lambda x: frt.sum(x, dtype=torch.int32), TypeError, "sum: dtype must be None or one of torch.float16, "
      "torch.bfloat16, torch.float32, torch.float64, got torch.int32"),
-    (lambda x: frt.mean(x, dtype="half"), TypeError, "mean: dtype must be None or one of .*, got 'half'"),
+    (lambda x: frt.mean(x, dtype="wide"), TypeError, "mean: dtype must be None or one of .*, got 'wide'"),
+    (lambda x: frt.mean(x, dtype="sum"), TypeError, "mean: dtype must be None or one of .*, got 'sum'"),
     (lambda x: frt.norm(x, [1]), TypeError, r"norm: p must be a number, got \[1\]"),
     (lambda x: frt.norm(x, "fro"), TypeError, "norm: p must be a number, got 'fro'"),
     (lambda x: frt.norm(x, None), TypeError, "norm: p must be a number, got None"),

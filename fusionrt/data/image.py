@@ -25,7 +25,7 @@ from fusionrt.data.samples import (
     is_key,
     table,
 )
-from fusionrt.dtypes import name_of
+from fusionrt.dtypes import as_torchs, name_of
 from fusionrt.laid import in_memory
 from fusionrt.watching import no_transforms
 
@@ -93,10 +93,10 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
                          f"{interpolation!r}")
     if not isinstance(antialias, bool):
         raise TypeError(f"image_preprocess: antialias must be True or False, got {antialias!r}")
-    if name_of(dtype) not in map(name_of, DTYPES[1:]):
+    dtype = as_torchs(dtype)
+    if dtype not in DTYPES[1:]:
         raise ValueError(f"image_preprocess: dtype must be torch.float16, torch.bfloat16 or "
                          f"torch.float32, got {dtype!r}")
-    dtype = getattr(torch, name_of(dtype))
     geometry = Geometry(_size("size", size), boxes, _resize(resize), flip)
     given = dict(zip(ADJUSTMENTS, (brightness, contrast, saturation, hue), strict=True))
     adjusted = [name for name, value in given.items() if value is not None]

@@ -24,7 +24,7 @@ import torch
 from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_dim, as_float, check_float_dtype, is_int
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.dtypes import rounds
+from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
@@ -35,7 +35,7 @@ from fusionrt.watching import is_watched, seen_by_torch
 
 Dim = int | tuple[int, ...] | list[int] | None
 Map = Callable[[Any], Any] | None
-Dtype = torch.dtype | None
+Dtype = Any  # None, torch's, NumPy's or a name
 _OF_INTEGERS: dict[str, Run] = {"sum": torch.sum, "amax": torch.amax, "amin": torch.amin,
                                 "argmax": torch.argmax, "argmin": torch.argmin}
 INDICES_HELD = 1 << 20  # indices of longer rows are made anew for each call
@@ -188,6 +188,7 @@ sites = Sites()
 def _reduce(op: str, kind: str, x: Any, dim: Dim, keepdim: bool, map: Map = None,
             more: tuple[Any, ...] = (), dtype: Dtype = None) -> Any:
     """`more`: the numbers that the kind takes beside x."""
+    dtype = as_torchs(dtype)
     if not (compiling := torch.compiler.is_dynamo_compiling()):  # which warns of caches
         run = sites.find(_key(op, kind, dim, keepdim, map, more, dtype), (x,))
         if run is not None:

@@ -23,7 +23,7 @@ from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_dim, check_float_dtype
 from fusionrt.catalogue import COLUMNS, ROWS, public
 from fusionrt.counted import counted
-from fusionrt.dtypes import rounds
+from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, node
 from fusionrt.fusion import dropped, fused
 from fusionrt.layout import is_among
@@ -78,7 +78,7 @@ sites = Sites()
 def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilogue: Activation = None,
            p: float = 0.0, kept_scale: float | None = None, dtype: torch.dtype | None = None) -> Any:
     """The op along a dimension, which becomes the last one: strides are followed, nothing is copied."""
-    epilogue = None if epilogue is None else resolve(op, epilogue, "epilogue")
+    epilogue, dtype = None if epilogue is None else resolve(op, epilogue, "epilogue"), as_torchs(dtype)
     key = None
     factor, number = (None, scale) if scale is None or isinstance(scale, (int, float)) else (scale, None)
     if not torch.compiler.is_dynamo_compiling():  # which warns of caches
