@@ -456,7 +456,7 @@ _NORMS: dict[float, tuple[str, Map]] = {
 }
 
 
-@public(example=_matrix, asks=(sites, "x"), arrays="x")
+@public(example=lambda make: (make(ROWS, COLUMNS), 2, -1), asks=(sites, "x"), arrays="x")
 def norm(x: Any, p: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Dtype = None) -> Any:
     """The vector norm over `dim`: (sum of |x|^p)^(1/p), of any real p.
 
