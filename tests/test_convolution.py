@@ -183,6 +183,18 @@ def test_a_wider_residual_decides_the_dtype(recorded, casting, groups, device):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_one_image_needs_no_dimension(dims, device):
+    x, residual = images(6, *(9,) * dims, device=device), images(4, *(7,) * dims, device=device)
+    weight, bias = images(4, 6, *(3,) * dims, device=device), images(4, device=device)
+    for options in ({}, {"residual": residual}):
+        found = frt.conv_activation(x, weight, bias, "silu", **options)
+        more = {name: t[None] for name, t in options.items()}
+        close(found, frt.conv_activation(x[None], weight, bias, "silu", **more)[0])
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    close(frt.conv_activation(x, weight, bias), convolve(x, weight, bias))
+
+
 # --- dropout
 
 def test_dropout_keeps_what_torch_would(device):

@@ -58,10 +58,10 @@ def conv_activation(x: Any, weight: Any, bias: Any = None, activation: Any = Non
                     residual: Any = None, training: bool = True) -> Any:
     """residual + dropout(activation(convolution(x) + bias), dropout_p), of 1 to 3 dimensions.
 
-    x: (N, C, ...), weight: (C', C / groups, ...), bias: (C',), residual: the result's shape. `activation`:
-    None, the name of one of the catalogue ("relu", "gelu", "silu", ...), or a function of one traced value,
-    as `fuse` takes them; define it once, outside of a loop. The dropout mask is drawn from torch's
-    generator, and computed anew in the backward pass.
+    x: (N, C, ...), or (C, ...) of one image, weight: (C', C / groups, ...), bias: (C',), residual: the
+    result's shape. `activation`: None, the name of one of the catalogue ("relu", "gelu", "silu", ...), or a
+    function of one traced value, as `fuse` takes them; define it once, outside of a loop. The dropout mask is
+    drawn from torch's generator, and computed anew in the backward pass.
     Source: residual + F.dropout(activation(F.conv2d(x, weight, bias, ...)), dropout_p, training).
 
         conv_activation(x, weight, bias, "silu", padding=1)

@@ -252,6 +252,10 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
         (x, weight, bias, residual), restore = converted(op, arrays)
         return restore(with_activation(op, x, weight, bias, activation, options, dropout_p, residual,
                                        training))
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dim() == weight.dim() - 1 > 1:  # one image
+        added = residual.unsqueeze(0) if isinstance(residual, Tensor) else residual
+        return with_activation(op, x.unsqueeze(0), weight, bias, activation, options, dropout_p, added,
+                               training).squeeze(0)
     kind, function = check(op, arrays, ("bias",), options), resolve(op, activation)
     check_residual(op, residual, x, kind)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p")
