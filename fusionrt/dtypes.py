@@ -15,7 +15,7 @@ def name_of(dtype: object) -> str:
     """As kernels' texts call it: "float32" of torch.float32, NumPy's and "float32"."""
     if isinstance(dtype, type) and issubclass(dtype, (np.generic, float, int)):
         dtype = np.dtype(dtype)
-    return str(dtype).removeprefix("torch.")
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def as_torchs(dtype: Any) -> Any:

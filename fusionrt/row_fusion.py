@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fusionrt import dispatch, library, settling
+from fusionrt.dtypes import as_torchs
 from fusionrt.expr import Expr, argument, where
 from fusionrt.fusion import UnfitError, fresh_bits, numbering_draws, trace
 from fusionrt.graph import substitute, toposort
@@ -71,9 +72,11 @@ def row_operator(function: Run, params: Sequence[str] = (), *, name: str = "", u
 
 
 def like_sum(x: Any, residual: Any) -> str:
-    """Whose dtype results have, for `row_operator`: as torch's sum of both."""
-    is_wider = residual is not None and torch.promote_types(x.dtype, residual.dtype) != x.dtype
-    return "residual" if is_wider else "x"
+    """Whose dtype results have, for `row_operator`: as torch's sum of both. Those that torch has not are for
+    the operator to refuse."""
+    dtypes = [as_torchs(t.dtype) for t in (x, residual) if t is not None]
+    are_torchs = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+    return "residual" if are_torchs and functools.reduce(torch.promote_types, dtypes) != dtypes[0] else "x"
 
 
 def as_function(op: str, function: Any, name: str) -> Epilogue:

@@ -184,7 +184,7 @@ def test_warmup_refuses_unknown_names(words: tuple[str, ...], message: str) -> N
 
 def test_warmup_fails_where_kernels_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSIONRT_DISABLE_JIT", "1")
-    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,gelu")
+    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,mish")
 
     assert result.exit_code == 1
     assert numbers(result)[:3] == ["0", "0", "18"]
@@ -197,7 +197,7 @@ def test_warmup_fails_where_kernels_are_missing(monkeypatch: pytest.MonkeyPatch)
 
 def test_warmup_says_once_what_all_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
-    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,gelu", "--dtypes", "float32")
+    result = call("warmup", "--arch", "sm_90", "--ops", "tanh,silu,mish", "--dtypes", "float32")
 
     assert result.exit_code == 1
     assert numbers(result)[:3] == ["0", "0", "6"]

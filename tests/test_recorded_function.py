@@ -150,12 +150,12 @@ def test_threads_that_meet_a_kind_at_once(settles):
     for n in range(20, 30) if settles else range(30, 40):
         x = torch.randn(n, n, dtype=F64, requires_grad=True)
         seeds = torch.randn(n, n, dtype=F64), torch.randn(n, n, dtype=F64).t()
-        out = frt.gelu(x)
-        recording = recording_of(frt.gelu.operator, (x,))
+        out = frt.silu(x)
+        recording = recording_of(frt.silu.operator, (x,))
         both, wrong = threading.Barrier(2), []
 
         def work(g, x=x, out=out, both=both, wrong=wrong, recording=recording):
-            expected, = torch.autograd.grad(F.gelu(x), x, g)
+            expected, = torch.autograd.grad(F.silu(x), x, g)
             both.wait()
             for _ in range(3):
                 grad, = torch.autograd.grad(out, x, g, retain_graph=True)
@@ -175,7 +175,7 @@ def test_threads_that_meet_a_kind_at_once(settles):
 
 def test_threads_that_are_no_more_shut_nobody_out():
     x = torch.randn(4, 6, dtype=F64, requires_grad=True)
-    out, ends = frt.gelu(x), threading.Event()
+    out, ends = frt.silu(x), threading.Event()
 
     def work():
         torch.autograd.grad(out.sum(), x, retain_graph=True)
@@ -188,7 +188,7 @@ def test_threads_that_are_no_more_shut_nobody_out():
     for t in threads:
         t.join()
     torch.autograd.grad(out.sum(), x, retain_graph=True)
-    passes = recording_of(frt.gelu.operator, (x,)).passes
+    passes = recording_of(frt.silu.operator, (x,)).passes
     assert len(passes) <= recorded_function._KEPT_BY_ALL and passes[-1].thread == threading.get_ident()
 
 
