@@ -133,7 +133,6 @@ class Operator(Definition):
             known.check = guards.guard(*tensors)
         of_all = [isinstance(a, torch.Tensor) for a in args] != self.entry_tensors
         check = guards.guard_all(known.check, args) if of_all else known.check
-
         first = alike(tensors[0])
 
         def use(run: Run) -> None:
