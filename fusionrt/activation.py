@@ -77,10 +77,9 @@ def translated(op: str, activation: Any, argument: str = "activation") -> Any:
     anything else as it is."""
     if isinstance(activation, nn.Module):
         return _of_module(op, activation, argument)
-    try:
-        return _FUNCTIONS.get(activation, activation)
-    except TypeError:  # not hashable
-        return activation
+    if callable(activation):  # compared one by one: torch's compiler hashes no functions made within others
+        return next((name for function, name in _FUNCTIONS.items() if function is activation), activation)
+    return activation
 
 
 def _of_module(op: str, activation: nn.Module, argument: str) -> Any:

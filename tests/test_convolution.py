@@ -173,14 +173,18 @@ def test_a_wider_residual_decides_the_dtype(recorded, casting, groups, device):
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_(recorded)
     norm = of[0], of[1].square() + 0.5, of[2], of[3]
     options = {"padding": 1, "groups": groups, "residual": residual}
+    x16, weight16 = x.bfloat16(), weight.bfloat16()
     if not casting:
-        x, weight = x.bfloat16(), weight.bfloat16()
+        x, weight = x16, weight16
     for op, more in ((frt.conv_activation, ("silu",)), (frt.conv_bn_act, norm)):
         with torch.autocast(device, torch.bfloat16, enabled=casting):
             found = op(x, weight, None, *more, **options)
-        expected = op.reference(x.float(), weight.float(), None, *more, **options)
+        expected = op.reference(x16.float(), weight16.float(), None, *more, **options)
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+        # The convolution's own result is rounded, before the norm: at most half an ulp of bfloat16.
+        rounding = 2**-8 * F.conv2d(x16.float(), weight16.float(), None, 1, 1, 1, groups).abs()
+        slope = (of[2] / norm[1].sqrt()).abs()[:, None, None] if op is frt.conv_bn_act else 1.1
+        assert ((found - expected).abs() <= rounding * slope + 1e-4 * (1 + expected.abs())).all()
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

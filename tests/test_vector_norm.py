@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from checking import needs_nvrtc
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
+from fusionrt.runtime import compiler, launch
 
 POWERS = (0, 0.5, 1.5, 3, 7.25, -1, -2.5, -math.inf)
 
@@ -41,6 +43,20 @@ def test_gradients_of_norms_of_any_power(p, device):
     assert not first.any()
     if first.requires_grad:
         assert not torch.autograd.grad(first.sum(), zeros)[0].any()
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("p", POWERS)
+def test_second_derivatives_of_norms_compile(p):
+    """Whose choices are between truths of a row."""
+    x = torch.empty(4, 8, device="meta", requires_grad=True)
+    with collecting("cuda") as problems:
+        first, = torch.autograd.grad(frt.norm(x, p, -1).sum(), x, create_graph=True)
+        if first.requires_grad:
+            first.sum().backward()
+    for problem in problems:
+        for source in launch.sources(problem):
+            assert compiler.build(source.text, source.entry, "sm_90", problem.name)
 
 
 @pytest.mark.parametrize("p", [0.5, 3, -1, -math.inf, math.inf])

@@ -416,8 +416,9 @@ class RowsText:
         border = dict.fromkeys(a for n in (*elements, *roots) for a in (*n.args, n)
                                if isinstance(a, Expr) and (a.uniform or a in names) and a.op != "const")
         statements, results = emit(list(border), "const auto {} = {};", names)
+        members = (f"{'bool' if n.is_truth else 'acc_t'} u{i};" for i, n in enumerate(border))
         return {n: f"known.u{i}" for i, n in enumerate(border)}, [
-            f"template <> struct Known<{k}> {{ {' '.join(f'acc_t u{i};' for i in range(len(border)))} }};",
+            f"template <> struct Known<{k}> {{ {' '.join(members)} }};",
             f"{INLINE} void know(const Params& p, const Row& row, const {ARRAY.format('values')}, "
             f"Known<{k}>& known) {{", *("    " + line for line in statements),
             *(f"    known.u{i} = {result};" for i, result in enumerate(results)), "}"]
