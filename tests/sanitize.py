@@ -6,7 +6,7 @@ Each process imports torch and collects the tests once, then is given one after 
 there are any: a library's kernels are prepared once a process. The first ones are those in which a value of a
 parameter is met first, and those of files whose tests have taken little time: a run that is cut off has seen
 a little of everything. The next one with the same verdicts goes on with the tests that have none, one with
-the same record with the files of which not every test was clean. Verdicts, each with the seconds it took:
+the same record with those that were not clean yet. Verdicts, each with the seconds it took:
 `clean`; `reported` and of which kernels, where the sanitizer wrote something, which lies beside the verdicts;
 `failed`, for which other reason; `died`, with the process.
 """
@@ -27,7 +27,10 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +59,7 @@ def main() -> int:
                         help="also the tests whose verdict begins so")
     parser.add_argument("--cached", action="store_true",
                         help="with torch's cache of memory: nothing else can be allocated in a capture")
-    parser.add_argument("--record", type=Path, help="which is told of each file's tests how many are clean; "
-                                                    "those that it says are clean are left out")
+    parser.add_argument("--record", type=Path, help="which is told what was clean; that is left out")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
                         help="kernels with this in their names, for instance a library's")
@@ -116,9 +118,9 @@ class Run:
                                 capture_output=True, text=True).stdout.splitlines()
         self.tests = [line for line in listed if TEST.match(line)]  # beside warnings
         self.record = json.loads(asked.record.read_text()) if asked.record and asked.record.exists() else {}
-        clean = self._clean_before()
+        self.before = Clean.of_record(self.record.get(asked.tool, {}))
         self.queue = Queue([test for test in self.tests
-                            if test not in self.verdicts and file_of(test) not in clean], known)
+                            if test not in self.verdicts and test not in self.before], known)
         self.gpus = gpus()
         self.lock = threading.Lock()
 
@@ -185,25 +187,44 @@ class Run:
             self.asked.record.write_text(json.dumps(record, indent=1) + "\n")
         return int(any(verdict != "clean" for verdict in counts) or bool(self.queue))
 
-    def _clean_before(self) -> set[str]:
-        """Files of the record's all of whose tests, as many as now, were clean."""
-        counts = collections.Counter(map(file_of, self.tests))
-        recorded = self.record.get(self.asked.tool, {}).get("files", {})
-        return {file for file, n in counts.items() if recorded.get(file) == f"{n} of {n} clean"}
-
     def _recorded(self) -> dict[str, object]:
         before = self.record.get(self.asked.tool, {})
-        clean = collections.Counter(file_of(test) for test, (said, _) in self.verdicts.items()
-                                    if said == "clean")
-        asked = collections.Counter(map(file_of, self.tests))
-        files = {file: f"{clean[file]} of {n} clean" for file, n in asked.items()
-                 if file not in self._clean_before()}
+        said = {test: verdict for test, (verdict, _) in self.verdicts.items()}
+        clean = Clean({test for test in self.tests if said.get(test) == "clean" or test in self.before})
+        faults = before.get("not clean", {}) | said
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
         return {"date": f"{datetime.date.today()}",
                 "commits": list(dict.fromkeys([*before.get("commits", []), commit.stdout.strip()])),
-                "files": dict(sorted((before.get("files", {}) | files).items())),
-                "not clean": {test: said for test, (said, _) in sorted(self.verdicts.items())
-                              if said != "clean"}}
+                "files": dict(sorted((before.get("files", {}) | clean.files(self.tests)).items())),
+                "not clean": {test: fault for test, fault in sorted(faults.items()) if fault != "clean"}}
+
+
+class Clean:
+    """The tests that were clean, by short names."""
+
+    def __init__(self, tests: Iterable[str] = (), short: Iterable[str] = ()) -> None:
+        self.short = {*short, *map(self._short, tests)}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Clean:
+        return cls(short=itertools.chain.from_iterable(
+            file["clean"].split() for file in record.get("files", {}).values()))
+
+    def __contains__(self, test: str) -> bool:
+        return self._short(test) in self.short
+
+    @staticmethod
+    def _short(test: str) -> str:
+        return f"{zlib.crc32(test.encode()):08x}"
+
+    def files(self, tests: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Of each file of these tests how many there are, how many clean, and which."""
+        found = {}
+        for file, group in itertools.groupby(sorted(tests, key=file_of), file_of):
+            each = [*group]
+            names = sorted(self._short(test) for test in each if test in self)
+            found[file] = {"tests": len(each), "clean tests": len(names), "clean": " ".join(names)}
+        return found
 
 
 def gpus() -> list[str]:

@@ -49,18 +49,19 @@ def test_verdicts_are_kept(tmp_path):
         "clean": "clean", "failed": "failed assert False", "reported": "reported f::g", "died": "died",
         "broken": "failed", "clean_again": "clean"}
     record = json.loads((tmp_path / "record.json").read_text())["racecheck"]
-    assert len(record["not clean"]) == 4 and record["files"] == {"test_them.py": "2 of 6 clean"}
+    file = record["files"]["test_them.py"]
+    assert len(record["not clean"]) == 4 and (file["tests"], file["clean tests"]) == (6, 2)
     assert record["not clean"]["test_them.py::test_reported"] == "reported f::g"
 
 
-def test_files_that_were_clean_are_left_out(tmp_path):
+def test_what_was_clean_is_left_out(tmp_path):
     (tmp_path / "sanitizer").write_text(SANITIZER)
     (tmp_path / "sanitizer").chmod(0o755)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
-    one = "import pytest\n@pytest.mark.gpu\ndef test_{}(): assert {}\n"
-    for clean, said, begun in ((False, "1 clean, 1 failed", {"a", "b"}), (True, "1 clean", {"b"})):
-        (tmp_path / "test_a.py").write_text(one.format("a", True))
-        (tmp_path / "test_b.py").write_text(one.format("b", clean))
+    begin, one = "import pytest\n", "@pytest.mark.gpu\ndef test_{}(): assert {}\n"
+    for clean, said, begun in ((False, "2 clean, 1 failed", {"a", "b", "c"}), (True, "1 clean", {"b"})):
+        (tmp_path / "test_a.py").write_text(begin + one.format("a", True) + one.format("b", clean))
+        (tmp_path / "test_c.py").write_text(begin + one.format("c", True))
         verdicts = tmp_path / f"{clean}.json"  # those of another session
         command = [sys.executable, Path(__file__).with_name("sanitize.py"), "racecheck", ".", "--jobs", "1",
                    "--verdicts", verdicts, "--record", "record.json", "--sanitizer", tmp_path / "sanitizer"]
@@ -69,7 +70,8 @@ def test_files_that_were_clean_are_left_out(tmp_path):
         assert ran.stdout.endswith(f"{said} (0 left)\n")
         assert {test[-1] for test in json.loads(verdicts.read_text())} == begun
     record = json.loads((tmp_path / "record.json").read_text())["racecheck"]
-    assert record["files"] == {"test_a.py": "1 of 1 clean", "test_b.py": "1 of 1 clean"}
+    assert [(file["tests"], file["clean tests"]) for file in record["files"].values()] == [(2, 2), (1, 1)]
+    assert not record["not clean"]
 
 
 def test_a_sanitizer_that_cannot_run(tmp_path):
