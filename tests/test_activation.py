@@ -8,6 +8,7 @@ from fusionrt import nn as fnn
 from fusionrt import ops
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("make", "number"), [
     (lambda: nn.LeakyReLU(0.1), "negative_slope"), (lambda: nn.ELU(0.5), "alpha"),
     (lambda: nn.Softplus(2.0), "beta")])
@@ -25,6 +26,7 @@ def test_numbers_of_modules_may_change(device, make, number, trained):
             torch.testing.assert_close(run(), module(x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", ["linear", "ffn", "conv", "conv_bn"])
 def test_numbers_that_change_in_a_compiled_program(device, name, dynamic):

@@ -70,6 +70,7 @@ MASKS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name, causal", [
     *((name, False) for name in MASKS), ("of keys", True), ("added", True)])
 def test_masks(name, causal, device):
@@ -102,6 +103,7 @@ def test_masks_of_16_bit_types(device):
                  atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype, mask_dtype, width", [
     (BF16, F32, 64), (BF16, BF16, 64), (F16, F32, 64), (F16, F16, 64), (F32, F32, 64), (F32, F32, 20),
     (BF16, F32, 20), (BF16, BF16, 20)], ids=str)
@@ -197,6 +199,7 @@ def test_nothing_is_seen_of_later_keys(name, device):
     assert_close(frt.attention(q, k, later, **options)[:, :, :25], out[:, :, :25])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["boolean", "added", "causal", "window"])
 def test_queries_without_a_key(name, dtype, device):
@@ -450,6 +453,7 @@ def test_numbers_in_tensors_are_read_at_each_call(option, device):
                 frt.attention(*operands, **{option: number.clone().requires_grad_()})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=str)
 @pytest.mark.parametrize("mask_dtype", [F32, F64, BF16, F16], ids=str)
 def test_masks_and_slopes_of_another_dtype(dtype, mask_dtype, device):

@@ -118,6 +118,7 @@ def strided(kind, *shape):
     return torch.randn(1, *shape[1:]).expand(shape)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["merged heads", "transposed columns", "expanded"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_fake_gradients_lie_as_real_ones(kind, batch):

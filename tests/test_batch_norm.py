@@ -63,6 +63,7 @@ def compare(ours, torchs, tensors, constants=()):
 # --- formulas
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("shape, channels_last, affine", [
     *((*case, True) for case in CASES), ((3, 4, 5, 6), False, False), ((3, 4, 5, 6), True, False)], ids=str)
@@ -86,6 +87,7 @@ def test_batch_norm(shape, channels_last, training, affine, device):
     assert in_memory(y) == in_memory(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("op", [frt.batch_norm, frt.group_norm, frt.instance_norm])
 def test_a_wider_residual_decides_the_dtype(op, training, device):
@@ -213,6 +215,7 @@ def test_a_weight_of_another_dtype(device):
     assert grad.dtype == torch.float32
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
 def test_channels_far_from_0(channels_last, offset, device):
@@ -229,6 +232,7 @@ def test_channels_far_from_0(channels_last, offset, device):
     assert_as_accurate(var, theirs[1], exact[1])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("value", [0.1, 1e4, 1e37, 1e-40])
 def test_equal_elements(channels_last, value, device):

@@ -48,6 +48,7 @@ def theirs(weight, scale, shift, tokens):
     return F.layer_norm(F.embedding(tokens, weight), scale.shape, scale, shift).sin().sum()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wrt", [0, 1, 2])
 @pytest.mark.parametrize("transform", [
     lambda f, tokens, k: grad(lambda *a: f(*a, tokens), k),

@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_ops_agree_with_torch(device, name, dynamic):

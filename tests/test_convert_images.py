@@ -236,6 +236,7 @@ class Tokens(nn.Module):
         return y.reshape(len(x), 24, -1).permute(0, 2, 1) + 1 if self.flat else y
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("last", [True, False])

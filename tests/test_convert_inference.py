@@ -30,6 +30,7 @@ def encoder(norm_first, activation="gelu", width=16):
     return randomised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_encoder_layers(norm_first, activation, device):
@@ -167,6 +168,7 @@ def small_products(monkeypatch):
 HEAD = [torch.float16, torch.bfloat16]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", HEAD, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_are_aligned(small_products, bias, dtype, device):
@@ -275,6 +277,7 @@ def test_a_copy_whose_kernel_may_not_be_compiled(monkeypatch):
 # -- any -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["isinf", "isnan"])
 def test_any_of_all_elements(monkeypatch, name, dtype, device):

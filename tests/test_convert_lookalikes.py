@@ -25,6 +25,7 @@ class Gated(nn.Module):
         return self.gate(self.norm(self.conv(x)), self.skip(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(8), lambda: nn.GroupNorm(2, 8)])
 @pytest.mark.parametrize("gate", [

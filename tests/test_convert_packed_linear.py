@@ -29,6 +29,7 @@ def layer(width=24, out=40, activation=None):
     return linear, lambda x: TORCH[activation](linear(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("shape", [(LEAST_ROWS, 24), (2, 5, 24), (3, 4, 5, 24)])
 @torch.no_grad()

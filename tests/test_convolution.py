@@ -58,6 +58,7 @@ OPTIONS = [{}, {"stride": 2, "padding": 1}, {"padding": "valid", "dilation": 2},
            {"groups": 2}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("shape, kernel, last", SHAPES, ids=str)
 def test_dimensions_and_options(shape, kernel, last, device):
@@ -163,6 +164,7 @@ def test_arguments_in_another_order(device):
         close(function(x, weight, bias, scale, shift, mean, var, stride=2, padding=1), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("groups", [1, 6])
 @pytest.mark.parametrize("casting", [False, True])
 @pytest.mark.parametrize("recorded", [False, True])

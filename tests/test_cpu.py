@@ -492,6 +492,7 @@ def test_large_results_lie_in_huge_pages():
     assert torch.equal(y, x.relu())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [1, 7, 1023, 1025, 2600])
 @pytest.mark.parametrize("rows", [1, 5, 8, 17, 130])
 def test_sums_of_blocks_of_columns_and_groups_of_rows(rows, columns):

@@ -33,7 +33,7 @@ def test_many_columns_are_shared_out_and_few_are_not():
     assert served("sum", torch.empty(16, 40_000), 1) == [False]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("where", ACROSS)
 @pytest.mark.parametrize("op", OPS)
@@ -69,6 +69,7 @@ def test_special_values_stay_in_their_columns():
     assert torch.equal(frt.sum(x, 0).nan_to_num(), x.sum(0).nan_to_num())
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_across_memory(dim, dtype):
@@ -76,7 +77,7 @@ def test_softmax_across_memory(dim, dtype):
     check(lambda x: frt.softmax(x, dim), (x,), reference=lambda x: torch.softmax(x, dim))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("shape", "dim"), [
     ((40, 2100), 0), ((3, 19, 70, 31), 1), ((4, 37, 5, 130), 2), ((1, 9, 700), 1)], ids=str)
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
@@ -173,6 +174,7 @@ def test_second_derivatives_of_groups_side_by_side():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("columns", [2, 3, 7, 16, 17])
 def test_a_bias_of_short_rows(columns, dtype):
@@ -186,6 +188,7 @@ def test_a_bias_of_short_rows(columns, dtype):
         assert [bool(pointwise.repeated(p)) for p in needed] == [columns <= pointwise.SHORT_ROW]
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize(("rows", "columns", "each"), [
     (20_480, 7, 128), (9300, 33, 31), (4096, 40, 16), (640, 2, 320), (60, 5, 60), (20_479, 7, 1), (40, 3, 1),

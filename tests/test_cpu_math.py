@@ -139,6 +139,7 @@ def test_gelu_is_more_exact_than_torchs_where_that_cancels(floats):
         assert ours[among].max() < theirs[among].max() / 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("module", [math32, math64])
 @pytest.mark.parametrize("name", [*UNARY, *EXACT])
 def test_special_values(module, name):
@@ -273,6 +274,7 @@ def test_half_on_a_processor_without_f16c(monkeypatch):
     assert done.stdout.strip() == "0x3c01", done.stderr
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("module", [math32, math64])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int32", "int64"])
 def test_saturating_casts(module, name, floats):

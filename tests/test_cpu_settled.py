@@ -88,6 +88,7 @@ def test_ops_over_rows(op: Callable[[torch.Tensor], Any]) -> None:
         assert "call" not in frames(lambda x=x: op(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", [
     lambda x: frt.dropout_add(x, x, 0.3), lambda x: frt.gelu_dropout(x, 0.5),
     lambda x: frt.relu_dropout(x, 0.1), lambda x: frt.attention_dropout(x, 0.4)])

@@ -67,7 +67,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("options", "shape", "dtype"), [
     *((options, (33, 65), BF16) for options in OPTIONS), *((options, (3, 7, 5), F32) for options in OPTIONS),
     (OPTIONS[-1], (33, 65), F64)], ids=str)
@@ -79,6 +79,7 @@ def test_options(kind, options, shape, dtype, device):
     compare(x, targets(kind, x), **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [2, 1023, 1025, 4096, 4104, 8200, 262_144])  # of a piece 4096 or 2048
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_widths(columns, dtype, device):
@@ -167,6 +168,7 @@ def test_weights_of_another_dtype(dtype, device):
     assert out == reference.cross_entropy(x.double(), target, weight.double()).to(dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [3, 3000])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_wider_weights_and_probabilities(reduction, rows, device):
@@ -186,7 +188,7 @@ def test_wider_weights_and_probabilities(reduction, rows, device):
         torch.testing.assert_close(grad, expected.grad.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtypes", [(BF16, F32, None), (F32, BF16, None), (BF16, F16, BF16), (F16, F64, None),
                                     (BF16, BF16, F32), (BF16, F32, F64)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -277,6 +279,7 @@ def test_transforms(device):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.covering(1)
 @reductions
 @kinds
 def test_same_bits_every_time(kind, reduction, device):
@@ -523,6 +526,7 @@ def test_classes_out_of_range(wrong, reduction):
         frt.cross_entropy(x, target, reduction=reduction)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [1 << 24, (1 << 24) + 2, 2**31 - 1, -(1 << 24), -(1 << 40)])
 def test_classes_beside_a_large_number_to_ignore(reduction, ignored):

@@ -80,6 +80,7 @@ def stepped(**options):
     return param.detach(), optimizer.state_dict()["state"][0]
 
 
+@pytest.mark.covering(1)
 @DEFAULTS
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}], ids=str)
 def test_steps(options, what):

@@ -212,7 +212,7 @@ def together(form):
 
 
 @needs_nvrtc
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride, vec", FORMS, ids=str)

@@ -108,6 +108,7 @@ def weighed(source, grad, kernel, geometry):
     return sums
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size, kernel, stride, padding, dilation", [
     *(case for case in GEOMETRIES if case[-1] == 1), ((7, 7), 7, 1, 3, 1), ((14, 14), 7, 2, 3, 1),
     ((20, 5), 5, 1, 2, 1), ((5, 3), 2, 2, 0, 1), ((9, 9), 3, 2, 0, 1)], ids=str)

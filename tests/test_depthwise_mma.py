@@ -135,7 +135,7 @@ ALONE = Finish(normcdf(VALUE * channel(0) + channel(1)) * (VALUE + channel(2)), 
 
 
 @needs_nvrtc
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride", [

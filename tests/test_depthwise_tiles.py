@@ -218,7 +218,7 @@ def test_slices_are_whole_lines_of_memory():
 # --- the kernels
 
 @needs_nvrtc
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
                                   for a in compiler.ARCHITECTURES])
 @pytest.mark.parametrize("dtype, k, stride", [

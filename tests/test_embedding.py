@@ -83,6 +83,7 @@ def test_results_and_gradients(index, dtype, device):
     )
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("columns", [7, 200])
 def test_with_a_norm(columns, dtype, device):
@@ -195,6 +196,7 @@ def exact_sums(grad, index, rows):
     return torch.zeros(rows, grad.shape[1], dtype=F64).index_add_(0, index.cpu().long(), grad.double().cpu())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("shape", [(33, 7), (1, 40), (3, 20), (150, 2), (17,)], ids=str)
 def test_sums_of_positions_and_types(shape, dtype, device):
@@ -306,6 +308,7 @@ def test_what_is_saved(device):
 # --- dropout --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F16, F32, F64], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("columns", [7, 24, 1000])

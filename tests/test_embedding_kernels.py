@@ -26,6 +26,7 @@ from fusionrt.rehearsal import collecting
 from fusionrt.runtime import compiler
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
 @pytest.mark.parametrize("kind", ["few", "one", "all different", "one among many", "runs", "longer runs"])
 def test_sums_by_index(kind, dtype, device):
@@ -51,7 +52,7 @@ def test_sums_by_index(kind, dtype, device):
 
 
 @needs_nvrtc
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     ("dtype", "vec", "columns", "norm"),

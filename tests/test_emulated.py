@@ -364,6 +364,7 @@ def test_reductions(name, dim, dtype, offset, gpu, few_multiprocessors):
     gpu.run(lambda: reduced(name, operand(gpu, (80, 17, 130), dtype, offset), dim))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("dtype", [F16, F64], ids=str)
 def test_reductions_of_another_dtype(dtype, dim, gpu, few_multiprocessors):

@@ -31,7 +31,7 @@ def test_who_has_its_columns_alone(shape, dim, expected):
 
 
 @needs_nvrtc
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("op", OPS)
 @dtypes

@@ -81,6 +81,7 @@ def test_swiglu_is_as_accurate_as_torch(packed, dtype, device):
         assert_same_bits(gated(frt.swiglu_mlp, packed)(*args), out)
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 @pytest.mark.parametrize("biased", [False, True])
@@ -236,6 +237,7 @@ def test_what_gated_blocks_keep(packed):
     assert kept(reference.swiglu_mlp) == 4 * hidden
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "options", "at_most"), [
     ("ffn", {}, 0.8), ("ffn", {"dropout_p": 0.1}, 0.7), ("ffn", {"recompute": True}, 0.8),
     ("ffn", {"activation": "relu", "dropout_p": 0.1}, 0.7), ("swiglu", {}, 0.65),

@@ -116,6 +116,7 @@ def joined(table, names, operands):
 CHUNKS = [(table, list(table)[k:k + 10]) for table in (UNARY, BINARY) for k in range(0, len(table), 10)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("table", "names"), CHUNKS, ids=[f"{names[0]}-{names[-1]}" for _, names in CHUNKS])
 def test_functions_are_torchs(table, names, dtype, device):

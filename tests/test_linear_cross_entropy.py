@@ -59,6 +59,7 @@ def test_results_and_gradients(reduction, dtype, device):
     compare(*operands(dtype, device), reduction=reduction)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_options(kind, reduction, device):

@@ -70,6 +70,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
 @pytest.mark.parametrize(("name", "options"), [(n, o) for n in OPTIONS for o in OPTIONS[n]], ids=str)
 def test_options(name, options, dtype, device):
@@ -197,6 +198,7 @@ def layouts(device):
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", layouts("cpu"))
 @reductions
 def test_layouts(layout, reduction, device):
@@ -227,6 +229,7 @@ def test_mixed_dtypes(device):
         torch.testing.assert_close(out, reference.bce_with_logits(x.double(), y.double()).to(out.dtype))
 
 
+@pytest.mark.covering(1)
 @losses
 @reductions
 def test_same_bits_every_time(name, reduction, device):
@@ -247,6 +250,7 @@ def test_arrays():
     assert isinstance(frt.mse_loss(x, torch.from_numpy(y)), torch.Tensor)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @losses
 def test_compiled(name, dynamic, device):
@@ -344,6 +348,7 @@ def test_derivatives_at_nan_and_infinity(name, device):
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "name", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "bce_with_logits", "kl_div"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -77,6 +77,7 @@ def test_operands_of_matrix_units(name, lazily):
     check_is_same(*CALLS[name], torch.bfloat16, "cuda", lazily)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lazily", [negated, zeros])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "image"])
 def test_gradients(name, lazily, device):

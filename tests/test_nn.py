@@ -169,6 +169,7 @@ CONV = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("case", CONV)
 def test_conv_bn(case, training, device):

@@ -81,6 +81,7 @@ def with_doubled(name, double):
         rows(2, 4, 5, 5) if name in "01" else rows())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("double", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", CHILDREN)
 def test_children_that_are_more_than_their_tensors_are_called(name, double):

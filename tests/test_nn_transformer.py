@@ -123,6 +123,7 @@ def grouped_and_turned(m, x):
     return m.out_proj(out.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.covering(1)
 @floats
 @pytest.mark.parametrize("options", [
     {"num_kv_heads": 2}, {"rotary": True, "causal": True},

@@ -129,6 +129,7 @@ def test_results_and_gradients(name, shape, dtype, device):
     check_case(name, of_case(), again=of_case)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [262_144, 1_000_003])
 def test_long_rows(name, columns, device):

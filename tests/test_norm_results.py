@@ -84,6 +84,7 @@ def test_the_sum_is_kept_for_the_backward_pass_and_watched(device):
         y.sum().backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [1, 256])
 @pytest.mark.parametrize("rows", ["level", "far from 0"])

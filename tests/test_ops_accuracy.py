@@ -31,7 +31,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("shape", [(33, 17), (1023,)], ids=str)
 @pytest.mark.parametrize("name", [n for n in ALL if n != "quantize_int8"])
@@ -39,6 +39,7 @@ def test_accuracy(name, shape, dtype, device):
     check_op(name, *example(name, shape, dtype, device))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", UNARY)
 @dtypes
 def test_accuracy_everywhere(name, dtype, device):
@@ -79,6 +80,7 @@ def test_single_elements(name, shape, device):
         assert_as_accurate(grad, their_grad, true_grad)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", [n for n in ALL if n != "quantize_int8"])
 def test_shapes(name, shape, device):
@@ -113,6 +115,7 @@ def test_many_elements(name, columns, dtype):
         assert_same_bits(whole[:few], part)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "more", "kwargs"), VARIANTS, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_options(name, more, kwargs, dtype, device):

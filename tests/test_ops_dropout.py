@@ -30,6 +30,7 @@ def make_nothing(*shape):
     return None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("name", RANDOM)
 def test_dropout(name, p, device):
@@ -66,6 +67,7 @@ def test_dropout_extremes(name, device):
     assert_same_bits(grad, torch.zeros_like(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
 def test_dropout_mask_does_not_depend_on_the_dtype(name, dtype, device):
@@ -92,6 +94,7 @@ def test_dropout_adds_the_residual_and_the_bias(device):
     assert 0.4 < (kept != 0).double().mean() < 0.8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("shape", [(301, 512), (65, 3, 1536), (64, 264), (1000, 24), (33, 1030)])
 def test_gradient_of_a_dropped_bias(shape, dtype, device):

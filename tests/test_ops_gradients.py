@@ -13,6 +13,7 @@ from fusionrt.catalogue import COLUMNS, OPS, ROWS
 from fusionrt.ops.convolution import IMAGES
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_same_bits_every_time(name, dtype, device):

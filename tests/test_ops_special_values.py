@@ -23,6 +23,7 @@ def specials(name, values, dtype, device):
     return [next(order) if torch.is_tensor(t) and t.shape == a.shape else t for t in args], kwargs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_special_values(name, dtype, device):

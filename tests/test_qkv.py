@@ -243,6 +243,7 @@ FORMS += [Form("bfloat16", table, None, 4, table is not None, False, forward, Tr
           for table in (None, "bfloat16") for forward in (True, False)]
 
 
+@pytest.mark.covering(1)
 @needs_nvrtc
 @pytest.mark.parametrize("form, arch", [*((form, "sm_90") for form in FORMS),
                                         *((form, arch) for form in (FORMS[0], FORMS[1], FORMS[12], FORMS[13])

@@ -100,6 +100,7 @@ EXTREMES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("special", EXTREMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name, dim", [
     # Sums and moments along everything; a maximum and a softmax's sum go the same ways.
@@ -287,6 +288,7 @@ def test_a_sums_gradient_takes_no_memory(device):
 # --- edges
 
 
+@pytest.mark.covering(1)
 @names
 @pytest.mark.parametrize(
     "shape, dim", [((4, 1), -1), ((1, 5), 0), ((1, 1), None), ((), None), ((), -1), ((3,), 0)]
@@ -333,6 +335,7 @@ def test_no_maximum_of_nothing(name):
     assert getattr(frt, name)(torch.ones(3, 0), 0).shape == (0,)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [255, 257, 262_144, 1_000_003])
 @pytest.mark.parametrize("name", ["sum", "var", "amax", "logsumexp", "norm"])
 def test_long(name, columns, device):
@@ -390,6 +393,7 @@ SPECIAL = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", SPECIAL)
 @names
 def test_special_values(name, kind, device):
@@ -406,6 +410,7 @@ def test_equal_elements_have_no_variance(dim, value, device):
         assert not frt.var(torch.full((300, 500), value, dtype=dtype, device=device), dim).any()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
 def test_variance_far_from_0(dim, offset, device):
@@ -571,7 +576,7 @@ def test_what_is_refused_is_refused_after_a_call_that_is_equal():
             frt.sum(x, dim)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [-1, 0, None])
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("function", [frt.exp, frt.sigmoid, frt.tanh, frt.gelu], ids=lambda f: f.__name__)

@@ -19,7 +19,7 @@ OF_A_DTYPE = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("of", [*DTYPES, torch.int64, torch.bool], ids=str)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sanitize import in_turns
 
 SANITIZER = f"""#!{sys.executable}
@@ -12,6 +13,10 @@ import os, sys
 at = sys.argv.index("--log-file")
 open(sys.argv[at + 1], "a").write("begins")
 os.execv(sys.argv[at + 2], sys.argv[at + 2:])
+"""
+TORCH = """
+class cuda:  # each process would import the real one
+    is_available, device_count = (lambda: False), (lambda: 0)
 """
 TESTS = """
 import os, pathlib, pytest
@@ -29,11 +34,16 @@ def test_clean_again(): pass
 """
 
 
-def test_verdicts_are_kept(tmp_path):
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
     (tmp_path / "sanitizer").write_text(SANITIZER)
     (tmp_path / "sanitizer").chmod(0o755)
-    (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+
+
+def test_verdicts_are_kept(tmp_path):
+    (tmp_path / "test_them.py").write_text(TESTS)
     command = [sys.executable, Path(__file__).with_name("sanitize.py"), "racecheck", "test_them.py",
                "--jobs", "1", "--verdicts", "verdicts.json", "--record", "record.json",
                "--sanitizer", tmp_path / "sanitizer"]
@@ -55,9 +65,6 @@ def test_verdicts_are_kept(tmp_path):
 
 
 def test_what_was_clean_is_left_out(tmp_path):
-    (tmp_path / "sanitizer").write_text(SANITIZER)
-    (tmp_path / "sanitizer").chmod(0o755)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     begin, one = "import pytest\n", "@pytest.mark.gpu\ndef test_{}(): assert {}\n"
     for clean, said, begun in ((False, "2 clean, 1 failed", {"a", "b", "c"}), (True, "1 clean", {"b"})):
         (tmp_path / "test_a.py").write_text(begin + one.format("a", True) + one.format("b", clean))
@@ -76,7 +83,6 @@ def test_what_was_clean_is_left_out(tmp_path):
 
 def test_a_sanitizer_that_cannot_run(tmp_path):
     (tmp_path / "test_them.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     ran = subprocess.run([sys.executable, Path(__file__).with_name("sanitize.py"), "memcheck", "test_them.py",
                           "--sanitizer", "true"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1 and "a process ended before its first test" in ran.stderr

@@ -65,7 +65,7 @@ def terms(function, args, kwargs, grad_output):
 # --- accuracy
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @dtypes
 @BOTH
 @pytest.mark.parametrize("shape", [(5, 2), (3, 4, 7), (4, 1023), (3, 1025), (33, 64)], ids=str)
@@ -73,6 +73,7 @@ def test_results_and_gradients(op, shape, dtype, device):
     same_as_torch(op, randn(*shape, dtype=dtype, device=device))
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("columns", [262_144, 1_000_003])
 def test_long_rows(op, columns, device):
@@ -272,6 +273,7 @@ def finite(y):
     return torch.where(y.isfinite(), y, 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op, name", [  # what stands before and after is the same for the logarithm
     *((frt.softmax, name) for name in ("plain", "first dimension", "all")),
     *((frt.log_softmax, name) for name in ("plain", "all")),

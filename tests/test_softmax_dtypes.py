@@ -11,7 +11,7 @@ from fusionrt.rehearsal import collecting
 BOTH = pytest.mark.parametrize("op", [frt.softmax, frt.log_softmax], ids=lambda op: op.__name__)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [0, 1])
 @dtypes
 @pytest.mark.parametrize("of", [F16, BF16, F32, F64, torch.int64], ids=str)

@@ -84,6 +84,7 @@ def test_conditions(make: Any, x: Any, y: Any, expected: str) -> None:
     assert make(conditional())(x, y) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["call", "get", "set", "item", "equal"])
 def test_errors_are_those_of_the_step(make: Any, kind: str, only_new_objects: None) -> None:
     class Odd:

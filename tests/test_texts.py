@@ -56,6 +56,7 @@ def problems(call: Callable[[New, int, int], Any], dtype: torch.dtype) -> Iterat
         yield from (problem for problem in found if isinstance(problem, Problem))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_of_all_sizes(call: Callable[[New, int, int], Any], dtype: torch.dtype,

@@ -55,7 +55,7 @@ def numbers(shape, dtype, device, mean=10.0):
     return (torch.randn(shape, dtype=torch.float64) * 3 + mean).to(dtype).to(device)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @ops
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
 @pytest.mark.parametrize(("dtype", "shape", "dim"), [
@@ -71,7 +71,7 @@ def test_every_window_is_reduced(device, op, dtype, shape, dim, window):
             assert_near(sliding_window(x, window, op, **options), exact, dtype)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [34, 64, 341, 4096, 4097])
@@ -88,6 +88,7 @@ def test_windows_of_hundreds_on_a_cpu(op, dtype, window, padding):
 AROUND_A_TILE = [7, 1000, 1025, 2047, 2048, 2049, 2050, 4500, 6000]
 
 
+@pytest.mark.covering(1)
 @ops
 @pytest.mark.parametrize(("device", "dtype", "window"), [  # tiles are a GPU's
     *(pytest.param("cpu", torch.float32, w) for w in AROUND_A_TILE if w % 2 == 0),
@@ -100,6 +101,7 @@ def test_windows_around_the_size_of_a_tile(device, op, dtype, window):
     assert_near(sliding_window(y, window, op, dim=0), by_unfold(y, window, op, dim=0), dtype)
 
 
+@pytest.mark.covering(1)
 @ops
 @pytest.mark.parametrize("columns", [2, 8, 31, 64, 100])
 def test_windows_over_outer_dimensions(device, op, columns):
@@ -171,6 +173,7 @@ def test_layouts_keep_their_order_of_dimensions(device):
     assert sliding_window(base.to(torch.bfloat16)[..., 1:], 3).is_contiguous()
 
 
+@pytest.mark.covering(1)
 @ops
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
 def test_what_leaves_the_window_leaves_nothing_behind(device, op, value):
@@ -234,7 +237,7 @@ def test_pandas_names_mean_the_same(device):
     equal([nan, nan, 6, 10, 14, nan], padding=(2, 1), min_periods=4)  # center=True
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("shape", "dim"), [((3, 40), -1), ((2, 30, 5), 1)], ids=str)
 @pytest.mark.parametrize(("op", "window", "padding", "stride", "least"), [
