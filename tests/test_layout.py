@@ -256,6 +256,7 @@ def test_what_a_plan_knows_is_given_by_name():
         *members("Divisor", "by")])
     assert [field.name for field in kernel.fields] == ["x", "folds", "rows", "columns", "by"]
     assert kernel.planned(by=3, columns=5, rows=-7) == (-7, 5, *magic(3))
+    assert kernel.planned(by=3, columns=5, rows=-7, folds=[9]) == (9, 0, -7, 5, *magic(3))
     for values in ({"by": 3, "rows": 7}, {"by": 3, "row": 7, "columns": 5},
                   dict.fromkeys(("a", "b", "c", "d", "e", "f"), 1)):
         names = ", ".join(["x", "folds", "rows", "columns", "by"][-len(values):])

@@ -153,7 +153,7 @@ def test_more_elements_than_32_bits_count():
 def test_registers_suffice(op, dtype, inner, window):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     rows = Rows(16, 65536, inner, 65536 * inner, inner)
-    kernel = window_gpu.plan(Request(op, window, 1, 0, 0, 1, 1.0), rows, dtype, False).kernel
+    kernel = window_gpu.plan(Request(op, window, 1, 0, 0, 1, 1.0), rows, dtype, False, True).kernel
     entry, _ = compiler.cubin(kernel.text, kernel.stem, "sm_90", kernel.name)
     assert not any(entry.metadata[key] for key in ("stack", "spills", "warnings"))
 

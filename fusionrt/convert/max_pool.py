@@ -75,7 +75,7 @@ class _Pooled(torch.autograd.Function):
             grad = grad.clone()
         out = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device,
                           memory_format=torch.channels_last)
-        _launch(_BACKWARD, out, ctx.window, [grad, places, out], [out, grad])
+        _launch(_BACKWARD, out, ctx.window, [grad, places, out], x=out, out=grad)
         return out, None
 
 
@@ -84,7 +84,7 @@ def _found(x: Tensor, window: Window, kept: bool = False) -> tuple[Tensor, Tenso
     shape = *x.shape[:2], *window.results(*x.shape[2:])
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     places = torch.empty_like(out, dtype=torch.uint8) if kept else None
-    _launch(_FORWARD, out, window, [x, out, places], [x, out])
+    _launch(_FORWARD, out, window, [x, out, places], x, out)
     return out, places
 
 
@@ -100,14 +100,15 @@ _FORWARD = Template("max_pool", ("x", "out", "places"), 2)
 _BACKWARD = Template("max_pool_backward", ("grad", "places", "out"), 1)
 
 
-def _launch(which: Template, walked: Tensor, window: Window, tensors: Sequence[Tensor | None],
-            images: Sequence[Tensor]) -> None:
-    """A thread for each 16 bytes of `walked`; sizes of the `images` are arguments."""
+def _launch(which: Template, walked: Tensor, window: Window, tensors: Sequence[Tensor | None], x: Tensor,
+            out: Tensor) -> None:
+    """A thread for each 16 bytes of `walked`; x and out: images of the sizes of these."""
     pack = VECTOR // walked.itemsize
     vectors = walked.numel() // pack
-    _kernel(which, STORAGE[walked.dtype], window, tensors[-1] is not None)(
-        walked.device, -(-vectors // BLOCK), *map(address, tensors), vectors,
-        walked.shape[1] // pack, *(size for t in images for size in t.shape[2:]))
+    kernel = _kernel(which, STORAGE[walked.dtype], window, tensors[-1] is not None)
+    kernel(walked.device, -(-vectors // BLOCK), *map(address, tensors), *kernel.planned(
+        vectors=vectors, packs=walked.shape[1] // pack, height=x.shape[2], width=x.shape[3],
+        out_height=out.shape[2], out_width=out.shape[3]))
 
 
 @functools.cache

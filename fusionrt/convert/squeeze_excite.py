@@ -16,7 +16,7 @@ from fusionrt.ops.convolution import conv_activation
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import ITEMSIZE, definitions, device_function, magic, members, pointer
+from fusionrt.runtime.source import ITEMSIZE, definitions, device_function, members, pointer
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,10 +43,11 @@ def squeeze_excite(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *,
     cut = _cut(channels // pack, pixels, hidden, cluster)
     hidden_pack = math.gcd(hidden, pack)
     read = [x, *(w.contiguous() for w in (w1, b1, w2, b2))]
-    _kernel(STORAGE[x.dtype], inner, outer, cluster, hidden_pack)(
-        x.device, n * cluster, *(t.data_ptr() for t in (*read, out)), pixels, channels, hidden,
-        cut.part_bits, cut.pixels, *magic(cut.packs), *magic(hidden // hidden_pack),
-        shared=4 * (SCRATCH + 2 * pack * cut.packs + 2 * (hidden + 3) + cluster * hidden))
+    kernel = _kernel(STORAGE[x.dtype], inner, outer, cluster, hidden_pack)
+    values = kernel.planned(pixels=pixels, channels=channels, hidden=hidden, part_bits=cut.part_bits,
+                            pixels_each=cut.pixels, packs=cut.packs, hidden_packs=hidden // hidden_pack)
+    kernel(x.device, n * cluster, *(t.data_ptr() for t in (*read, out)), *values,
+           shared=4 * (SCRATCH + 2 * pack * cut.packs + 2 * (hidden + 3) + cluster * hidden))
     return out
 
 

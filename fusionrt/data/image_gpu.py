@@ -45,14 +45,13 @@ def run(recipe: Recipe, rows: Any, out: torch.Tensor, size: tuple[int, int],
     count = min(LAUNCH, len(rows)) if recipe.contrast else 0  # one launch's: the next one follows it
     between = torch.empty(count * area * recipe.channels, dtype=torch.float32, device=out.device)
     sums = torch.empty(count * height * tiles, dtype=torch.float32, device=out.device)
-    addresses = [address(t) for t in (between, sums)]
-    numbers = [n for values in affine for n in (*values, *[0.0] * (4 - len(values)))]
+    by_rows, by_pixels = tiles * -(-height // WARPS), -(-area // (32 * WARPS * PER_THREAD))
+    stages = ((FIRST, by_rows), (SECOND, by_pixels)) if recipe.contrast else ((WHOLE, by_rows),)
+    kernels = [(_kernel(recipe, stage), blocks) for stage, blocks in stages]
+    scale, shift = affine
+    values = kernels[0][0].planned(scale=scale, shift=shift, height=height, width=width, tiles=tiles)
     for at in range(0, len(rows), LAUNCH):
         part = rows[at:at + LAUNCH]
-        results = 0 if out.is_meta else out[at].data_ptr()
-        values = (part.tobytes(), results, *addresses, *numbers, height, width, tiles)
-        blocks = tiles * -(-height // WARPS)
-        if recipe.contrast:
-            _kernel(recipe, FIRST)(out.device, (blocks, len(part)), *values)
-            blocks = -(-area // (32 * WARPS * PER_THREAD))
-        _kernel(recipe, SECOND if recipe.contrast else WHOLE)(out.device, (blocks, len(part)), *values)
+        for kernel, blocks in kernels:
+            kernel(out.device, (blocks, len(part)), part.tobytes(), address(out[at]), address(between),
+                   address(sums), *values)

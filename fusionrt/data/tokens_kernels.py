@@ -192,14 +192,16 @@ def run(batch: Batch, settings: Settings, masking: Masking | None, out: Sequence
             indices.check("token_preprocess", [indices.Indices("ids", ids, settings.vocab_size)
                                                for ids in (_real_ids(batch, settings), around)])
         table = torch.tensor(special, dtype=torch.int64, device="cpu")
-        kernel = _cpu_kernel(source, index, flags)
-        kernel(device, batch.rows, kernel.given(*addresses, table.data_ptr(), *numbers, seed=_signed(seed),
-                                                offset=_signed(offset)), work=4 * settings.width)
+        on_cpu = _cpu_kernel(source, index, flags)
+        on_cpu(device, batch.rows, on_cpu.given(
+            *addresses, special=table.data_ptr(), seed=_signed(seed), offset=_signed(offset),
+            **numbers._asdict()), work=4 * settings.width)
         return
     watched = batch.longest is None or settings.vocab_size is not None  # offsets that nobody has seen
     fault = indices.fault_of(device) if watched else None
-    _gpu_kernel(source, index, flags)(device, batch.rows, *addresses, address(fault), address(state),
-                                      *numbers, seed, offset, *special, *[0] * (MOST_SPECIAL - len(special)))
+    on_gpu = _gpu_kernel(source, index, flags)
+    on_gpu(device, batch.rows, *addresses, address(fault), address(state), *on_gpu.planned(
+        **numbers._asdict(), seed=seed, offset=offset, special=special))
     if fault is not None and not fault.is_meta:
         ids = indices.Indices("ids", None, settings.vocab_size or 0)
         ends = indices.Indices("offsets", None, batch.ids.numel() + 1)

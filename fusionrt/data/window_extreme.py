@@ -62,13 +62,13 @@ def _run(grad: Tensor, index: Tensor, dim: int, n: int) -> Tensor:
     if grad.numel():
         addresses = [t.data_ptr() for t in (grad, index, out)]
         if device_type(grad) == "cpu":
-            kernel = _cpu_kernel(grad.dtype)
-            kernel(grad.device, outer * inner, kernel.given(*addresses, results=results, n=n, inner=inner),
+            on_cpu = _cpu_kernel(grad.dtype)
+            on_cpu(grad.device, outer * inner, on_cpu.given(*addresses, results=results, n=n, inner=inner),
                    work=results)
         else:
-            parts = -(-results // ITEMS)
-            blocks = -(-outer * inner * parts // BLOCK)
-            _gpu_kernel(grad.dtype)(grad.device, blocks, *addresses, outer, results, n, inner, parts)
+            on_gpu, parts = _gpu_kernel(grad.dtype), -(-results // ITEMS)
+            on_gpu(grad.device, -(-outer * inner * parts // BLOCK), *addresses, *on_gpu.planned(
+                outer=outer, results=results, n=n, inner=inner, parts=parts))
     return out
 
 

@@ -13,7 +13,7 @@ from fusionrt.data.window_rows import Request, Rows
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.laid import address
 from fusionrt.runtime.kernel import Kernel
-from fusionrt.runtime.source import Field, definitions, magic, members, pointer, template
+from fusionrt.runtime.source import Field, definitions, members, pointer, template
 
 RADIX = 16    # the template's
 LEVELS = 8    # 16^8 tiles are more than a dimension has
@@ -23,12 +23,6 @@ TOTAL, EXTREME, MOMENTS = range(3)
 FAMILIES = {"sum": TOTAL, "mean": TOTAL, "min": EXTREME, "max": EXTREME, "var": MOMENTS, "std": MOMENTS}
 STATES = (1, 1, 3)    # numbers that a family keeps of a range
 WINDOWS, CHUNKS, FOLDS, MIDDLES = range(4)
-_MEMBERS = ("chunks", "heads", "folded", "middles")
-_SIZES = ("outer", "inner", "outer_step", "step", "tiles", "chunk_tiles", "span")
-_SCALARS = ("inverse", "share", "correction")
-_INTEGERS = ("n", "results", "dense", "left", "window", "min_periods", "stride", "gap", "head", "levels",
-             "chunks_at", "beyond_at")
-_DIVISORS = ("by_groups", "by_tiles")
 
 
 class Shape(NamedTuple):
@@ -113,12 +107,16 @@ def kernel(op: str, dtype: torch.dtype, indexed: bool, shape: Shape, stage: int,
                      TILES=shape.tiles, FAMILY=FAMILIES[op], WINDOW=window, STAGE=stage, MEAN=op == "mean",
                      LARGEST=op == "max", INDEXED=indexed, ROOT=op == "std"),
         "struct State;", template("window_ranges.cuh")]
-    scalars = [Field(f"acc_t {name}", "d" if acc == torch.float64 else "f") for name in _SCALARS]
+    scalar = "d" if acc == torch.float64 else "f"
     fields = [pointer("scalar_t", "x"), pointer("scalar_t", "out", const=False),
-              pointer("int", "index", const=False), *(Field(f"State* {name}", "Q") for name in _MEMBERS),
+              pointer("int", "index", const=False),
+              *(Field(f"State* {name}", "Q") for name in ("chunks", "heads", "folded", "middles")),
               Field(f"const State* folds[{LEVELS}]", "Q" * LEVELS),
-              *members("long long", *_SIZES), *scalars, *members("int", *_INTEGERS),
-              *members("Divisor", *_DIVISORS), *members("int", "wide")]
+              *members("long long", "outer", "inner", "outer_step", "step", "tiles", "chunk_tiles", "span"),
+              *(Field(f"acc_t {name}", scalar) for name in ("inverse", "share", "correction")),
+              *members("int", "n", "results", "dense", "left", "window", "min_periods", "stride", "gap",
+                       "head", "levels", "chunks_at", "beyond_at"),
+              *members("Divisor", "by_groups", "by_tiles"), *members("int", "wide")]
     return Kernel(f"sliding_window {op}", "window", fields, constants,
                   acc=name_of(acc), block=shape.block,
                   significant_bits=SIGNIFICANT_BITS[name])
@@ -132,14 +130,14 @@ class Plan(NamedTuple):
     shared: int         # bytes of that
     tiles: int
     groups: int
-    aligned: bool
-    numbers: dict[str, Any]
-    values: list[Any]   # of the fields from _SIZES to _DIVISORS
+    numbers: dict[str, Any]   # of the last stage, by the names of its kernel's fields
     kernel: Kernel
+    values: tuple[Any, ...]   # its numbers
 
 
 @functools.lru_cache(256)
-def plan(request: Request, rows: Rows, dtype: torch.dtype, indexed: bool) -> Plan:
+def plan(request: Request, rows: Rows, dtype: torch.dtype, indexed: bool, aligned: bool) -> Plan:
+    """`aligned`: x begins at a multiple of 16 bytes."""
     size, window, dense = dtype.itemsize, request.window, request.dense(rows.n)
     fitting = shape(request, dtype, indexed, rows.inner)
     room = min(ROOM // fitting.resident, SHARED)
@@ -153,19 +151,15 @@ def plan(request: Request, rows: Rows, dtype: torch.dtype, indexed: bool) -> Pla
     shift = 16 // size - 1 if fitting.lanes == 1 and request.stride == 1 else 0
     tiles, groups = -(-(dense + shift) // (fitting.tile * fitting.tiles)), -(-rows.inner // fitting.lanes)
     freedom = window - request.correction
-    numbers = {**rows._asdict(), **request._asdict(), "tiles": tiles, "dense": dense, "gap": gap,
-               **dict.fromkeys(("chunk_tiles", "span", "head", "levels"), 0), "inverse": 1 / window,
-               "share": 1 / freedom if freedom > 0 else math.inf, "results": request.results(rows.n),
-               "chunks_at": chunks_at, "beyond_at": beyond_at}
-    return Plan(fitting, gap, shared, tiles, groups,
-                all(a * size % 16 == 0 for a in (rows.inner, rows.outer_step, rows.step)), numbers,
-                _values(numbers, groups),
-                kernel(request.op, dtype, indexed, fitting, WINDOWS, window if window < fitting.items else 0))
-
-
-def _values(numbers: dict[str, Any], groups: int) -> list[Any]:
-    named = [numbers[name] for name in (*_SIZES, *_SCALARS, *_INTEGERS)]
-    return [*named, *magic(groups), *magic(numbers["tiles"])]
+    numbers = {
+        **rows._asdict(), "tiles": tiles, "chunk_tiles": 0, "span": 0, "inverse": 1 / window,
+        "share": 1 / freedom if freedom > 0 else math.inf, "correction": request.correction,
+        "results": request.results(rows.n), "dense": dense, "left": request.left, "window": window,
+        "min_periods": request.min_periods, "stride": request.stride, "gap": gap, "head": 0, "levels": 0,
+        "chunks_at": chunks_at, "beyond_at": beyond_at, "by_groups": groups, "by_tiles": tiles,
+        "wide": aligned and all(a * size % 16 == 0 for a in (rows.inner, rows.outer_step, rows.step))}
+    made = kernel(request.op, dtype, indexed, fitting, WINDOWS, window if window < fitting.items else 0)
+    return Plan(fitting, gap, shared, tiles, groups, numbers, made, made.planned(**numbers))
 
 
 def _shared(request: Request, dtype: torch.dtype, indexed: bool, shape: Shape, gap: int
@@ -196,23 +190,22 @@ class _Launch:
     def __init__(self, request: Request, x: torch.Tensor, rows: Rows, out: torch.Tensor,
                  index: torch.Tensor | None) -> None:
         self.request, self.x, self.rows, self.indexed = request, x, rows, index is not None
-        self.plan = plan(request, rows, x.dtype, self.indexed)
-        self.tensors = address(x), address(out), 0 if index is None else address(index)
-        self.wide = self.plan.aligned and self.tensors[0] % 16 == 0
+        self.tensors = address(x), address(out), address(index)
+        self.plan = plan(request, rows, x.dtype, self.indexed, self.tensors[0] % 16 == 0)
 
     def run(self) -> None:
         memory = self.middles() if self.plan.gap else None  # goes back to torch, in the order of the stream
         self.launch(self.plan.kernel, self.rows.outer * self.plan.tiles * self.plan.groups, self.plan.values,
-                    middles=0 if memory is None else address(memory))
+                    middles=address(memory))
 
     def launch(self, kernel: Kernel, blocks: int, values: Sequence[Any], chunks: int = 0, heads: int = 0,
                folded: int = 0, middles: int = 0, folds: Sequence[int] = ()) -> None:
         kernel(self.x.device, blocks, *self.tensors, chunks, heads, folded, middles, *folds,
-               *[0] * (LEVELS - len(folds)), *values, self.wide, shared=self.plan.shared)
+               *[0] * (LEVELS - len(folds)), *values, shared=self.plan.shared)
 
     def stage(self, stage: int, blocks: int, changed: dict[str, int], **memory: Any) -> None:
         made = kernel(self.request.op, self.x.dtype, self.indexed, self.plan.shape, stage)
-        self.launch(made, blocks, _values({**self.plan.numbers, **changed}, self.plan.groups), **memory)
+        self.launch(made, blocks, made.planned(**{**self.plan.numbers, **changed}), **memory)
 
     def middles(self) -> torch.Tensor:
         """What all windows of a tile have beyond it, before their ends."""
@@ -221,7 +214,8 @@ class _Launch:
         chunk_tiles = made.tiles + span + 1
         sizes, each = {"chunk_tiles": chunk_tiles}, _blocks(outer_inner * chunk_tiles, made.shape)
         levels, heads = [self.states(outer_inner * chunk_tiles)], self.states(outer_inner * chunk_tiles)
-        self.stage(CHUNKS, self.rows.outer * chunk_tiles * made.groups, {"tiles": chunk_tiles, "head": head},
+        self.stage(CHUNKS, self.rows.outer * chunk_tiles * made.groups,
+                   {"tiles": chunk_tiles, "by_tiles": chunk_tiles, "head": head},
                    chunks=address(levels[0]), heads=address(heads))
         while RADIX ** len(levels) <= span:
             levels.append(self.states(outer_inner * chunk_tiles))

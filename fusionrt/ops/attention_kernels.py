@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -93,9 +93,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scoring: Sco
     kernel = _forward(form, tile)
     tiles = -(-rows // (64 * tile.groups))
     maps = _maps((q, 64 * tile.groups), (k, tile.keys), (v, tile.keys), (out, 16))
-    kernel(q.device, batch * heads * tiles, *maps, address(slopes),
-           logarithms.data_ptr(), heads, heads // k.shape[1], tiles, logarithms.shape[2],
-           0 if slopes is None or slopes.shape[0] == 1 else heads, *_numbers(q, k, scoring),
+    kernel(q.device, batch * heads * tiles, *maps, address(slopes), logarithms.data_ptr(),
+           *kernel.planned(tiles=tiles, **_numbers(q, k, slopes, logarithms, scoring)),
            shared=(tile.groups * 64 + 2 * tile.stages * tile.keys) * dim * 2 + 8 * (1 + 4 * tile.stages))
     return out, logarithms
 
@@ -114,24 +113,22 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | Non
     its rows times those of the result, float32, in the shape of the logarithms."""
     form = _form(q, slopes, scoring)
     grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    numbers = (logarithms.shape[2], 0 if slopes is None or slopes.shape[0] == 1 else heads,
-               *_numbers(q, k, scoring), scoring.scale)
+    numbers = {**_numbers(q, k, slopes, logarithms, scoring), "plain_scale": scoring.scale}
     pointers = address(slopes), logarithms.data_ptr(), totals.data_ptr()
     dim, tile = q.shape[3], OF_KEYS[q.shape[3]]
-    tiles = -(-k.shape[2] // 128)
-    _of_keys(form, tile)(
+    tiles, kernel = -(-k.shape[2] // 128), _of_keys(form, tile)
+    kernel(
         q.device, k.shape[0] * k.shape[1] * tiles,
         *_maps((k, 128), (v, 128), (q, tile.keys), (grad, tile.keys), (grad_k, 16), (grad_v, 16)), *pointers,
-        heads, group, tiles, *numbers,
+        *kernel.planned(tiles=tiles, **numbers),
         shared=4 * 128 * dim + tile.stages * (4 * tile.keys * dim + 1024) + 8 * (1 + 2 * tile.stages))
     tile = OF_QUERIES[dim]
     rows = 64 * tile.groups
-    tiles = -(-q.shape[2] // rows)
-    _of_queries(form, tile)(
-        q.device, q.shape[0] * heads * tiles,
+    tiles, kernel = -(-q.shape[2] // rows), _of_queries(form, tile)
+    kernel(
+        q.device, q.shape[0] * q.shape[1] * tiles,
         *_maps((q, rows), (grad, rows), (k, tile.keys), (v, tile.keys), (grad_q, 16)), *pointers,
-        heads, group, tiles, *numbers,
+        *kernel.planned(tiles=tiles, **numbers),
         shared=4 * dim * (rows + tile.stages * tile.keys) + 8 * (2 + 2 * tile.stages))
     return grad_q, grad_k, grad_v
 
@@ -145,11 +142,17 @@ def _form(q: Tensor, slopes: Tensor | None, scoring: Scoring) -> Form:
     return Form(STORAGE[q.dtype], q.shape[3], scoring.softcap > 0, alibi)
 
 
-def _numbers(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Any, ...]:
+def _numbers(q: Tensor, k: Tensor, slopes: Tensor | None, logarithms: Tensor, scoring: Scoring
+             ) -> dict[str, float]:
+    """Those of _NUMBERS that do not depend on the tile."""
     left, right = (UNBOUNDED if side < 0 else min(side, UNBOUNDED) for side in (scoring.left, scoring.right))
     scale, cap = scoring.scale, scoring.softcap
-    return (left, right, scoring.offset, q.shape[2], k.shape[2], scale * _LOG2_E, scale / cap if cap else 0.0,
-            cap * _LOG2_E, 0.75 * cap / scale)
+    heads = q.shape[1]
+    return {"heads": heads, "group": heads // k.shape[1], "padded": logarithms.shape[2],
+            "slopes_batch": 0 if slopes is None or slopes.shape[0] == 1 else heads,
+            "left": left, "right": right, "offset": scoring.offset, "queries": q.shape[2], "keys": k.shape[2],
+            "scale": scale * _LOG2_E, "inner": scale / cap if cap else 0.0, "cap": cap * _LOG2_E,
+            "near": 0.75 * cap / scale}
 
 
 # -- their text ------------------------------------------------------------------------------------

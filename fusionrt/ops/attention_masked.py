@@ -87,12 +87,14 @@ def prepared(mask: Tensor, q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 
 # -- queries without a key -------------------------------------------------------------------------
 
+_DIMS = ("batch", "head", "row")
+
+
 @functools.cache
 def _kernel(dtype: str, causal: bool, logarithms: bool) -> Kernel:
     fields = [pointer("float32_t", "first"), pointer("scalar_t", "out", const=False),
               pointer("float32_t", "logarithms", const=False)]
-    fields += members("int64_t", *(f"{name}_{dim}" for name in ("first", "out", "log")
-                                   for dim in ("batch", "head", "row")))
+    fields += members("int64_t", *(f"{name}_{dim}" for name in ("first", "out", "log") for dim in _DIMS))
     fields += members("unsigned", "count", "rows", "heads", "columns", "last_key")
     constants = definitions(scalar_t=f"{dtype}_t", CAUSAL=causal, LOGARITHMS=logarithms)
     return Kernel("attention", "masked_rows", fields, constants)
@@ -103,9 +105,10 @@ def clear_empty(out: Tensor, logarithms: Tensor, first: Tensor, keys: int, causa
     batch, heads, rows, columns = out.shape
     count, some = batch * heads * rows, logarithms.numel() > 0
     kernel = _kernel(name_of(out.dtype), causal, some)
+    laid = {"first": first.stride(), "out": out.stride(), "log": logarithms.stride() if some else (0, 0, 0)}
+    steps = {f"{name}_{dim}": strides[k] for name, strides in laid.items() for k, dim in enumerate(_DIMS)}
     kernel(out.device, -(-count // kernel.block), first.data_ptr(), out.data_ptr(), logarithms.data_ptr(),
-           *first.stride()[:3], *out.stride()[:3], *(logarithms.stride()[:3] if some else (0, 0, 0)),
-           count, rows, heads, columns, keys - 1)
+           *kernel.planned(**steps, count=count, rows=rows, heads=heads, columns=columns, last_key=keys - 1))
 
 
 # -- the op ----------------------------------------------------------------------------------------

@@ -99,12 +99,13 @@ def folded(weight: Tensor, of: Sequence[Tensor | None], eps: float, dtype: torch
     of_norm = tuple(None if t is None else STORAGE[t.dtype] for t in of)
     form = Form(STORAGE[weight.dtype], STORAGE[dtype], of_norm, last)
     tensors = *dense, made.weight, made.bias, made.applied
-    row, team = weight[0].numel(), _team(weight[0].nbytes)
-    values = (*map(address, tensors), row, weight[0, 0].numel(),
-              weight.shape[1], len(weight), team, eps)
+    fold, team = kernel(form), _team(weight[0].nbytes)
+    values = (*map(address, tensors), *fold.planned(
+        row=weight[0].numel(), pixels=weight[0, 0].numel(), inner=weight.shape[1], channels=len(weight),
+        team=team, eps=eps))
     ahead = _ahead.get()
     if ahead is None or not ahead.has(form, values):
-        kernel(form)(weight.device, -(-len(weight) * team // BLOCK), *values)
+        fold(weight.device, -(-len(weight) * team // BLOCK), *values)
         if ahead is not None and all(a is b for a, b in zip(dense, given, strict=True)):
             ahead.add(form, values, made, given)
     # The memory of a graph is the graph's.

@@ -45,6 +45,7 @@ def _transposed(x: Tensor, y: Tensor, rows: int, columns: int) -> Tensor:
     each = 2 if x.itemsize == 2 and not (rows | columns) % 2 and not x.data_ptr() % 4 else 1
     down, across = -(-rows // ROWS), -(-columns // (WORDS * each))
     if x.numel():
-        kernel(x.itemsize, each)(x.device, len(x) * down * across, x.data_ptr(), y.data_ptr(), rows, columns,
-                                 down, across)
+        made = kernel(x.itemsize, each)
+        made(x.device, len(x) * down * across, x.data_ptr(), y.data_ptr(),
+             *made.planned(rows=rows, columns=columns, down=down, across=across))
     return y

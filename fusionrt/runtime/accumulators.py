@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 def sum_fields(acc: str, out: str) -> list[Field]:
     """Parameters of sum_partials; `out` are SUMS addresses."""
-    return [pointer(acc, "partials"), Field(f"{out}* out[{SUMS}]", f"{SUMS}{U64}"),
+    return [pointer(acc, "partials"), Field(f"{out}* out[{SUMS}]", U64 * SUMS),
             *members("unsigned long long", "chunks", "kept"), *members("int", "side")]
 
 

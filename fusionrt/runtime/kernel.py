@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusionrt import rehearsal
+from fusionrt.properties import kept_property
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.source import Field, Params, arithmetic, assemble, definitions
 
@@ -42,15 +43,20 @@ class Kernel:
         else:
             self.launch(cuda.index_of(device), grid, self.packed(*values), shared)
 
+    @kept_property
+    def _names(self) -> list[str]:
+        return [field.name for field in self.fields]
+
     def planned(self, **values: Any) -> tuple[Any, ...]:
         """What a plan knows: values of the last fields, given by name, as its calls pass them after those of
         the first fields, such as addresses. A divisor is given as the number that it is."""
-        last = self.fields[max(0, len(self.fields) - len(values)):]
-        names = [field.name for field in last]
+        first = max(0, len(self.fields) - len(values))
+        names = self._names[first:]
         if set(names) != values.keys():
             raise TypeError(f"{self.name}: the last {len(values)} fields of {self.stem} are "
                             f"{', '.join(names)}, got {', '.join(values)}")
-        return tuple(n for field in last for n in field.packed(values[field.name]))
+        return tuple(n for field, name in zip(self.fields[first:], names, strict=True)
+                     for n in field.packed(values[name]))
 
     def packed(self, *values: Any) -> bytes:
         """The parameters, of the values of the fields."""

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
+from fusionrt.laid import address
 from fusionrt.runtime import accumulators
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import definitions
@@ -15,15 +16,16 @@ from fusionrt.runtime.source import definitions
 def add_up(op: str, partials: torch.Tensor, out: torch.Tensor) -> None:
     """out = partials.sum(0), of as many elements as a row has, rounded once."""
     chunks, kept = partials.shape
-    kernel, blocks, side = _planned(op, partials.dtype, out.dtype, chunks, kept)
-    addresses = (0, 0) if out.is_meta else (partials.data_ptr(), out.data_ptr())
-    kernel(out.device, blocks, addresses[0], *accumulators.outs(addresses[1]), chunks, kept, side)
+    kernel, blocks, values = _planned(op, partials.dtype, out.dtype, chunks, kept)
+    kernel(out.device, blocks, address(partials), *accumulators.outs(address(out)), *values)
 
 
 @functools.lru_cache(4096)
-def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int) -> tuple[Kernel, int, int]:
+def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int
+             ) -> tuple[Kernel, int, tuple[int, ...]]:
     kernel = _kernel(op, *(name_of(dtype) for dtype in (acc, out)))
-    return kernel, accumulators.blocks(kept, chunks), accumulators.side(kept, chunks)
+    values = kernel.planned(chunks=chunks, kept=kept, side=accumulators.side(kept, chunks))
+    return kernel, accumulators.blocks(kept, chunks), values
 
 
 @functools.cache

@@ -103,8 +103,13 @@ class Field(NamedTuple):
         return re.findall(r"\w+", self.declaration.partition("[")[0])[-1]
 
     def packed(self, value: Any) -> tuple[Any, ...]:
-        """What the struct has of it: of a divisor what takes the division's place."""
-        return magic(value) if self.format == DIVISOR else (value,)
+        """What the struct has of it: of a divisor what takes the division's place, of elements of an array
+        zeros behind them as well."""
+        if self.format == DIVISOR:
+            return magic(value)
+        if isinstance(value, (list, tuple)):
+            return (*value, *[0] * (len(self.format) - len(value)))
+        return (value,)
 
 
 POINTER, U64, TENSOR_MAP, DIVISOR = "Q", "Q", "128s", "III"
