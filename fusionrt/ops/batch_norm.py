@@ -14,14 +14,13 @@ or ValueError, with the name of the argument, for what does not fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_float, as_int, check_number
-from fusionrt.array import check_dense, check_writeable, converted, is_foreign
+from fusionrt.array import check_dense, check_writeable
 from fusionrt.catalogue import Make, public
 from fusionrt.expr import Expr, node, rsqrt
 from fusionrt.layout import lie_apart
@@ -94,31 +93,17 @@ def _of_channels(op: str, x: torch.Tensor, training: bool, running: tuple[Any, A
 
 # -- arguments -------------------------------------------------------------------------------------
 
-def _checked(op: str, function: Callable[..., Any], least_dims: int, x: Any, residual: Any = None, *,
-             num_batches_tracked: Any = None, **of_channels: Any) -> Any:
-    """function(x, *of_channels, residual, num_batches_tracked), of tensors that fit; where all are other
-    arrays, the result is of the kind of the first of these."""
+def _check(op: str, least_dims: int, x: Any, residual: Any = None, num_batches_tracked: Any = None,
+           **of_channels: Any) -> None:
+    """That they are tensors, and of shapes that fit."""
     named = {"x": x, **of_channels, "residual": residual, "num_batches_tracked": num_batches_tracked}
     for name, a in named.items():
-        fits = name != "x" if a is None else isinstance(a, torch.Tensor) or is_foreign(a)
-        if not fits:
+        if a is None and name != "x":
+            continue
+        if not isinstance(a, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or an array, got "
                             f"{None if a is None else type(a).__name__}")
-    if any(map(is_foreign, named.values())):
-        found, restore = converted(op, named, ())
-        given = dict(zip(named, found, strict=True))
-    else:
-        given, restore = named, None
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_dense(op, name, tensor)
-    _check_shapes(op, given["x"], least_dims, given["residual"], {name: given[name] for name in of_channels})
-    result = function(*given.values())
-    return result if restore is None else restore(result)
-
-
-def _check_shapes(op: str, x: torch.Tensor, least_dims: int, residual: Any, of_channels: dict[str, Any]
-                  ) -> None:
+        check_dense(op, name, a)
     if x.dim() < least_dims:
         raise ValueError(f"{op}: x must have at least {least_dims} dimensions, (N, C, ...), got shape "
                          f"{tuple(x.shape)}")
@@ -208,7 +193,8 @@ def _typical_at_inference(make: Make) -> tuple[Any, ...]:
     return x, weight, bias, mean, var
 
 
-@public(example=_typical)
+@public(example=_typical, numbers=(),
+        arrays="x running_mean running_var weight bias num_batches_tracked residual")
 def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                bias: Any = None, training: bool = False, momentum: float | None = 0.1, eps: float = 1e-5, *,
                num_batches_tracked: Any = None, residual: Any = None, epilogue: Activation = None,
@@ -226,30 +212,26 @@ def batch_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight
 
         batch_norm(x, running_mean, running_var, weight, bias, training=True, epilogue=fusionrt.relu)
     """
-
-    def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
-            num_batches_tracked: Any) -> torch.Tensor:
-        _check_running("batch_norm", x, running_mean, running_var, not training, eps, num_batches_tracked)
-        if training and x.shape[0] * math.prod(x.shape[2:]) == 1:
-            raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
-                             f"size {tuple(x.shape)}")
-        running, tracked = (running_mean, running_var), running_mean is not None
-        counted = training and (tracked or num_batches_tracked is not None)
-        if counted:
-            _check_momentum(momentum, num_batches_tracked)
-        y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue,
-                                 recompute)
-        # Nothing is written before all that may be refused has been.
-        factor = _factor(momentum, num_batches_tracked) if counted else 0.0
-        if training and tracked and x.numel():
-            _update(running, (found[0], found[1]), factor)
-        return y
-
-    return _checked("batch_norm", run, 2, x, residual, num_batches_tracked=num_batches_tracked,
-                    running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    _check("batch_norm", 2, x, residual, num_batches_tracked, running_mean=running_mean,
+           running_var=running_var, weight=weight, bias=bias)
+    _check_running("batch_norm", x, running_mean, running_var, not training, eps, num_batches_tracked)
+    if training and x.shape[0] * math.prod(x.shape[2:]) == 1:
+        raise ValueError("batch_norm: Expected more than 1 value per channel when training, got input "
+                         f"size {tuple(x.shape)}")
+    running, tracked = (running_mean, running_var), running_mean is not None
+    counted = training and (tracked or num_batches_tracked is not None)
+    if counted:
+        _check_momentum(momentum, num_batches_tracked)
+    y, *found = _of_channels("batch_norm", x, training, running, weight, bias, residual, eps, epilogue,
+                             recompute)
+    # Nothing is written before all that may be refused has been.
+    factor = _factor(momentum, num_batches_tracked) if counted else 0.0
+    if training and tracked and x.numel():
+        _update(running, (found[0], found[1]), factor)
+    return y
 
 
-@public(example=_typical_at_inference)
+@public(example=_typical_at_inference, arrays="x weight bias mean var", numbers=())
 def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float = 1e-5) -> Any:
     """relu((x - mean) / sqrt(var + eps) * weight + bias): batch norm at inference; all but x are (C,).
 
@@ -260,16 +242,13 @@ def batch_norm_relu(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: fl
 
         batch_norm_relu(x, weight, bias, mean, var)
     """
-
-    def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *_: None) -> torch.Tensor:
-        _check_running("batch_norm_relu", x, mean, var, True, eps)
-        found = _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)
-        return found[0]
-
-    return _checked("batch_norm_relu", run, 2, x, weight=weight, bias=bias, mean=mean, var=var)
+    _check("batch_norm_relu", 2, x, weight=weight, bias=bias, mean=mean, var=var)
+    _check_running("batch_norm_relu", x, mean, var, True, eps)
+    return _of_channels("batch_norm_relu", x, False, (mean, var), weight, bias, None, eps, relu)[0]
 
 
-@public(example=lambda make: (make(*IMAGES), None, None, make(IMAGES[1]), make(IMAGES[1])))
+@public(example=lambda make: (make(*IMAGES), None, None, make(IMAGES[1]), make(IMAGES[1])), numbers=(),
+        arrays="x running_mean running_var weight bias residual")
 def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
                   bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *,
                   residual: Any = None, epilogue: Activation = None) -> Any:
@@ -282,40 +261,34 @@ def instance_norm(x: Any, running_mean: Any = None, running_var: Any = None, wei
 
         instance_norm(x, weight=weight, bias=bias, epilogue=fusionrt.relu)
     """
-
     op = "instance_norm"
-
-    def run(x: torch.Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, residual: Any,
-            *_: None) -> torch.Tensor:
-        _check_running(op, x, running_mean, running_var, not use_input_stats, eps)
-        if use_input_stats and running_mean is not None and not isinstance(momentum, (int, float)):
-            raise ValueError(f"{op}: momentum must be a number, got {momentum!r}")
-        if isinstance(momentum, int):
-            as_float(op, "momentum", momentum)
-        running, tracked = (running_mean, running_var), running_mean is not None
-        if not use_input_stats:
-            found = _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)
-            return found[0]
-        if math.prod(x.shape[2:]) == 1:
-            raise ValueError(f"{op}: Expected more than 1 spatial element when training, got input size "
-                             f"{tuple(x.shape)}")
-        ones = (-1,) + (1,) * (x.dim() - 2)
-        tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
-        tensors |= {} if residual is None else {"residual": residual}
-        recorded = is_recorded(x, weight, bias, residual)
-        each = _operator(op, tuple(tensors), x.dim() - 2, True, resolve(op, epilogue, "epilogue"), recorded,
-                         tracked, like_sum(x, residual))
-        out = each(x, *tensors.values(), eps)
-        if tracked and x.numel():
-            mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
-            _update(running, (mean, var), momentum)
-        return unpack(out)[0]
-
-    return _checked(op, run, 3, x, residual, running_mean=running_mean, running_var=running_var,
-                    weight=weight, bias=bias)
+    _check(op, 3, x, residual, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    _check_running(op, x, running_mean, running_var, not use_input_stats, eps)
+    if use_input_stats and running_mean is not None and not isinstance(momentum, (int, float)):
+        raise ValueError(f"{op}: momentum must be a number, got {momentum!r}")
+    if isinstance(momentum, int):
+        as_float(op, "momentum", momentum)
+    running, tracked = (running_mean, running_var), running_mean is not None
+    if not use_input_stats:
+        return _of_channels(op, x, False, running, weight, bias, residual, eps, epilogue)[0]
+    if math.prod(x.shape[2:]) == 1:
+        raise ValueError(f"{op}: Expected more than 1 spatial element when training, got input size "
+                         f"{tuple(x.shape)}")
+    ones = (-1,) + (1,) * (x.dim() - 2)
+    tensors = {name: t.view(ones) for name, t in (("weight", weight), ("bias", bias)) if t is not None}
+    tensors |= {} if residual is None else {"residual": residual}
+    recorded = is_recorded(x, weight, bias, residual)
+    each = _operator(op, tuple(tensors), x.dim() - 2, True, resolve(op, epilogue, "epilogue"), recorded,
+                     tracked, like_sum(x, residual))
+    out = each(x, *tensors.values(), eps)
+    if tracked and x.numel():
+        mean, var = (s.view(x.shape[:2]).mean(0) for s in (out[1], out[-1]))
+        _update(running, (mean, var), momentum)
+    return unpack(out)[0]
 
 
-@public(example=lambda make: (make(*IMAGES), 32, make(IMAGES[1]), make(IMAGES[1])))
+@public(example=lambda make: (make(*IMAGES), 32, make(IMAGES[1]), make(IMAGES[1])), numbers=(),
+        arrays="x weight bias residual")
 def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *,
                residual: Any = None, epilogue: Activation = None) -> Any:
     """epilogue((x - mean) / sqrt(var + eps) * weight + bias + residual), over C / num_groups channels.
@@ -325,23 +298,18 @@ def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, ep
 
         group_norm(x, 32, weight, bias, epilogue=fusionrt.silu)
     """
-
-    def run(x: torch.Tensor, weight: Any, bias: Any, residual: Any, *_: None) -> torch.Tensor:
-        channels = x.shape[1]
-        if as_int("group_norm", "num_groups", num_groups) < 1 or channels % num_groups:
-            raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got "
-                             f"{num_groups!r}")
-        if x.numel() == num_groups:
-            raise ValueError("group_norm: Expected more than 1 value per channel when training, got input "
-                             f"size {tuple(x.shape)}")
-        grouped, ones = (num_groups, channels // num_groups), (1,) * (x.dim() - 2)
-        tensors = {name: t.view(*grouped, *ones)
-                   for name, t in (("weight", weight), ("bias", bias)) if t is not None}
-        tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
-        recorded = is_recorded(x, weight, bias, residual)
-        each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
-                         resolve("group_norm", epilogue, "epilogue"), recorded, False,
-                         like_sum(x, residual))
-        return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
-
-    return _checked("group_norm", run, 2, x, residual, weight=weight, bias=bias)
+    _check("group_norm", 2, x, residual, weight=weight, bias=bias)
+    channels = x.shape[1]
+    if as_int("group_norm", "num_groups", num_groups) < 1 or channels % num_groups:
+        raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got {num_groups!r}")
+    if x.numel() == num_groups:
+        raise ValueError("group_norm: Expected more than 1 value per channel when training, got input size "
+                         f"{tuple(x.shape)}")
+    grouped, ones = (num_groups, channels // num_groups), (1,) * (x.dim() - 2)
+    tensors = {name: t.view(*grouped, *ones)
+               for name, t in (("weight", weight), ("bias", bias)) if t is not None}
+    tensors |= {} if residual is None else {"residual": residual.unflatten(1, grouped)}
+    recorded = is_recorded(x, weight, bias, residual)
+    each = _operator("group_norm", tuple(tensors), x.dim() - 1, False,
+                     resolve("group_norm", epilogue, "epilogue"), recorded, False, like_sum(x, residual))
+    return unpack(each(x.unflatten(1, grouped), *tensors.values(), eps))[0].flatten(1, 2)
