@@ -19,9 +19,8 @@ from fusionrt.autograd import Dispatched, backward, restore, save
 from fusionrt.definition import SCALAR
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.problem import pack
-from fusionrt.watching import is_transformed, no_forward_mode
+from fusionrt.watching import Transformed, is_transformed, registered
 
-_library = torch.library.Library("fusionrt", "FRAGMENT")
 _overloads: dict[str, Any] = {}
 _lock = threading.RLock()
 
@@ -39,7 +38,7 @@ def call(handle: int, *args: Any) -> Any:
 def seen(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
     """With derivatives for whoever watches."""
     if is_transformed():
-        return Transformed.apply(op, rng, *args)
+        return _Transformed.apply(op, rng, *args)
     return apply(op, args, rng)
 
 
@@ -53,11 +52,7 @@ def allow() -> bool:
 allow._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Transformed(torch.autograd.Function):
-    """For torch.func, which does not take what `register_autograd` makes."""
-
-    generate_vmap_rule = True
-
+class _Transformed(Transformed):
     @staticmethod
     def forward(op: Operator, rng: torch.Tensor | None, *args: Any) -> Any:
         return apply(op, args, rng)
@@ -72,11 +67,7 @@ class Transformed(torch.autograd.Function):
         args = restore(ctx.saved_tensors, ctx.others)
         rng = args.pop() if ctx.op.streams else None
         return (None, None, *backward(ctx.op, args, grads, ctx.needs_input_grad[2:], rng,
-                                      lambda op, args, rng: Transformed.apply(op, rng, *args), ctx.order))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode(ctx.op.name)
+                                      lambda op, args, rng: _Transformed.apply(op, rng, *args), ctx.order))
 
 
 def apply(op: Operator, args: Any, rng: torch.Tensor | None) -> Any:
@@ -101,7 +92,6 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
     params = ", ".join(f"{'Tensor' if kind == 't' else 'Scalar'} a{i}" for i, kind in enumerate(kinds))
     params += ", Tensor rng" if op.streams else ""
     returns = ", ".join(["Tensor"] * len(op.outputs))
-    _library.define(f"{name}({params}) -> {f'({returns})' if len(op.outputs) > 1 else returns}")
     n = len(kinds)
 
     def run(*args: Any) -> Any:
@@ -126,13 +116,8 @@ def _define(op: Operator, name: str, kinds: str) -> Any:
         found = backward(op, args, grads, ctx.needs_input_grad[:n], rng, apply, ctx.order)
         return (*found, *([None] if op.streams else []))
 
-    _library.impl(name, run, "CPU")
-    _library.impl(name, run, "CUDA")
-    torch.library.register_fake(f"fusionrt::{name}", fake, lib=_library)
-    torch.library.register_autograd(f"fusionrt::{name}", backwards, setup_context=setup_context,
-                                    lib=_library)
-    torch.library.register_vmap(f"fusionrt::{name}", functools.partial(_vmapped, op), lib=_library)
-    return getattr(torch.ops.fusionrt, name).default
+    return registered(f"{name}({params}) -> {f'({returns})' if len(op.outputs) > 1 else returns}", run, fake,
+                      (backwards, setup_context), functools.partial(_vmapped, op))
 
 
 def _vmapped(op: Operator, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusionrt.laid import in_memory, is_lazy
 from fusionrt.problem import unpack
 from fusionrt.recorded_function import straight
-from fusionrt.watching import is_batched, is_recorded, is_transformed, is_watched, no_forward_mode
+from fusionrt.watching import Transformed, is_batched, is_recorded, is_transformed, is_watched, registered
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -52,17 +52,10 @@ class StructuredOp:
                  gradient: Gradient | None = None) -> None:
         self.name = schema.partition("(")[0]
         self.run, self.gradient = run, gradient
-        _library.define(schema)
-        for device in ("CPU", "CUDA"):
-            _library.impl(self.name, run, device)
-        torch.library.register_fake(f"fusionrt::{self.name}", fake, lib=_library)
-        if gradient is not None:
-            torch.library.register_autograd(f"fusionrt::{self.name}", self._backward,
-                                            setup_context=self._setup_context, lib=_library)
-        self._overload = getattr(torch.ops.fusionrt, self.name).default
+        differentiated = None if gradient is None else (self._backward, self._setup_context)
+        self._overload = registered(schema, run, fake, differentiated)
 
     def __call__(self, *args: Any) -> Any:
-        # torch.func does not take what `register_autograd` makes, which loses the tangents of forward mode.
         if is_transformed():
             return _Transformed.apply(self, *args)
         if is_watched():
@@ -119,9 +112,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Transformed(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class _Transformed(Transformed):
     @staticmethod
     def forward(op: StructuredOp, *args: Any) -> Any:
         return op._overload(*args)
@@ -136,10 +127,3 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, *ctx.op._backward(ctx, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode(ctx.op.name)
-
-
-_library = torch.library.Library("fusionrt", "FRAGMENT")
