@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import re
 import struct
 import sys
 import threading
@@ -19,11 +20,11 @@ from checking import needs_nvrtc
 from torch.nn import functional as F
 
 import fusionrt as frt
-from fusionrt import settling
+from fusionrt import settling, steps
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.random import Taking
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import device, launch, native, plan_text, scratch
+from fusionrt.runtime import device, launch, native, plan_text, scratch, source
 from fusionrt.runtime.plan import ARRIVED, Allocated, Launched, Plan
 from fusionrt.runtime.source import Field, Params
 
@@ -32,6 +33,20 @@ CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctype
 FIELDS = [*(Field(f"float* {name}", "Q") for name in ("x", "y", "out", "sum")), Field("double d", "d"),
           Field("float f", "f"), Field("unsigned n", "I")]
 PACKED = ("p_a0", "p_a1", "out.data_ptr()", "total.data_ptr()", "a2", "a3", 77)
+
+
+@pytest.mark.parametrize(("stem", "structs"), [
+    ("call", {"Input": native._Input, "Number": native._Number, "Output": native._Output,
+              "Place": native._Place, "Launch": native._Launch, "Plan": native._Plan}),
+    ("steps", {"Steps": steps._Table, "Step": steps._Native})], ids=["call", "steps"])
+def test_structs_in_machine_code_are_pythons(stem: str, structs: dict[str, type[ctypes.Structure]]) -> None:
+    text = re.sub(r";.*|\s", "", source.template(f"{stem}.ll"))
+    spelled = {ctypes.py_object: "ptr", ctypes.c_void_p: "ptr", ctypes.c_uint32: "i32",
+               ctypes.c_uint64: "i64", ctypes.c_int64: "i64",
+               ctypes.c_uint32 * steps.GIVEN: f"[{steps.GIVEN}xi32]"}
+    for name, struct_type in structs.items():
+        types = ",".join(spelled[kind] for _, kind in struct_type._fields_)
+        assert f"%{name}=type{{{types}}}" in text
 
 
 class Driver:
