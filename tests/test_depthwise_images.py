@@ -136,8 +136,8 @@ def test_blocks_share_the_work(dtype):
         launch, (sums, groups) = ours.convolution(form, made, line, line, PLAIN), ours.grad_weight(
             form, made, line, line)
         assert launch.shared <= ours.MOST_SHARED >= sums.shared
-        assert launch.blocks * launch.kernel.block * 2 * 8 >= n * c * line.result
-        assert sums.blocks <= 8 * ours.MULTIPROCESSORS and groups <= n * line.result
+        assert launch.grid * launch.kernel.block * 2 * 8 >= n * c * line.result
+        assert sums.grid <= 8 * ours.MULTIPROCESSORS and groups <= n * line.result
 
 
 # --- the kernels

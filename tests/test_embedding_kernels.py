@@ -143,7 +143,7 @@ def test_warm_up_finds_its_kernels(kind):
 def test_both_passes_agree_on_what_is_rounded(columns, monkeypatch):
     """However tables and the norm's parameters lie, which hooks of saved tensors may change in between."""
     launched, found = [], set()
-    monkeypatch.setattr(embedding_kernels, "_launch", lambda plan, *_: launched.append(plan.kernel.text))
+    monkeypatch.setattr(embedding_kernels, "_run", lambda launch, *_: launched.append(launch.kernel.text))
     monkeypatch.setattr(embedding_kernels, "add_partials", lambda *_: None)
     monkeypatch.setattr(embedding_kernels.indices, "fault_of", lambda _: None)
 

@@ -18,7 +18,6 @@ from fusionrt.expr import Expr, argument
 from fusionrt.graph import emit, toposort
 from fusionrt.laid import address
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.source import ITEMSIZE, Field, definitions, device_function, members, pointer
 
 Tensor = torch.Tensor
@@ -144,7 +143,7 @@ def arithmetic(dtype: str) -> dict[str, Any]:
     return {"acc": acc_of(dtype), "significant_bits": SIGNIFICANT_BITS[dtype]}
 
 
-# -- launches ----------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 class Strides(NamedTuple):
     """From an image, a row, a column to the next."""
@@ -169,18 +168,6 @@ class Images(NamedTuple):
         """Neighbouring channels that can be accessed together."""
         return math.gcd(most, self.channels, *self.source, *self.result,
                         self.alignment // ITEMSIZE[self.dtype])
-
-
-class Launch(NamedTuple):
-    """`values` follow the addresses of a kernel's operands: as `Kernel.planned` has them."""
-
-    kernel: Kernel
-    blocks: int
-    values: tuple[int, ...]
-    shared: int = 0
-
-    def __call__(self, device: torch.device, *operands: Tensor | None) -> None:
-        self.kernel(device, self.blocks, *map(address, operands), *self.values, shared=self.shared)
 
 
 def alignment(*tensors: Tensor | None) -> int:

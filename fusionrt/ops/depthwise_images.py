@@ -12,7 +12,6 @@ from fusionrt.ops.depthwise_forms import (
     Finish,
     Form,
     Images,
-    Launch,
     Line,
     Pair,
     Strides,
@@ -23,7 +22,7 @@ from fusionrt.ops.depthwise_forms import (
     stride_values,
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 UNIT = 16                    # bytes that are copied at a time

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.dtypes import name_of
+from fusionrt.laid import address
 from fusionrt.ops import (
     depthwise_images,
     depthwise_mma,
@@ -24,7 +25,6 @@ from fusionrt.ops.depthwise_forms import (
     Form,
     Geometry,
     Images,
-    Launch,
     Line,
     Pair,
     alignment,
@@ -32,6 +32,7 @@ from fusionrt.ops.depthwise_forms import (
     line_of,
     strides_of,
 )
+from fusionrt.runtime.kernel import Launch
 from fusionrt.runtime.partial_sums import add_up
 
 Tensor = torch.Tensor
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]  # one of them is enough
 
 
-def _call(images: Sequence[Tensor], kernel: Sequence[int], *others: Tensor | None) -> Call:
+def _kind_of(images: Sequence[Tensor], kernel: Sequence[int], *others: Tensor | None) -> Call:
     x = images[0]
     return Call(x.shape, tuple(t.stride() for t in images), kernel, x.dtype, alignment(*images, *others),
                 None if x.is_meta else _has_units(x.device))
@@ -96,10 +97,10 @@ def _images(call: Call, size: Pair) -> Images:
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish = PLAIN,
              channels: Sequence[Tensor] = (), residual: Tensor | None = None) -> Tensor:
     """The result, finished; `residual` has its shape and layout."""
-    plan = _planned_forward(_call((x,), weight.shape[2:], residual), geometry, finish)
+    plan = _planned_forward(_kind_of((x,), weight.shape[2:], residual), geometry, finish)
     out = image_like(x, plan.size)
     for launch in plan.launches:
-        launch(x.device, x, weight, out, residual, *channels)
+        launch(x.device, *map(address, (x, weight, out, residual, *channels)))
     return out
 
 
@@ -110,13 +111,13 @@ def _planned_forward(call: Call, geometry: Geometry, finish: Finish) -> Plan:
 
 
 def grad_input(grad_output: Tensor, weight: Tensor, geometry: Geometry, input_size: Sequence[int]) -> Tensor:
-    call = _call((grad_output,), weight.shape[2:])
+    call = _kind_of((grad_output,), weight.shape[2:])
     plan = _planned_grad_input(call, geometry, (input_size[0], input_size[1]))
     out = image_like(grad_output, plan.size)
     if not grad_output.numel():
         return out.zero_()
     for launch in plan.launches:
-        launch(grad_output.device, grad_output, weight, out, None)
+        launch(grad_output.device, *map(address, (grad_output, weight, out, None)))
     return out
 
 
@@ -186,7 +187,7 @@ class Sums(NamedTuple):
     def __call__(self, out: Tensor, *operands: Tensor | None) -> None:
         acc = torch.promote_types(out.dtype, torch.float32)
         partials = torch.empty((self.groups, out.numel()), dtype=acc, device=out.device)
-        self.partial(out.device, *operands, partials)
+        self.partial(out.device, *map(address, (*operands, partials)))
         add_up("depthwise_conv2d_backward", partials, out)
 
 
@@ -194,7 +195,7 @@ def grad_weight(grad_output: Tensor, x: Tensor, geometry: Geometry, kernel_size:
     out = torch.empty((x.shape[1], 1, *kernel_size), dtype=x.dtype, device=x.device)
     if not grad_output.numel() or not out.numel():
         return out.zero_()
-    call = _call((x, grad_output), tuple(kernel_size))
+    call = _kind_of((x, grad_output), tuple(kernel_size))
     for sums in _planned_grad_weight(call, geometry, grad_output.shape[2:]):
         sums(out, x, grad_output)
     return out
@@ -219,7 +220,7 @@ def _planned_grad_weight(call: Call, geometry: Geometry, size: Sequence[int]) ->
 def backward(grad_output: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Gradients of input and weight: in one pass where that is the faster way."""
     size = x.shape[2], x.shape[3]
-    found = _planned_backward(_call((grad_output, x), weight.shape[2:], weight), geometry, size)
+    found = _planned_backward(_kind_of((grad_output, x), weight.shape[2:], weight), geometry, size)
     if found is None or x.is_meta:
         alone = (grad_input(grad_output, weight, geometry, size),
                  grad_weight(grad_output, x, geometry, weight.shape[2:]))

@@ -12,7 +12,6 @@ from fusionrt.ops.depthwise_forms import (
     Finish,
     Form,
     Images,
-    Launch,
     Line,
     Pair,
     arithmetic,
@@ -24,7 +23,7 @@ from fusionrt.ops.depthwise_forms import (
     stride_values,
     window,
 )
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members
 
 STRIPS, RESULTS = 8, 8              # of a product: strips, and results of each that there is room for

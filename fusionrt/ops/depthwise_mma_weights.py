@@ -8,7 +8,6 @@ from fusionrt.ops.depthwise_forms import (
     SIZES,
     Form,
     Images,
-    Launch,
     Line,
     arithmetic,
     constants,
@@ -29,7 +28,7 @@ from fusionrt.ops.depthwise_mma import (
     cuts,
     has_units,
 )
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members, pointer
 
 UNITS = 2                   # of a pixel that a block has

@@ -13,7 +13,6 @@ from fusionrt.ops.depthwise_forms import (
     Finish,
     Form,
     Images,
-    Launch,
     Line,
     Pair,
     arithmetic,
@@ -26,7 +25,7 @@ from fusionrt.ops.depthwise_forms import (
     stride_values,
 )
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 BLOCK = 128

@@ -17,7 +17,6 @@ from fusionrt.ops.depthwise_forms import (
     Finish,
     Form,
     Images,
-    Launch,
     Line,
     Pair,
     Strides,
@@ -31,7 +30,7 @@ from fusionrt.ops.depthwise_forms import (
     stride_values,
     window,
 )
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import ITEMSIZE, definitions, members, pointer
 
 VEC, UNIT = 2, 16           # channels of a thread; bytes that are copied at a time

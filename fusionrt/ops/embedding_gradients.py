@@ -11,7 +11,7 @@ import torch
 
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.laid import Laid, address, laid
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
@@ -69,13 +69,13 @@ class Sort:
             offsets_of_pass = (*pairs[(k + 1) % 2], *pairs[k % 2],
                                counts if k == 0 else later + 4 * (k - 1) * table, later + 4 * k * table,
                                later, present)
-            self._launches.append((kernel, offsets_of_pass, kernel.planned(
-                rows=rows, padding=padding, count=count, zeros=zeros, tile=tile.bit_length() - 1,
-                shift=k * bits)))
+            values = kernel.planned(rows=rows, padding=padding, count=count, zeros=zeros,
+                                    tile=tile.bit_length() - 1, shift=k * bits)
+            self._launches.append((Launch(kernel, self.tiles, values), offsets_of_pass))
 
     def __call__(self, device: torch.device, index: int, memory: int) -> None:
-        for kernel, offsets, values in self._launches:
-            kernel(device, self.tiles, index, *(memory + offset for offset in offsets), *values)
+        for launch, offsets in self._launches:
+            launch(device, index, *(memory + offset for offset in offsets))
 
 
 # -- rows of a gradient ----------------------------------------------------------------------------
@@ -118,10 +118,8 @@ NO_GROUPS = Groups(1, 0, 0, None)
 
 
 class Plan(NamedTuple):
-    """Launches but for addresses: each a kernel, its grid, and the values that follow those."""
-
     sort: Sort | None
-    launches: tuple[tuple[Kernel, tuple[int, int], tuple[float, ...]], ...]
+    launches: tuple[Launch, ...]
     of_types: int   # where their partial sums begin, and the memory that is needed
     nbytes: int
 
@@ -144,7 +142,7 @@ def _planned(grad: Laid, index: Laid | None, rows: int, scale: float, padding: i
     kernels = [gradient_kernel(dtype, "int64" if ids is None else name_of(ids.dtype), vec,
                                0 if stage else groups.types, stage) for stage in (0, 1)]
     grids = (sum(blocks) * parts, 1), (joins + groups.types, parts)
-    launches = tuple((kernel, grid, kernel.planned(
+    launches = tuple(Launch(kernel, grid, kernel.planned(
         count=count, rows=rows, scale=scale, columns=columns, windows=windows, period=period, share=share,
         position_rows=groups.rows, type_period=1 if ids is None else ids.numel,
         **dict(zip(_BLOCKS, blocks, strict=True)), joins=joins))
@@ -171,26 +169,24 @@ def gradients_on_gpu(grad: Tensor, index: Tensor | None, rows: int, scale: float
         found = tuple(sorts + offset for offset in plan.sort.found)
     addresses = (grad.data_ptr(), *found[:3], address(type_ids), *found[3:],
                  partials, partials + plan.of_types, *(out.data_ptr() for out in outs))
-    for kernel, grid, values in plan.launches:
-        kernel(grad.device, grid, *addresses, *values)
+    for launch in plan.launches:
+        launch(grad.device, *addresses)
     return outs
 
 
 def add_partials(partials: Tensor, out: Tensor) -> None:
     """out[k] = partials[k].sum(0), of shape (kinds, rows, columns)."""
-    kinds, rows, columns = partials.shape
-    vec = vector_of(columns, (laid(out),))
-    kernel, values = _joining(name_of(out.dtype), vec, rows, columns)
-    kernel(out.device, (kinds, -(-columns // (32 * vec))), *(0,) * 8, partials.data_ptr(), 0, 0,
-           out.data_ptr(), *values)
+    launch = _joining(name_of(out.dtype), vector_of(partials.shape[2], (laid(out),)), *partials.shape)
+    launch(out.device, *(0,) * 8, partials.data_ptr(), 0, 0, out.data_ptr())
 
 
 @functools.lru_cache(1024)
-def _joining(dtype: str, vec: int, rows: int, columns: int) -> tuple[Kernel, tuple[float, ...]]:
+def _joining(dtype: str, vec: int, kinds: int, rows: int, columns: int) -> Launch:
     """The second stage alone: kinds are its types, rows their groups."""
     kernel = gradient_kernel(dtype, "int64", vec, 0, 1)
     none = dict.fromkeys(("rows", "share", "position_rows", "type_period", *_BLOCKS, "joins"), 0)
-    return kernel, kernel.planned(**none, count=rows, scale=1.0, columns=columns, windows=1, period=rows)
+    return Launch(kernel, (kinds, -(-columns // (32 * vec))), kernel.planned(
+        **none, count=rows, scale=1.0, columns=columns, windows=1, period=rows))
 
 
 def sum_rows_on_gpu(grad: Tensor, tokens: Tensor, token_type: Tensor | None, period: int,

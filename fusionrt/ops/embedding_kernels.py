@@ -17,7 +17,7 @@ from fusionrt.laid import Laid, address, laid
 from fusionrt.ops.embedding_gradients import add_partials, gradients_on_gpu, vector_of
 from fusionrt.rehearsal import device_type
 from fusionrt.runtime.device import MULTIPROCESSORS
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
@@ -276,17 +276,10 @@ def _common(form: Form, rows: Rows, each: int) -> int:
     return kinds if kinds * block * one + affine + partial <= MOST_SHARED else 0
 
 
-class Plan(NamedTuple):
-    """A launch but for addresses and the caller's numbers, which `values` follow."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    values: tuple[int, ...]
-
-
 @functools.lru_cache(1024)
-def _planned(rows: Rows, gradient: bool) -> Plan | None:
-    """None where a row's norm is too long for the kernel."""
+def _planned(rows: Rows, gradient: bool) -> tuple[Launch, int] | None:
+    """And its blocks, each of which leaves partial sums. None where a row's norm is too long for the kernel.
+    """
     shape = _shape_of(rows, gradient)
     if shape is None:
         return None
@@ -308,18 +301,18 @@ def _planned(rows: Rows, gradient: bool) -> Plan | None:
     values = kernel.planned(
         **of_tables, rows=rows.total, columns=columns, position_period=rows.position_period,
         type_period=1 if rows.ids[2] is None else rows.ids[2].numel, apart=share.apart, each=share.each)
-    return Plan(kernel, (blocks, -(-columns // tile)), values)
+    return Launch(kernel, (blocks, -(-columns // tile)), values), blocks
 
 
-def _launch(plan: Plan, call: Call, norm: Norm | None, dropout: Dropout | None, out: Tensor,
-            stats: Sequence[Tensor | None], fault: Tensor | None, grad: Tensor | None = None,
-            partials: Tensor | None = None) -> None:
+def _run(launch: Launch, call: Call, norm: Norm | None, dropout: Dropout | None, out: Tensor,
+         stats: Sequence[Tensor | None], fault: Tensor | None, grad: Tensor | None = None,
+         partials: Tensor | None = None) -> None:
     affine = (None, None) if norm is None else norm[:2]
     seed, offset, state = (0, 0, None) if dropout is None else dropout.random
-    plan.kernel(out.device, plan.grid, *map(address, (
+    launch(out.device, *map(address, (
         *call.ids, *call.tables, *affine, grad, out, *stats, partials, fault, state)),
         seed, offset, call.scale, 0.0 if norm is None else norm.eps,
-        *((0.0, 0.0) if dropout is None else dropout[:2]), *plan.values)
+        *((0.0, 0.0) if dropout is None else dropout[:2]))
 
 
 def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None
@@ -332,13 +325,13 @@ def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = N
     if not out.numel():
         return out, *stats
     call, norm, lies = _laid_out(call, norm, dropout, False)
-    plan = _planned(lies, False)
-    if plan is None:
+    planned = _planned(lies, False)
+    if planned is None:
         return None
     # What a graph's replays find is not looked at.
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     fault = None if captured else indices.fault_of(device)
-    _launch(plan, call, norm, dropout, out, stats or (None, None), fault)
+    _run(planned[0], call, norm, dropout, out, stats or (None, None), fault)
     if fault is not None:
         indices.check_later(call.op, fault, call.indices)
     return out, *stats
@@ -353,11 +346,12 @@ def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: 
     if not grad.numel():
         return out, affine.zero_()
     call, laid_norm, lies = _laid_out(call, norm._replace(bias=None), dropout, True)
-    plan = _planned(lies, True)
-    if plan is None:
+    planned = _planned(lies, True)
+    if planned is None:
         return None
-    partials = torch.empty((2, plan.grid[0], grad.shape[1]), dtype=mean.dtype, device=grad.device)
-    _launch(plan, call, laid_norm, dropout, out, (mean, rstd), None, grad, partials)
+    launch, blocks = planned
+    partials = torch.empty((2, blocks, grad.shape[1]), dtype=mean.dtype, device=grad.device)
+    _run(launch, call, laid_norm, dropout, out, (mean, rstd), None, grad, partials)
     add_partials(partials, affine)
     return out, affine
 

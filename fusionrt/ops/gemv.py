@@ -15,7 +15,7 @@ from fusionrt.dtypes import HALVES, SIGNIFICANT_BITS
 from fusionrt.expr import Expr
 from fusionrt.laid import address, is_lazy
 from fusionrt.ops.product import PRODUCT, Layer, Results, is_of_elements, layer
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members, pointer
 
 BLOCK = 256
@@ -67,11 +67,11 @@ class Planned:
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  epilogue: Expr = PRODUCT, residual: torch.Tensor | None = None, keep: bool = False) -> None:
         (m, k), n = x.shape, weight.shape[0]
-        self.kernel = _kernel(Form(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
-        self.keep, self.shape, self.blocks = keep, (m, n), -(-n // COLUMNS)
-        self.values = self.kernel.planned(
+        kernel = _kernel(Form(layer(x, bias, epilogue, residual, keep), -(-m // 8)))
+        self.keep, self.shape = keep, (m, n)
+        self.launch = Launch(kernel, -(-n // COLUMNS), kernel.planned(
             x_row=x.stride(0), w_row=weight.stride(0),
-            residual_row=0 if residual is None else residual.stride(0), m=m, n=n, k=k)
+            residual_row=0 if residual is None else residual.stride(0), m=m, n=n, k=k))
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
                  residual: torch.Tensor | None = None) -> Results | None:
@@ -81,7 +81,7 @@ class Planned:
         addresses = [address(t) for t in (x, weight, out, kept, residual, bias)]
         if not x.is_meta and (addresses[0] | addresses[1]) & 15:
             return None
-        self.kernel(x.device, self.blocks, *addresses, *self.values)
+        self.launch(x.device, *addresses)
         return out, kept
 
 

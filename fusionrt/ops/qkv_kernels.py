@@ -14,11 +14,11 @@ from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import Laid, address, laid
-from fusionrt.ops.rotary_kernels import TABLE_FIELDS, Plan, cpu_tables, is_packed, table_values
+from fusionrt.ops.rotary_kernels import TABLE_FIELDS, cpu_tables, is_packed, table_values
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.rehearsal import stands_for
 from fusionrt.runtime.device import MULTIPROCESSORS, multiprocessors
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.partial_sums import add_up
 from fusionrt.runtime.source import definitions, members, pointer
 
@@ -96,7 +96,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     index = stands_for(q.device).index
     sums = bias is not None and rotary.inverse  # whose order is to follow from shapes alone
     held = MULTIPROCESSORS if index is None or sums else multiprocessors(index)
-    plan, chunks = _planned(held, bias is not None, rotary._replace(offset=0), *map(laid, tensors))
+    launch, chunks = _planned(held, bias is not None, rotary._replace(offset=0), *map(laid, tensors))
     partials = fault = None
     if bias is not None and rotary.inverse:
         acc = torch.promote_types(q.dtype, torch.float32)
@@ -104,7 +104,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     if call.positions is not None and call.cos is not None:
         fault = indices.fault_of(q.device)
     places = [address(t) for t in (*tensors[:5], partials, *tensors[5:], fault)]
-    plan.kernel(q.device, plan.blocks, *places, rotary.offset, *plan.values)
+    launch(q.device, *places, rotary.offset)
     if partials is not None and bias is not None:
         add_up("qkv_heads_backward", partials, bias)
     if fault is not None and call.cos is not None:
@@ -114,7 +114,7 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
 @functools.lru_cache(1024)
 def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Laid, q: Laid, k: Laid,
              v: Laid, bias: Laid | None, cos: Laid | None, sin: Laid | None, positions: Laid | None
-             ) -> tuple[Plan, int]:
+             ) -> tuple[Launch, int]:
     """And how many rows of partial sums a bias has."""
     batch, q_heads, length, head_dim = q.shape
     kv_heads, half, dtype = k.shape[1], rotary.rotary_dim // 2, name_of(q.dtype)
@@ -147,7 +147,7 @@ def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Lai
         turns=1 / (2 * math.pi * rotary.scaling), of_units=units, of_length=length,
         column_blocks=column_blocks, groups=groups, heads=heads, q_heads=q_heads, kv_heads=kv_heads,
         count=count, **walk, width=packed.shape[2], rotated_units=half // pairs, half=half, head_dim=head_dim)
-    return Plan(kernel, column_blocks * chunks, values), chunks
+    return Launch(kernel, column_blocks * chunks, values), chunks
 
 
 def _vector(rotary: Rotary, head_dim: int, tensors: Sequence[Laid], bias: Laid | None) -> int:

@@ -14,7 +14,7 @@ from fusionrt.cpu.kernel import Kernel as CpuKernel
 from fusionrt.dtypes import acc_of, name_of
 from fusionrt.indices import Indices
 from fusionrt.laid import WIDEST, Laid, address, laid
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions, members, pointer
 
 Tensor = torch.Tensor
@@ -77,31 +77,23 @@ def kernel_of(form: Form) -> Kernel:
     return Kernel("rotary_embedding", "rotary", fields, constants, acc=acc_of(form.dtype))
 
 
-class Plan(NamedTuple):
-    """A launch but for addresses and the first position, which `values` follow."""
-
-    kernel: Kernel
-    blocks: int
-    values: tuple[float, ...]
-
-
 def rotate_on_gpu(tensors: Sequence[Tensor], outs: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None,
                   positions: Tensor | None, options: Options) -> None:
     """All of shape (B, S, heads, D), cos and sin of shape (B or 1, positions, rotary_dim / 2)."""
     q = tensors[0]
     in_place = outs[0].data_ptr() == q.data_ptr() != 0
-    plan = _planned(options._replace(offset=0), in_place, tuple(map(laid, tensors)), tuple(map(laid, outs)),
-                    *map(laid, (cos, sin, positions)))
+    launch = _planned(options._replace(offset=0), in_place, tuple(map(laid, tensors)), tuple(map(laid, outs)),
+                      *map(laid, (cos, sin, positions)))
     fault = None if positions is None or cos is None else indices.fault_of(q.device)
-    plan.kernel(q.device, plan.blocks, *_pointers(tensors), *_pointers(outs), *_pointers((cos, sin)),
-                *_pointers((positions, fault)), options.offset, *plan.values)
+    launch(q.device, *_pointers(tensors), *_pointers(outs), *_pointers((cos, sin)),
+           *_pointers((positions, fault)), options.offset)
     if fault is not None and cos is not None:
         indices.check_later("rotary_embedding", fault, [Indices("position_ids", None, cos.shape[1])])
 
 
 @functools.lru_cache(1024)
 def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Sequence[Laid],
-             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> Plan:
+             cos: Laid | None, sin: Laid | None, positions: Laid | None) -> Launch:
     q = tensors[0]
     batch, length, _, head_dim = q.shape
     vec = _vector((*tensors, *outs), options, in_place)
@@ -127,7 +119,7 @@ def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Se
         of_length=length, heads=heads, q_heads=q.shape[2], groups=groups, positions_first=positions_first,
         rotated_units=half // pairs, half=half, head_dim=head_dim,
         direction=-1.0 if options.inverse else 1.0)
-    return Plan(kernel, -(-threads // kernel.block), values)
+    return Launch(kernel, -(-threads // kernel.block), values)
 
 
 def _groups(heads: int, places: int, share: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,3 +84,16 @@ class Kernel:
         else:
             cuda.driver().launchKernel(function, x, y, 1, self.block, 1, 1, shared, stream,
                                        ctypes.addressof(pointers), 0)
+
+
+class Launch(NamedTuple):
+    """A launch of one kind of call. `values`: of the last fields, as `Kernel.planned` has them."""
+
+    kernel: Kernel
+    grid: int | tuple[int, int]
+    values: tuple[Any, ...]
+    shared: int = 0   # bytes
+
+    def __call__(self, device: torch.device, *first: Any) -> None:
+        """`first`: what this call alone knows, of the first fields."""
+        self.kernel(device, self.grid, *first, *self.values, shared=self.shared)

@@ -9,23 +9,22 @@ import torch
 from fusionrt.dtypes import SIGNIFICANT_BITS, name_of
 from fusionrt.laid import address
 from fusionrt.runtime import accumulators
-from fusionrt.runtime.kernel import Kernel
+from fusionrt.runtime.kernel import Kernel, Launch
 from fusionrt.runtime.source import definitions
 
 
 def add_up(op: str, partials: torch.Tensor, out: torch.Tensor) -> None:
     """out = partials.sum(0), of as many elements as a row has, rounded once."""
     chunks, kept = partials.shape
-    kernel, blocks, values = _planned(op, partials.dtype, out.dtype, chunks, kept)
-    kernel(out.device, blocks, address(partials), *accumulators.outs(address(out)), *values)
+    launch = _planned(op, partials.dtype, out.dtype, chunks, kept)
+    launch(out.device, address(partials), *accumulators.outs(address(out)))
 
 
 @functools.lru_cache(4096)
-def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int
-             ) -> tuple[Kernel, int, tuple[int, ...]]:
+def _planned(op: str, acc: torch.dtype, out: torch.dtype, chunks: int, kept: int) -> Launch:
     kernel = _kernel(op, *(name_of(dtype) for dtype in (acc, out)))
-    values = kernel.planned(chunks=chunks, kept=kept, side=accumulators.side(kept, chunks))
-    return kernel, accumulators.blocks(kept, chunks), values
+    return Launch(kernel, accumulators.blocks(kept, chunks), kernel.planned(
+        chunks=chunks, kept=kept, side=accumulators.side(kept, chunks)))
 
 
 @functools.cache
