@@ -174,16 +174,16 @@ def test_kernels_compile_without_spills(dtype, size, k, stride, arch):
 def test_small_images_are_theirs(size, k, stride, dtype, stem):
     geometry = Geometry((stride, stride), (k // 2, k // 2), (1, 1))
     shape, strides = (2, 96, size, size), (96 * size * size, 1, 96 * size, 96)
-    call = kernels.Call(shape, (strides, strides), (k, k), dtype, 16, True)
+    kind = kernels.Kind(shape, (strides, strides), (k, k), dtype, 16, True)
 
-    def used(call):
-        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
+    def used(kind):
+        launch, = kernels._planned_forward(kind, geometry, PLAIN).launches
         return launch.kernel.stem
 
-    assert used(call) == stem
+    assert used(kind) == stem
     wide = (200 * size * size, 1, 100 * size, 96)  # of a wider image
     for other in ({"has_units": False}, {"alignment": 8}, {"strides": (wide, wide)}):
-        assert used(call._replace(**other)) == "depthwise"
+        assert used(kind._replace(**other)) == "depthwise"
 
 
 def test_many_images_are_others_where_these_are_faster():
@@ -191,9 +191,9 @@ def test_many_images_are_others_where_these_are_faster():
         geometry = Geometry((stride, stride), (k // 2, k // 2), (1, 1))
         result = geometry.output_size((size, size), (k, k))
         strides = tuple((576 * n * n, 1, 576 * n, 576) for n in (size, result[0]))
-        call = kernels.Call((count, 576, size, size), strides, (k, k), F16, 16, True)
-        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
-        sums, = kernels._planned_grad_weight(call, geometry, result)
+        kind = kernels.Kind((count, 576, size, size), strides, (k, k), F16, 16, True)
+        launch, = kernels._planned_forward(kind, geometry, PLAIN).launches
+        sums, = kernels._planned_grad_weight(kind, geometry, result)
         return launch.kernel.stem, sums.partial.kernel.stem
 
     assert used(64, 3) == used(256, 3, stride=2) == used(256, 5) == used(256, 7, 7) == (

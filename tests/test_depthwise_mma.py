@@ -163,14 +163,14 @@ def test_large_images_are_theirs(channels, size, stems):
     geometry = Geometry((1, 1), (2, 2), (1, 1))
     shape = (32, channels, size, size)
     strides = (channels * size * size, 1, channels * size, channels)
-    call = kernels.Call(shape, (strides, strides), (5, 5), F16, 16, True)
-    launch, = kernels._planned_forward(call, geometry, PLAIN).launches
-    sums, = kernels._planned_grad_weight(call, geometry, (size, size))
+    kind = kernels.Kind(shape, (strides, strides), (5, 5), F16, 16, True)
+    launch, = kernels._planned_forward(kind, geometry, PLAIN).launches
+    sums, = kernels._planned_grad_weight(kind, geometry, (size, size))
     assert (launch.kernel.stem, sums.partial.kernel.stem) == stems
-    for other in (call._replace(has_units=False), call._replace(alignment=8)):
+    for other in (kind._replace(has_units=False), kind._replace(alignment=8)):
         launch, = kernels._planned_forward(other, geometry, PLAIN).launches
         assert launch.kernel.stem == "depthwise"
-    for other in (call._replace(dtype=F32), call._replace(kernel=(3, 3))):
+    for other in (kind._replace(dtype=F32), kind._replace(kernel=(3, 3))):
         launch, = kernels._planned_forward(other, geometry, PLAIN).launches
         assert launch.kernel.stem != "depthwise_mma"
 

@@ -255,15 +255,15 @@ def test_kernels_compile_without_spills(dtype, k, stride, arch):
 def test_large_images_are_theirs(size, k, stride, dtype, stems):
     geometry = Geometry((stride, stride), (k // 2, k // 2), (1, 1))
     shape, strides = (32, 96, size, size), (96 * size * size, 1, 96 * size, 96)
-    call = kernels.Call(shape, (strides, strides), (k, k), dtype, 16, True)
+    kind = kernels.Kind(shape, (strides, strides), (k, k), dtype, 16, True)
 
-    def used(call):
-        launch, = kernels._planned_forward(call, geometry, PLAIN).launches
-        sums, = kernels._planned_grad_weight(call, geometry, geometry.output_size((size, size), (k, k)))
+    def used(kind):
+        launch, = kernels._planned_forward(kind, geometry, PLAIN).launches
+        sums, = kernels._planned_grad_weight(kind, geometry, geometry.output_size((size, size), (k, k)))
         return launch.kernel.stem, sums.partial.kernel.stem
 
-    assert used(call) == stems
-    for other in (call._replace(has_units=False), call._replace(alignment=8)):
+    assert used(kind) == stems
+    for other in (kind._replace(has_units=False), kind._replace(alignment=8)):
         assert used(other) == ("depthwise", "depthwise_backward")
 
 

@@ -12,8 +12,8 @@ from fusionrt.laid import Laid
 from fusionrt.ops import embedding_kernels
 from fusionrt.ops.embedding_gradients import CHUNK, gradient_kernel, sort_kernel
 from fusionrt.ops.embedding_kernels import (
-    Call,
     Form,
+    Lookup,
     Norm,
     Rows,
     norm_gradient_on_gpu,
@@ -156,7 +156,7 @@ def test_both_passes_agree_on_what_is_rounded(columns, monkeypatch):
             lambda n: torch.zeros(n, columns + 1, dtype=BF16)[:, 1:]]
     for table_of, bias_of in itertools.product(lies, lies):
         norm = Norm(torch.zeros(columns, dtype=BF16), bias_of(1)[0], 1e-5)
-        call = Call("embedding", tokens, table_of(5), table_of(4), None, None, None, 1.0, 4)
-        note(sum_on_gpu(call, norm))
-        note(norm_gradient_on_gpu(call, norm, None, grad, stats, stats))
+        lookup = Lookup("embedding", tokens, table_of(5), table_of(4), None, None, None, 1.0, 4)
+        note(sum_on_gpu(lookup, norm))
+        note(norm_gradient_on_gpu(lookup, norm, None, grad, stats, stats))
     assert len(found) == 1

@@ -131,7 +131,7 @@ def _chunks_of(q: Tensor, k: Tensor, options: Options) -> tuple[Sizes, tuple[Chu
     return sizes, chunks(sizes, options, CHUNK[device_type(q)])
 
 
-class Call:
+class Operands:
     """Operands as the products take them: one matrix for a head of keys and the queries that share it."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None,
@@ -264,16 +264,17 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, rng: Tensor | None,
          *options: Any) -> tuple[Tensor, ...]:
-    call = Call(q, k, v, mask, slopes, rng, Options(*options))
+    given = Operands(q, k, v, mask, slopes, rng, Options(*options))
     out = _result(q, v)
-    b, h, g, s, _ = call.sizes
+    b, h, g, s, _ = given.sizes
     by_groups = out.view(b, h, g, s, -1).transpose(2, 3)
     rows: list[tuple[Tensor, Tensor]] = []
-    for chunk, numbers in zip(call.chunks, call.rngs, strict=True):
-        w, most, factor = weights(call.form, call.scores(call.q, call.k, chunk), call.values(chunk), numbers)
+    for chunk, numbers in zip(given.chunks, given.rngs, strict=True):
+        w, most, factor = weights(given.form, given.scores(given.q, given.k, chunk), given.values(chunk),
+                                  numbers)
         rows.append((most.flatten(), factor.flatten()))
-        product = _bmm(call.matrix(w), call.keys(call.v, chunk))
-        by_groups[chunk.batch, chunk.heads, chunk.rows] = product.view(*call.shape(chunk), -1)
+        product = _bmm(given.matrix(w), given.keys(given.v, chunk))
+        by_groups[chunk.batch, chunk.heads, chunk.rows] = product.view(*given.shape(chunk), -1)
     return out, *(torch.cat(part) for part in zip(*rows, strict=True))
 
 
@@ -305,24 +306,24 @@ def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
                   rng: Tensor | None, out: Tensor, most: Tensor, factor: Tensor, needed: Sequence[bool],
                   *options: Any) -> tuple[Tensor, ...]:
     of_mask = needed[3] and mask is not None
-    call = Call(q, k, v, mask, slopes, rng, Options(*options), of_mask)
-    b, h, g, s, _ = call.sizes
-    grads, total = call.of_queries(grad), totals_of(grad, out).view(b, h, g, s, 1).transpose(2, 3)
-    dq = torch.empty_like(call.q)
-    dk, dv = (torch.zeros_like(x, dtype=call.acc) for x in (call.k, call.v))
-    dmask = None if call.mask is None or not of_mask else torch.zeros_like(call.mask)
+    given = Operands(q, k, v, mask, slopes, rng, Options(*options), of_mask)
+    b, h, g, s, _ = given.sizes
+    grads, total = given.of_queries(grad), totals_of(grad, out).view(b, h, g, s, 1).transpose(2, 3)
+    dq = torch.empty_like(given.q)
+    dk, dv = (torch.zeros_like(x, dtype=given.acc) for x in (given.k, given.v))
+    dmask = None if given.mask is None or not of_mask else torch.zeros_like(given.mask)
     begin = 0
-    for chunk, numbers in zip(call.chunks, call.rngs, strict=True):
-        shape = call.shape(chunk)
+    for chunk, numbers in zip(given.chunks, given.rngs, strict=True):
+        shape = given.shape(chunk)
         end = begin + math.prod(shape)
         rows = (most[begin:end].view(*shape, 1), factor[begin:end].view(*shape, 1),
                 total[chunk.batch, chunk.heads, chunk.rows])
         begin = end
-        w, dx, *more = gradients(call.form, call.scores(call.q, call.k, chunk),
-                                 call.scores(grads, call.v, chunk), rows, call.values(chunk), numbers)
-        torch.bmm(call.matrix(dx), call.keys(call.k, chunk), out=call.queries(dq, chunk))
-        _add_product(call.keys(dk, chunk), call.matrix(dx).transpose(1, 2), call.queries(call.q, chunk))
-        _add_product(call.keys(dv, chunk), call.matrix(w).transpose(1, 2), call.queries(grads, chunk))
+        w, dx, *more = gradients(given.form, given.scores(given.q, given.k, chunk),
+                                 given.scores(grads, given.v, chunk), rows, given.values(chunk), numbers)
+        torch.bmm(given.matrix(dx), given.keys(given.k, chunk), out=given.queries(dq, chunk))
+        _add_product(given.keys(dk, chunk), given.matrix(dx).transpose(1, 2), given.queries(given.q, chunk))
+        _add_product(given.keys(dv, chunk), given.matrix(w).transpose(1, 2), given.queries(grads, chunk))
         if dmask is not None:
             part = _part(dmask, chunk)
             part += more[0]  # type: ignore[operator]

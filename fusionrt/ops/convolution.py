@@ -192,12 +192,12 @@ def conv_group_norm(x: Any, weight: Any, bias: Any, num_groups: int, gn_weight: 
     op = "conv_group_norm"
     arrays = {"x": x, "weight": weight, "bias": bias, "gn_weight": gn_weight, "gn_bias": gn_bias,
               "residual": residual}
-    kind = check(op, arrays, ("bias", "gn_weight", "gn_bias"), (stride, padding, dilation, groups))
-    check_residual(op, residual, x, kind)
+    conv = check(op, arrays, ("bias", "gn_weight", "gn_bias"), (stride, padding, dilation, groups))
+    check_residual(op, residual, x, conv)
     if as_int(op, "num_groups", num_groups) < 1 or weight.shape[0] % num_groups:
         raise ValueError(f"{op}: num_groups must divide the {weight.shape[0]} channels of the result, got "
                          f"{num_groups!r}")
-    z = convolve(x, weight, bias, kind)
+    z = convolve(x, weight, bias, conv)
     return group_norm(z, num_groups, gn_weight, gn_bias, eps, residual=residual,
                       epilogue=resolve(op, activation))
 

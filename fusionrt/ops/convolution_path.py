@@ -40,9 +40,9 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # -- arguments -------------------------------------------------------------------------------------
 
-class Kind(NamedTuple):
-    """Of a convolution: the options as torch takes them; of images with equal padding on both sides their
-    geometry; and the result's shape but for the first dimension."""
+class Convolution(NamedTuple):
+    """The options as torch takes them; of images with equal padding on both sides their geometry; and the
+    result's shape but for the first dimension."""
 
     options: tuple[tuple[int, ...], tuple[int, ...] | str, tuple[int, ...], int]
     geometry: Geometry | None
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return self.options[3]
 
 
-def check(op: str, named: Mapping[str, Any], of_channels: Sequence[str], options: Given) -> Kind:
+def check(op: str, named: Mapping[str, Any], of_channels: Sequence[str], options: Given) -> Convolution:
     """`named`: x, weight, and what else there is; `of_channels` name those with one value a channel."""
     x, weight = named["x"], named["weight"]
     for name, value in named.items():
@@ -64,18 +64,18 @@ def check(op: str, named: Mapping[str, Any], of_channels: Sequence[str], options
                             f"{None if value is None else type(value).__name__}")
         if value.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {value.device}")
-    kind = _kind_of.__wrapped__ if torch.compiler.is_dynamo_compiling() else _kind_of
+    find = _conv_of.__wrapped__ if torch.compiler.is_dynamo_compiling() else _conv_of
     shapes = tuple((name, named[name].shape) for name in of_channels if named[name] is not None)
-    made: Kind = kind(op, x.shape, weight.shape, shapes, *(
+    made: Convolution = find(op, x.shape, weight.shape, shapes, *(
         tuple(value) if isinstance(value, list) else value for value in options))
     _check_dtypes(op, x, weight, named["bias"])
     return made
 
 
 @functools.lru_cache(4096, typed=True)  # True, which is refused, equals 1
-def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
+def _conv_of(op: str, x: Sequence[int], weight: Sequence[int],
              of_channels: Sequence[tuple[str, Sequence[int]]], stride: Ints, padding: Padding, dilation: Ints,
-             groups: int) -> Kind:
+             groups: int) -> Convolution:
     if len(x) not in _CONVOLUTIONS or len(weight) != len(x):
         raise ValueError(f"{op}: x and weight must have the same 3 to 5 dimensions, (N, C, ...) and "
                          f"(C', C / groups, ...), got shapes {tuple(x)} and {tuple(weight)}")
@@ -108,7 +108,7 @@ def _kind_of(op: str, x: Sequence[int], weight: Sequence[int],
     geometry = None
     if n == 2 and not any(w % 2 for w in whole):
         geometry = Geometry(*((a, b) for a, b in (stride, (whole[0] // 2, whole[1] // 2), dilation)))
-    return Kind((stride, padding, dilation, groups), geometry, (weight[0], *result))
+    return Convolution((stride, padding, dilation, groups), geometry, (weight[0], *result))
 
 
 def _each(op: str, name: str, dims: int, value: Ints, least: int) -> tuple[int, ...]:
@@ -129,9 +129,9 @@ def _check_dtypes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
             raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {value.dtype}")
 
 
-def check_residual(op: str, residual: Tensor | None, x: Tensor, kind: Kind) -> None:
-    if residual is not None and tuple(residual.shape) != (x.shape[0], *kind.result):
-        raise ValueError(f"{op}: residual must have the result's shape {(x.shape[0], *kind.result)}, got "
+def check_residual(op: str, residual: Tensor | None, x: Tensor, conv: Convolution) -> None:
+    if residual is not None and tuple(residual.shape) != (x.shape[0], *conv.result):
+        raise ValueError(f"{op}: residual must have the result's shape {(x.shape[0], *conv.result)}, got "
                          f"{tuple(residual.shape)}")
 
 
@@ -142,16 +142,16 @@ def _is_wider(residual: Tensor | None, x: Tensor) -> bool:
 
 # -- the convolution alone -------------------------------------------------------------------------
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Convolution) -> Tensor:
     """With its gradients."""
     with sparing(x):
-        return _convolve(x, weight, bias, kind)
+        return _convolve(x, weight, bias, conv)
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
-    geometry = _depthwise(x, weight, kind)
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Convolution) -> Tensor:
+    geometry = _depthwise(x, weight, conv)
     if geometry is None:
-        return _dense(x, weight, bias, kind)
+        return _dense(x, weight, bias, conv)
     x, weight, bias = autocast.cast(x, weight, bias)
     z = depthwise.depthwise(x, weight, geometry)
     if bias is None:
@@ -160,17 +160,17 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Ten
     return found
 
 
-def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
-    z, last = _CONVOLUTIONS[x.dim()](x, weight, bias, *kind.options), _LAST.get(x.dim())
+def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Convolution) -> Tensor:
+    z, last = _CONVOLUTIONS[x.dim()](x, weight, bias, *conv.options), _LAST.get(x.dim())
     if z.is_meta and last is not None and x.is_contiguous(memory_format=last):  # which torch forgets there
         z = z.contiguous(memory_format=last)
     return z
 
 
-def _depthwise(x: Tensor, weight: Tensor, kind: Kind) -> Geometry | None:
+def _depthwise(x: Tensor, weight: Tensor, conv: Convolution) -> Geometry | None:
     """Of a depthwise convolution that is ours."""
-    geometry = kind.geometry if kind.groups > 1 else None
-    return geometry if geometry and depthwise.serves(x, weight, geometry, kind.groups) else None
+    geometry = conv.geometry if conv.groups > 1 else None
+    return geometry if geometry and depthwise.serves(x, weight, geometry, conv.groups) else None
 
 
 def _over_images(value: Tensor, z: Tensor) -> Tensor:
@@ -228,11 +228,11 @@ def _finish(after: After, dtypes: tuple[str, ...]) -> Finish:
 
 
 def _inference(after: After, x: Tensor, weight: Tensor, of_channels: Sequence[Tensor],
-               residual: Tensor | None, kind: Kind) -> Tensor:
+               residual: Tensor | None, conv: Convolution) -> Tensor:
     """`of_channels` in the order of `after.names`."""
-    geometry = _depthwise(x, weight, kind)
+    geometry = _depthwise(x, weight, conv)
     if geometry is None:
-        z = _dense(x, weight, None, kind)
+        z = _dense(x, weight, None, conv)
         operands = [z, *(_over_images(t, z) for t in of_channels), *([] if residual is None else [residual])]
         found: Tensor = _following(after).over({0: 0}).launch(operands)
         return found
@@ -256,22 +256,22 @@ def with_activation(op: str, x: Any, weight: Any, bias: Any, activation: Any, op
         added = residual.unsqueeze(0) if isinstance(residual, Tensor) else residual
         return with_activation(op, x.unsqueeze(0), weight, bias, activation, options, dropout_p, added,
                                training).squeeze(0)
-    kind, function = check(op, arrays, ("bias",), options), resolve(op, activation)
-    check_residual(op, residual, x, kind)
+    conv, function = check(op, arrays, ("bias",), options), resolve(op, activation)
+    check_residual(op, residual, x, conv)
     scale = scale_of_kept(op, dropout_p, training, "dropout_p")
     plain = function is None and scale is None and residual is None
-    if plain and (bias is None or _depthwise(x, weight, kind) is None):
-        return convolve(x, weight, bias, kind)
+    if plain and (bias is None or _depthwise(x, weight, conv) is None):
+        return convolve(x, weight, bias, conv)
     alone = ordinary and not is_watched() and not is_recorded(*arrays.values())
     if alone and scale is None and not _is_wider(residual, x):
         if function is relu and residual is None:
-            found = convolution_cudnn.relu(x, weight, (bias,), None, kind.geometry, kind.groups)
+            found = convolution_cudnn.relu(x, weight, (bias,), None, conv.geometry, conv.groups)
             if found is not None:
                 return found
         given = {} if bias is None else {"bias": bias}
         names = (*given, *(() if residual is None else ("residual",)))
-        return _inference(After(op, function, names), x, weight, list(given.values()), residual, kind)
-    z = convolve(x, weight, None, kind)
+        return _inference(After(op, function, names), x, weight, list(given.values()), residual, conv)
+    z = convolve(x, weight, None, conv)
     more = [*(() if bias is None else (_over_images(bias.to(z.dtype), z),)),
             *(() if residual is None else (residual,)), *(() if scale is None else (float(dropout_p), scale))]
     run = finishing(op, activation, bias is not None, residual is not None, scale is not None)
@@ -290,8 +290,8 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
         (x, weight, *of, residual), restore = converted(op, arrays)
         return restore(with_norm(op, x, weight, of, activation, residual, options, training, momentum, eps,
                                  recompute))
-    kind, function = check(op, arrays, folding.OF_NORM, options), resolve(op, activation)
-    check_residual(op, residual, x, kind)
+    conv, function = check(op, arrays, folding.OF_NORM, options), resolve(op, activation)
+    check_residual(op, residual, x, conv)
     check_number(op, "eps", eps)
     if momentum is not None:
         check_number(op, "momentum", momentum)
@@ -304,16 +304,16 @@ def with_norm(op: str, x: Any, weight: Any, of: Sequence[Any], activation: Any, 
                          f"needed, got {type(mean).__name__} and {type(var).__name__}")
     alone = ordinary and not is_watched() and not is_recorded(*arrays.values())
     if training or not alone or _is_wider(residual, x):
-        z = convolve(x, weight, bias, kind)
+        z = convolve(x, weight, bias, conv)
         return batch_norm(z, mean, var, scale, shift, training, momentum, eps, residual=residual,
                           epilogue=function, recompute=recompute)
     if function is relu:
-        found = convolution_cudnn.relu(x, weight, of, residual, kind.geometry, kind.groups, eps)
+        found = convolution_cudnn.relu(x, weight, of, residual, conv.geometry, conv.groups, eps)
         if found is not None:
             return found
     given = {name: t for name, t in channels.items() if t is not None}
     names = (*given, *(() if residual is None else ("residual",)))
-    return _inference(After(op, function, names, eps, True), x, weight, list(given.values()), residual, kind)
+    return _inference(After(op, function, names, eps, True), x, weight, list(given.values()), residual, conv)
 
 
 def _ordinary(values: Iterable[Any]) -> bool:

@@ -46,7 +46,7 @@ TILES_OF_RESULTS, TILES_OF_STRIDED = {1: 8 << 20}, {1: 4 << 20, 25: 8 << 20}
 TILES_OF_WEIGHTS, TILES_OF_BOTH = {1: 4 << 20}, {1: 4 << 20}
 
 
-class Call(NamedTuple):
+class Kind(NamedTuple):
     """What decides about a launch: the shape of the image that is read first, strides of all that are read;
     `has_units` is None where it is rehearsed for any GPU."""
 
@@ -63,9 +63,9 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]  # one of them is enough
 
 
-def _kind_of(images: Sequence[Tensor], kernel: Sequence[int], *others: Tensor | None) -> Call:
+def _kind_of(images: Sequence[Tensor], kernel: Sequence[int], *others: Tensor | None) -> Kind:
     x = images[0]
-    return Call(x.shape, tuple(t.stride() for t in images), kernel, x.dtype, alignment(*images, *others),
+    return Kind(x.shape, tuple(t.stride() for t in images), kernel, x.dtype, alignment(*images, *others),
                 None if x.is_meta else _has_units(x.device))
 
 
@@ -75,9 +75,9 @@ def _has_units(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _form(call: Call, geometry: Geometry) -> Form:
-    kernel = call.kernel[0], call.kernel[1]
-    return Form(name_of(call.dtype), kernel, geometry.stride, 1, 0)
+def _form(kind: Kind, geometry: Geometry) -> Form:
+    kernel = kind.kernel[0], kind.kernel[1]
+    return Form(name_of(kind.dtype), kernel, geometry.stride, 1, 0)
 
 
 def image_like(like: Tensor, size: Sequence[int]) -> Tensor:
@@ -85,11 +85,11 @@ def image_like(like: Tensor, size: Sequence[int]) -> Tensor:
                        memory_format=torch.channels_last)
 
 
-def _images(call: Call, size: Pair) -> Images:
+def _images(kind: Kind, size: Pair) -> Images:
     """That of the call and a dense one."""
-    batch, channels = call.shape[:2]
-    return Images(name_of(call.dtype), batch, channels, strides_of(call.strides[0]),
-                  dense_strides(channels, size), call.alignment)
+    batch, channels = kind.shape[:2]
+    return Images(name_of(kind.dtype), batch, channels, strides_of(kind.strides[0]),
+                  dense_strides(channels, size), kind.alignment)
 
 
 # -- convolution, and the gradient of its input ------------------------------------------------------
@@ -105,14 +105,14 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, finish: Finish = PLA
 
 
 @functools.lru_cache(4096)
-def _planned_forward(call: Call, geometry: Geometry, finish: Finish) -> Plan:
-    size = geometry.output_size(call.shape[2:], call.kernel)
-    return Plan(size, _launches(call, _form(call, geometry), geometry, size, finish))
+def _planned_forward(kind: Kind, geometry: Geometry, finish: Finish) -> Plan:
+    size = geometry.output_size(kind.shape[2:], kind.kernel)
+    return Plan(size, _launches(kind, _form(kind, geometry), geometry, size, finish))
 
 
 def grad_input(grad_output: Tensor, weight: Tensor, geometry: Geometry, input_size: Sequence[int]) -> Tensor:
-    call = _kind_of((grad_output,), weight.shape[2:])
-    plan = _planned_grad_input(call, geometry, (input_size[0], input_size[1]))
+    kind = _kind_of((grad_output,), weight.shape[2:])
+    plan = _planned_grad_input(kind, geometry, (input_size[0], input_size[1]))
     out = image_like(grad_output, plan.size)
     if not grad_output.numel():
         return out.zero_()
@@ -122,58 +122,58 @@ def grad_input(grad_output: Tensor, weight: Tensor, geometry: Geometry, input_si
 
 
 @functools.lru_cache(4096)
-def _planned_grad_input(call: Call, geometry: Geometry, size: Pair) -> Plan:
+def _planned_grad_input(kind: Kind, geometry: Geometry, size: Pair) -> Plan:
     strided = geometry.stride != (1, 1)
-    form = _form(call, geometry)._replace(transposed=strided, flipped=not strided)
-    return Plan(size, _launches(call, form, geometry if strided else _flipped(call, geometry), size, PLAIN))
+    form = _form(kind, geometry)._replace(transposed=strided, flipped=not strided)
+    return Plan(size, _launches(kind, form, geometry if strided else _flipped(kind, geometry), size, PLAIN))
 
 
-def _flipped(call: Call, geometry: Geometry) -> Geometry:
+def _flipped(kind: Kind, geometry: Geometry) -> Geometry:
     """Of the convolution that the gradient of the input is, where there is no stride."""
-    top, left = (d * (k - 1) - p for k, p, d in zip(call.kernel, *geometry[1:], strict=True))
+    top, left = (d * (k - 1) - p for k, p, d in zip(kind.kernel, *geometry[1:], strict=True))
     return geometry._replace(padding=(top, left))
 
 
-def _launches(call: Call, form: Form, geometry: Geometry, size: Pair, finish: Finish) -> tuple[Launch, ...]:
-    if not min(*call.shape, *size):
+def _launches(kind: Kind, form: Form, geometry: Geometry, size: Pair, finish: Finish) -> tuple[Launch, ...]:
+    if not min(*kind.shape, *size):
         return ()
-    rows, columns = _lines(call, form, geometry, size)
-    images = _images(call, size)
+    rows, columns = _lines(kind, form, geometry, size)
+    images = _images(kind, size)
     plain = form.stride == (1, 1)
     by_units, by_tiles = (UNITS_OF_RESULTS if plain else UNITS_OF_STRIDED,
                           TILES_OF_RESULTS if plain else TILES_OF_STRIDED)
     return tuple(way.convolution(form, images, rows, columns, finish) for way in _ways(
-        call, form, images, (rows, columns), size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
+        kind, form, images, (rows, columns), size, (depthwise_mma, by_units), (depthwise_tiles, by_tiles)))
 
 
-def _lines(call: Call, form: Form, geometry: Geometry, size: Sequence[int]) -> tuple[Line, Line]:
+def _lines(kind: Kind, form: Form, geometry: Geometry, size: Sequence[int]) -> tuple[Line, Line]:
     rows, columns = (line_of(n, m, k, s, p, d, form.transposed) for n, m, k, s, p, d in zip(
-        call.shape[2:], size, form.kernel, *geometry, strict=True))
+        kind.shape[2:], size, form.kernel, *geometry, strict=True))
     return rows, columns
 
 
-def _ways(call: Call, form: Form, images: Images, lines: tuple[Line, Line], size: Sequence[int],
+def _ways(kind: Kind, form: Form, images: Images, lines: tuple[Line, Line], size: Sequence[int],
           *larger: tuple[ModuleType, Mapping[int, float]], sums: bool = False) -> list[ModuleType]:
     """Whose kernels do it: those for few columns, the first of the larger ones that serves images of this
     size (the least number of elements, by taps, is beside it), or the strips'. A rehearsal is for any number
     of images, and takes all. `sums`: of the gradient of the weights."""
-    found = [way for way, least in larger if _large(call, size, least) and way.serves(form, images)]
-    if call.has_units is not False and depthwise_images.serves(form, images, *lines):
-        first = _elements(call, size) <= depthwise_images.most_elements(form, lines[0], sums)
+    found = [way for way, least in larger if _large(kind, size, least) and way.serves(form, images)]
+    if kind.has_units is not False and depthwise_images.serves(form, images, *lines):
+        first = _elements(kind, size) <= depthwise_images.most_elements(form, lines[0], sums)
         found.insert(0 if first else len(found), depthwise_images)
     found.append(depthwise_strips)
-    return found if call.has_units is None else found[:1]
+    return found if kind.has_units is None else found[:1]
 
 
-def _elements(call: Call, size: Sequence[int]) -> int:
+def _elements(kind: Kind, size: Sequence[int]) -> int:
     """Of both images."""
-    return math.prod(call.shape) + math.prod((*call.shape[:2], *size))
+    return math.prod(kind.shape) + math.prod((*kind.shape[:2], *size))
 
 
-def _large(call: Call, size: Sequence[int], least: Mapping[int, float]) -> bool:
-    steps = [taps for taps in least if taps <= math.prod(call.kernel)]
+def _large(kind: Kind, size: Sequence[int], least: Mapping[int, float]) -> bool:
+    steps = [taps for taps in least if taps <= math.prod(kind.kernel)]
     enough = least[max(steps)] if steps else math.inf
-    return enough < math.inf if call.has_units is None else call.has_units and _elements(call, size) >= enough
+    return enough < math.inf if kind.has_units is None else kind.has_units and _elements(kind, size) >= enough
 
 
 # -- the gradient of the weights ---------------------------------------------------------------------
@@ -195,23 +195,23 @@ def grad_weight(grad_output: Tensor, x: Tensor, geometry: Geometry, kernel_size:
     out = torch.empty((x.shape[1], 1, *kernel_size), dtype=x.dtype, device=x.device)
     if not grad_output.numel() or not out.numel():
         return out.zero_()
-    call = _kind_of((x, grad_output), tuple(kernel_size))
-    for sums in _planned_grad_weight(call, geometry, grad_output.shape[2:]):
+    kind = _kind_of((x, grad_output), tuple(kernel_size))
+    for sums in _planned_grad_weight(kind, geometry, grad_output.shape[2:]):
         sums(out, x, grad_output)
     return out
 
 
 @functools.lru_cache(4096)
-def _planned_grad_weight(call: Call, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
-    form = _form(call, geometry)
-    rows, columns = _lines(call, form, geometry, size)
-    images = _images(call, (1, 1))._replace(result=strides_of(call.strides[1]))
+def _planned_grad_weight(kind: Kind, geometry: Geometry, size: Sequence[int]) -> tuple[Sums, ...]:
+    form = _form(kind, geometry)
+    rows, columns = _lines(kind, form, geometry, size)
+    images = _images(kind, (1, 1))._replace(result=strides_of(kind.strides[1]))
     by_units = UNITS_OF_WEIGHTS if geometry.stride == (1, 1) else UNITS_OF_STRIDED_WEIGHTS
     # Of a dilation each residue would be a row of partial sums.
     by_tiles = TILES_OF_WEIGHTS if geometry.dilation == (1, 1) else {}
     larger = (depthwise_mma_weights, by_units), (depthwise_tiles, by_tiles)
     found = [way.grad_weight(form, images, rows, columns)
-             for way in _ways(call, form, images, (rows, columns), size, *larger, sums=True)]
+             for way in _ways(kind, form, images, (rows, columns), size, *larger, sums=True)]
     return tuple(Sums(*launched) for launched in found)
 
 
@@ -232,11 +232,11 @@ def backward(grad_output: Tensor, x: Tensor, weight: Tensor, geometry: Geometry)
 
 
 @functools.lru_cache(4096)
-def _planned_backward(call: Call, geometry: Geometry, size: Pair) -> Sums | None:
-    form, images = _form(call, geometry)._replace(flipped=True), _images(call, size)
-    of_x = images._replace(source=strides_of(call.strides[1]))
-    if not (min(*call.shape, *size) and geometry.dilation == (1, 1) and _large(call, size, TILES_OF_BOTH)
+def _planned_backward(kind: Kind, geometry: Geometry, size: Pair) -> Sums | None:
+    form, images = _form(kind, geometry)._replace(flipped=True), _images(kind, size)
+    of_x = images._replace(source=strides_of(kind.strides[1]))
+    if not (min(*kind.shape, *size) and geometry.dilation == (1, 1) and _large(kind, size, TILES_OF_BOTH)
             and all(depthwise_tiles.serves_both(form, each) for each in (images, of_x))):
         return None
-    rows, columns = _lines(call, form, _flipped(call, geometry), size)
+    rows, columns = _lines(kind, form, _flipped(kind, geometry), size)
     return Sums(*depthwise_tiles.backward(form, images, rows, columns, of_x.source))

@@ -26,8 +26,8 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.embedding_gradients import MOST_TYPES, sum_rows_on_gpu
 from fusionrt.ops.embedding_kernels import (
     MOST_ROWS,
-    Call,
     Dropout,
+    Lookup,
     Norm,
     norm_gradient_on_gpu,
     sum_by_index,
@@ -51,12 +51,12 @@ _TABLES = (1, 2, 4)
 
 # -- rows of tables, added up ----------------------------------------------------------------------
 
-def _call(operands: Sequence[Any], scale: float) -> Call:
+def _lookup(operands: Sequence[Any], scale: float) -> Lookup:
     """Ids repeat: those of positions with every sequence, unless each token has its own."""
     tokens, weight, *more = operands
     position_weight, position_ids, token_type_weight, token_type = more
     given = [t if t is None else t.contiguous().view(-1) for t in (position_ids, token_type)]
-    return Call(_OP, tokens.contiguous().view(-1), weight, position_weight, given[0], token_type_weight,
+    return Lookup(_OP, tokens.contiguous().view(-1), weight, position_weight, given[0], token_type_weight,
                 given[1], scale, tokens.shape[-1] if tokens.dim() else 1)
 
 
@@ -65,16 +65,16 @@ def _shaped(rows: Tensor, operands: Sequence[Any]) -> Tensor:
     return torch.ops.aten._unsafe_view(rows, (*operands[0].shape, rows.shape[1]))
 
 
-def _sums(call: Call) -> Tensor:
-    if device_type(call.weight) == "cpu":
-        return sum_on_cpu(call)
-    found = sum_on_gpu(call)
+def _sums(lookup: Lookup) -> Tensor:
+    if device_type(lookup.weight) == "cpu":
+        return sum_on_cpu(lookup)
+    found = sum_on_gpu(lookup)
     assert found is not None
     return found[0]
 
 
 def _run_sum(*args: Any) -> Tensor:
-    return _shaped(_sums(_call(args[:6], args[6])), args)
+    return _shaped(_sums(_lookup(args[:6], args[6])), args)
 
 
 def _fake_sum(*args: Any) -> Tensor:
@@ -235,14 +235,14 @@ def _numbers(rng: Tensor | None) -> random.Rng | None:
 
 def _run_all(*args: Any) -> tuple[Tensor, ...]:
     operands, scale, (*tail, rng) = args[:6], args[6], args[11:]
-    call, (weight, bias, eps, p) = _call(operands, scale), tail
+    lookup, (weight, bias, eps, p) = _lookup(operands, scale), tail
     norm, keep = None if eps is None else Norm(weight, bias, eps), scale_of_kept(_OP, p, True)
     found = None
     if device_type(args[1]) != "cpu":
         dropout = None if keep is None else Dropout(p, keep, _numbers(rng) or (0, 0, None))
-        found = sum_on_gpu(call, norm, dropout)
+        found = sum_on_gpu(lookup, norm, dropout)
     if found is None:
-        found = _run_tail(_sums(call), tail, rng)
+        found = _run_tail(_sums(lookup), tail, rng)
     return _shaped(found[0], operands), *(found[1:] or _no_stats(args))
 
 
@@ -303,14 +303,14 @@ def _in_rows(operands: Sequence[Any]) -> list[Any]:
 
 def _run_norm_gradient(*args: Any) -> tuple[Tensor, ...]:
     operands, (scale, *tail, rng, grad, mean, rstd) = _in_rows(args[:6]), args[6:]
-    call, (weight, bias, eps, p) = _call(operands, scale), tail
+    lookup, (weight, bias, eps, p) = _lookup(operands, scale), tail
     keep = scale_of_kept(_OP, p, True)
     if device_type(grad) != "cpu":
         dropout = None if keep is None else Dropout(p, keep, _numbers(rng) or (0, 0, None))
-        found = norm_gradient_on_gpu(call, Norm(weight, bias, eps), dropout, grad.contiguous(), mean, rstd)
+        found = norm_gradient_on_gpu(lookup, Norm(weight, bias, eps), dropout, grad.contiguous(), mean, rstd)
         if found is not None:
             return found
-    rows = _sums(call)
+    rows = _sums(lookup)
     of_rows, *affine = _tail_gradient(rows, grad, tail, rng, (mean, rstd))
     return of_rows, torch.stack([grad.new_zeros(grad.shape[1]) if g is None else g for g in affine])
 

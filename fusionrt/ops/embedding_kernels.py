@@ -33,9 +33,10 @@ ROUND = 8                            # rows that a team could have while a round
 MOST_COMMON, MOST_SHARED = 2, 47 << 10  # rows of types; bytes of a block
 
 
-class Call(NamedTuple):
-    """What is added up: for each of the rows, one of each table. Ids are contiguous, and repeat: row n has
-    ids[n % len(ids)]. Without ids, row n has the row n % period of positions, and the first one of types."""
+class Lookup(NamedTuple):
+    """What is looked up and added: for each of the rows, one of each table. Ids are contiguous, and repeat:
+    row n has ids[n % len(ids)]. Without ids, row n has the row n % period of positions, and the first one of
+    types."""
 
     op: str
     tokens: Tensor
@@ -196,10 +197,10 @@ class Rows(NamedTuple):
                      for table, ids in zip(self.tables[1:], self.ids[1:], strict=True))
 
 
-def _rows_of(call: Call, norm: Norm | None, dropout: Dropout | None = None) -> Rows:
+def _rows_of(lookup: Lookup, norm: Norm | None, dropout: Dropout | None = None) -> Rows:
     affine = (None, None) if norm is None else (laid(norm.weight), laid(norm.bias))
-    return Rows(tuple(map(laid, call.tables)), tuple(map(laid, call.ids)), affine, call.scale != 1,
-                norm is not None, dropout is not None, call.period)
+    return Rows(tuple(map(laid, lookup.tables)), tuple(map(laid, lookup.ids)), affine, lookup.scale != 1,
+                norm is not None, dropout is not None, lookup.period)
 
 
 @functools.lru_cache(1024)
@@ -218,18 +219,18 @@ def _fits(table: Laid, gradient: bool) -> bool:
     return threads_and_packs(table.shape[1], vec, True, table.itemsize, gradient) is not None
 
 
-def _laid_out(call: Call, norm: Norm | None, dropout: Dropout | None, gradient: bool
-              ) -> tuple[Call, Norm | None, Rows]:
+def _laid_out(lookup: Lookup, norm: Norm | None, dropout: Dropout | None, gradient: bool
+              ) -> tuple[Lookup, Norm | None, Rows]:
     """Copies, where packs would be too narrow for a row and its norm that fit otherwise."""
-    rows = _rows_of(call, norm, dropout)
+    rows = _rows_of(lookup, norm, dropout)
     if norm is not None and _shape_of(rows, gradient) is None and _fits(rows.weight, gradient):
         weight, *others = (t if t is None else t.clone(memory_format=torch.contiguous_format)
-                           for t in (*call.tables, *norm[:2]))
+                           for t in (*lookup.tables, *norm[:2]))
         assert weight is not None
-        call = call._replace(weight=weight, position_weight=others[0], token_type_weight=others[1])
+        lookup = lookup._replace(weight=weight, position_weight=others[0], token_type_weight=others[1])
         norm = norm._replace(weight=others[2], bias=others[3])
-        rows = _rows_of(call, norm, dropout)
-    return call, norm, rows
+        rows = _rows_of(lookup, norm, dropout)
+    return lookup, norm, rows
 
 
 class Share(NamedTuple):
@@ -304,40 +305,40 @@ def _planned(rows: Rows, gradient: bool) -> tuple[Launch, int] | None:
     return Launch(kernel, (blocks, -(-columns // tile)), values), blocks
 
 
-def _run(launch: Launch, call: Call, norm: Norm | None, dropout: Dropout | None, out: Tensor,
+def _run(launch: Launch, lookup: Lookup, norm: Norm | None, dropout: Dropout | None, out: Tensor,
          stats: Sequence[Tensor | None], fault: Tensor | None, grad: Tensor | None = None,
          partials: Tensor | None = None) -> None:
     affine = (None, None) if norm is None else norm[:2]
     seed, offset, state = (0, 0, None) if dropout is None else dropout.random
     launch(out.device, *map(address, (
-        *call.ids, *call.tables, *affine, grad, out, *stats, partials, fault, state)),
-        seed, offset, call.scale, 0.0 if norm is None else norm.eps,
+        *lookup.ids, *lookup.tables, *affine, grad, out, *stats, partials, fault, state)),
+        seed, offset, lookup.scale, 0.0 if norm is None else norm.eps,
         *((0.0, 0.0) if dropout is None else dropout[:2]))
 
 
-def sum_on_gpu(call: Call, norm: Norm | None = None, dropout: Dropout | None = None
+def sum_on_gpu(lookup: Lookup, norm: Norm | None = None, dropout: Dropout | None = None
                ) -> tuple[Tensor, ...] | None:
     """The result, and with a norm mean and rstd of shape (rows, 1); None where the norm does not fit in."""
-    rows, device = call.tokens.numel(), call.weight.device
-    out = call.weight.new_empty((rows, call.weight.shape[1]))
+    rows, device = lookup.tokens.numel(), lookup.weight.device
+    out = lookup.weight.new_empty((rows, lookup.weight.shape[1]))
     stats = [torch.empty((rows, 1), dtype=getattr(torch, acc_of(out.dtype)), device=device) for _ in range(2)
              ] if norm else []
     if not out.numel():
         return out, *stats
-    call, norm, lies = _laid_out(call, norm, dropout, False)
+    lookup, norm, lies = _laid_out(lookup, norm, dropout, False)
     planned = _planned(lies, False)
     if planned is None:
         return None
     # What a graph's replays find is not looked at.
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     fault = None if captured else indices.fault_of(device)
-    _run(planned[0], call, norm, dropout, out, stats or (None, None), fault)
+    _run(planned[0], lookup, norm, dropout, out, stats or (None, None), fault)
     if fault is not None:
-        indices.check_later(call.op, fault, call.indices)
+        indices.check_later(lookup.op, fault, lookup.indices)
     return out, *stats
 
 
-def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: Tensor, mean: Tensor,
+def norm_gradient_on_gpu(lookup: Lookup, norm: Norm, dropout: Dropout | None, grad: Tensor, mean: Tensor,
                          rstd: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of what the norm was taken of, and of its weight and bias; `grad` of shape (rows, columns). None where
     the norm does not fit into the kernel."""
@@ -345,13 +346,13 @@ def norm_gradient_on_gpu(call: Call, norm: Norm, dropout: Dropout | None, grad: 
     out, affine = torch.empty_like(grad), grad.new_empty((2, grad.shape[1]))
     if not grad.numel():
         return out, affine.zero_()
-    call, laid_norm, lies = _laid_out(call, norm._replace(bias=None), dropout, True)
+    lookup, laid_norm, lies = _laid_out(lookup, norm._replace(bias=None), dropout, True)
     planned = _planned(lies, True)
     if planned is None:
         return None
     launch, blocks = planned
     partials = torch.empty((2, blocks, grad.shape[1]), dtype=mean.dtype, device=grad.device)
-    _run(launch, call, laid_norm, dropout, out, (mean, rstd), None, grad, partials)
+    _run(launch, lookup, laid_norm, dropout, out, (mean, rstd), None, grad, partials)
     add_partials(partials, affine)
     return out, affine
 
@@ -405,24 +406,25 @@ def _cpu_gradient(dtype: str) -> CpuKernel:
                      integers=("count", "columns", "rows", "padding"))
 
 
-def sum_on_cpu(call: Call) -> Tensor:
-    indices.check(call.op, call.indices)
-    rows, columns, device = call.tokens.numel(), call.weight.shape[1], call.weight.device
-    out = call.weight.new_empty((rows, columns))
+def sum_on_cpu(lookup: Lookup) -> Tensor:
+    indices.check(lookup.op, lookup.indices)
+    rows, columns, device = lookup.tokens.numel(), lookup.weight.shape[1], lookup.weight.device
+    out = lookup.weight.new_empty((rows, columns))
     if not out.numel():
         return out
-    positions = torch.arange(call.period, device=device) if call.position_ids is None else call.position_ids
-    types = torch.zeros(1, dtype=torch.int64, device=device) if call.token_type is None else call.token_type
-    tokens, positions, types = (t.long() for t in (call.tokens, positions, types))
-    token_table, position_table, type_table = (call.weight if t is None else t for t in call.tables)
-    kernel = _cpu_sum(name_of(out.dtype), *(t is not None for t in call.tables[1:]))
+    _, positions, types = lookup.ids
+    positions = torch.arange(lookup.period, device=device) if positions is None else positions
+    types = torch.zeros(1, dtype=torch.int64, device=device) if types is None else types
+    tokens, positions, types = (t.long() for t in (lookup.tokens, positions, types))
+    token_table, position_table, type_table = (lookup.weight if t is None else t for t in lookup.tables)
+    kernel = _cpu_sum(name_of(out.dtype), *(t is not None for t in lookup.tables[1:]))
     kernel(device, rows, kernel.given(
         out=out.data_ptr(), token_ids=tokens.data_ptr(), position_ids=positions.data_ptr(),
         type_ids=types.data_ptr(), token_table=token_table.data_ptr(),
         position_table=position_table.data_ptr(), type_table=type_table.data_ptr(), columns=columns,
         token_stride=token_table.stride(0), position_stride=position_table.stride(0),
         type_stride=type_table.stride(0), position_period=positions.numel(), type_period=types.numel(),
-        scale=call.scale), work=columns)
+        scale=lookup.scale), work=columns)
     return out
 
 

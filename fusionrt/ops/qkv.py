@@ -11,7 +11,7 @@ from fusionrt.arguments import as_int
 from fusionrt.array import check_floating
 from fusionrt.catalogue import ROWS, Make, public
 from fusionrt.laid import heads_of_rows
-from fusionrt.ops.qkv_kernels import Call, run_on_cpu, run_on_gpu
+from fusionrt.ops.qkv_kernels import Operands, run_on_cpu, run_on_gpu
 from fusionrt.ops.rotary import check_angles, checked_dim, checked_positions, checked_tables
 from fusionrt.ops.rotary_kernels import Options as Rotary
 from fusionrt.rehearsal import device_type
@@ -22,17 +22,17 @@ Tensor = torch.Tensor
 
 # -- the op, and the way back ----------------------------------------------------------------------
 
-def _call(packed: Tensor, heads: Sequence[Tensor], tables: Sequence[Tensor | None], inverse: bool,
-          more: Sequence[Any]) -> Call:
+def _operands(packed: Tensor, heads: Sequence[Tensor], tables: Sequence[Tensor | None], inverse: bool,
+              more: Sequence[Any]) -> Operands:
     cos, sin, positions = tables
     offset, interleaved, rotary_dim, base, scaling = more
     rotary = Rotary(offset, interleaved, rotary_dim, True, base, scaling, inverse)
-    return Call(packed, heads, cos, sin, positions, rotary)
+    return Operands(packed, heads, cos, sin, positions, rotary)
 
 
-def _launch(call: Call, bias: Tensor | None) -> None:
-    if call.packed.numel():
-        (run_on_cpu if device_type(call.packed) == "cpu" else run_on_gpu)(call, bias)
+def _launch(operands: Operands, bias: Tensor | None) -> None:
+    if operands.packed.numel():
+        (run_on_cpu if device_type(operands.packed) == "cpu" else run_on_gpu)(operands, bias)
 
 
 def _heads(qkv: Tensor, q_heads: int, kv_heads: int) -> list[Tensor]:
@@ -46,7 +46,7 @@ def _run(qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | Non
     found = _heads(qkv, q_heads, kv_heads)
     # As a gradient of a gradient they are of any layout.
     qkv, bias = qkv if qkv.stride(2) == 1 else qkv.contiguous(), None if bias is None else bias.contiguous()
-    _launch(_call(qkv, found, (cos, sin, positions), False, more), bias)
+    _launch(_operands(qkv, found, (cos, sin, positions), False, more), bias)
     return tuple(found)
 
 
@@ -65,7 +65,7 @@ def _run_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor |
               positions: Tensor | None, has_bias: bool, *more: Any) -> tuple[Tensor, ...]:
     packed, bias = _packed(q, k, has_bias)
     heads = [t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v)]
-    _launch(_call(packed, heads, (cos, sin, positions), True, more), bias if has_bias else None)
+    _launch(_operands(packed, heads, (cos, sin, positions), True, more), bias if has_bias else None)
     return packed, bias
 
 

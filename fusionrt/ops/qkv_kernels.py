@@ -29,7 +29,7 @@ STAYING = 2                             # blocks of a multiprocessor
 MOST_ROWS, ENOUGH_BLOCKS = 8, 4 * MULTIPROCESSORS
 
 
-class Call(NamedTuple):
+class Operands(NamedTuple):
     """`packed`: (B, S, all columns of all heads); q, k, v: (B, heads, S, D). `rotary.rotary_dim` may be 0."""
 
     packed: Tensor
@@ -89,10 +89,11 @@ def kernel_of(form: Form) -> Kernel:
     return Kernel("qkv_heads", "qkv_heads", fields, constants, acc=acc_of(form.dtype))
 
 
-def run_on_gpu(call: Call, bias: Tensor | None) -> None:
+def run_on_gpu(operands: Operands, bias: Tensor | None) -> None:
     """To heads adding the bias, or back, when the bias is what its gradient is written to."""
-    q, rotary = call.heads[0], call.rotary
-    tensors = call.packed, *call.heads, None if rotary.inverse else bias, call.cos, call.sin, call.positions
+    q, rotary = operands.heads[0], operands.rotary
+    tensors = (operands.packed, *operands.heads, None if rotary.inverse else bias, operands.cos, operands.sin,
+               operands.positions)
     index = stands_for(q.device).index
     sums = bias is not None and rotary.inverse  # whose order is to follow from shapes alone
     held = MULTIPROCESSORS if index is None or sums else multiprocessors(index)
@@ -100,15 +101,15 @@ def run_on_gpu(call: Call, bias: Tensor | None) -> None:
     partials = fault = None
     if bias is not None and rotary.inverse:
         acc = torch.promote_types(q.dtype, torch.float32)
-        partials = torch.empty((chunks, call.packed.shape[2]), dtype=acc, device=q.device)
-    if call.positions is not None and call.cos is not None:
+        partials = torch.empty((chunks, operands.packed.shape[2]), dtype=acc, device=q.device)
+    if operands.positions is not None and operands.cos is not None:
         fault = indices.fault_of(q.device)
     places = [address(t) for t in (*tensors[:5], partials, *tensors[5:], fault)]
     launch(q.device, *places, rotary.offset)
     if partials is not None and bias is not None:
         add_up("qkv_heads_backward", partials, bias)
-    if fault is not None and call.cos is not None:
-        indices.check_later("qkv_heads", fault, [Indices("position_ids", None, call.cos.shape[1])])
+    if fault is not None and operands.cos is not None:
+        indices.check_later("qkv_heads", fault, [Indices("position_ids", None, operands.cos.shape[1])])
 
 
 @functools.lru_cache(1024)
@@ -195,17 +196,17 @@ def _cpu_kernel(dtype: str, table: str, interleaved: bool, bias: bool) -> CpuKer
         "heads", "length", "half", "head_dim", *_CPU_STEPS, "angle_batch", "angle_row"))
 
 
-def run_on_cpu(call: Call, bias: Tensor | None) -> None:
+def run_on_cpu(operands: Operands, bias: Tensor | None) -> None:
     """As `run_on_gpu`."""
-    packed, rotary, half = call.packed, call.rotary, call.rotary.rotary_dim // 2
+    packed, rotary, half = operands.packed, operands.rotary, operands.rotary.rotary_dim // 2
     cos = sin = torch.empty(0, dtype=torch.promote_types(packed.dtype, torch.float32), device=packed.device)
     angle_batch = angle_row = 0
     if half:
-        cos, sin = cpu_tables("qkv_heads", packed, call.cos, call.sin, call.positions, rotary)
+        cos, sin = cpu_tables("qkv_heads", packed, operands.cos, operands.sin, operands.positions, rotary)
         angle_batch, angle_row = (cos.stride(0) if cos.shape[0] > 1 else 0), cos.stride(1)
     added, first = None if rotary.inverse else bias, 0
     kernel = _cpu_kernel(name_of(packed.dtype), name_of(cos.dtype), rotary.interleaved, added is not None)
-    for t, rotated in zip(call.heads, (True, True, False), strict=True):
+    for t, rotated in zip(operands.heads, (True, True, False), strict=True):
         batch, heads, length, head_dim = t.shape
         columns = slice(first, first + heads * head_dim)
         inside, first = packed[:, :, columns], columns.stop

@@ -9,7 +9,7 @@ from fusionrt.problem import Problem
 from fusionrt.runtime.abreast import side_by_side
 
 
-class Launch(NamedTuple):
+class Part(NamedTuple):
     """One kernel of a problem: the part of the outputs that it computes."""
 
     problem: Problem
@@ -17,7 +17,7 @@ class Launch(NamedTuple):
     rows: Reduction | None
 
     @classmethod
-    def of(cls, problem: Problem, outputs: tuple[int, ...], kept: Sequence[bool]) -> "Launch":
+    def of(cls, problem: Problem, outputs: tuple[int, ...], kept: Sequence[bool]) -> "Part":
         seen, rows = side_by_side(problem, reduction(problem.domain, kept))
         return cls(seen, outputs, rows)
 
@@ -28,12 +28,12 @@ class Launch(NamedTuple):
         return self.rows.kept // self.problem.abreast
 
 
-def split(problem: Problem) -> list[Launch]:
-    """One launch writes the full outputs and one pattern of reduced ones; another launch for each
-    pattern that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
+def split(problem: Problem) -> list[Part]:
+    """One part has the full outputs and one pattern of reduced ones; there is another part for each pattern
+    that is not a coarsening of one at hand (x[N, 1] * y[1, M] has two)."""
     if problem.across:
         kept = tuple(map(any, zip(*(o.strides for o in problem.outputs), strict=True)))
-        return [Launch.of(problem, tuple(range(len(problem.outputs))), kept)]
+        return [Part.of(problem, tuple(range(len(problem.outputs))), kept)]
     patterns: dict[tuple[bool, ...], list[int]] = {}
     for k in sorted(problem.summed, key=lambda k: -sum(s != 0 for s in problem.outputs[k].strides)):
         kept = tuple(s != 0 for s in problem.outputs[k].strides)
@@ -41,13 +41,13 @@ def split(problem: Problem) -> list[Launch]:
         patterns.setdefault(finer, []).append(k)
     full = problem.full
     if not patterns:
-        return [Launch(_part(problem, full), tuple(full), None)]
-    launches = []
+        return [Part(_part(problem, full), tuple(full), None)]
+    parts = []
     for kept, members in patterns.items():
         chosen = tuple(full + members)
         full = []
-        launches.append(Launch.of(_part(problem, chosen), chosen, kept))
-    return launches
+        parts.append(Part.of(_part(problem, chosen), chosen, kept))
+    return parts
 
 
 def _part(problem: Problem, chosen: Sequence[int]) -> Problem:

@@ -11,65 +11,63 @@ from fusionrt.layout import Reduction
 from fusionrt.problem import Output, Problem
 from fusionrt.runtime import accumulators, pointwise
 from fusionrt.runtime.access import REDUCE_BLOCK
-from fusionrt.runtime.parts import Launch, split
+from fusionrt.runtime.parts import Part, split
 from fusionrt.runtime.plan_text import PlanText, Values
 from fusionrt.runtime.source import Specialisation
 
 
 def write(text: PlanText, problem: Problem, alignment: int, values: Values) -> None:
     # The one that writes full outputs last: they may take the memory of operands.
-    for launch in reversed(split(problem)):
-        _write_launch(text, launch, alignment, values)
+    for part in reversed(split(problem)):
+        _write_part(text, part, alignment, values)
 
 
 def sources(problem: Problem) -> list[Specialisation]:
     """All that a call on 16-byte aligned tensors compiles."""
     made = []
-    for launch in split(problem):
-        part = launch.problem
-        made.append(pointwise.generate(part, 16, launch.rows))
-        if launch.rows is None or pointwise.needs_no_other(part, launch.rows):
+    for part in split(problem):
+        made.append(pointwise.generate(part.problem, 16, part.rows))
+        if part.rows is None or pointwise.needs_no_other(part.problem, part.rows):
             continue
-        if part.across:
-            made.append(pointwise.generate_join(part))
+        if part.problem.across:
+            made.append(pointwise.generate_join(part.problem))
         else:
-            made += [pointwise.generate_sum(part, dtype) for dtype in _sum_dtypes(launch)]
+            made += [pointwise.generate_sum(part.problem, dtype) for dtype in _sum_dtypes(part)]
     return made
 
 
-def _write_launch(text: PlanText, launch: Launch, alignment: int, values: Values) -> None:
-    part, rows = launch.problem, launch.rows
-    source, width = pointwise.generate(part, alignment, rows), pointwise.vector_width(part, alignment)
+def _write_part(text: PlanText, part: Part, alignment: int, values: Values) -> None:
+    problem, rows = part.problem, part.rows
+    source, width = pointwise.generate(problem, alignment, rows), pointwise.vector_width(problem, alignment)
     if rows is None:
-        kernel, blocks, block = pointwise.grid(part, width)
-        text.launch(source, blocks, block, values | {"count": part.domain.numel}, kernel=kernel)
+        kernel, blocks, block = pointwise.grid(problem, width)
+        text.launch(source, blocks, block, values | {"count": problem.domain.numel}, kernel=kernel)
         return
-    grid, chunks = pointwise.reduction_grid(part, rows, width)
-    if pointwise.is_joined(part, rows, width):
-        _write_joined_parts(text, launch, source, grid, values)
+    grid, chunks = pointwise.reduction_grid(problem, rows, width)
+    if pointwise.is_joined(problem, rows, width):
+        _write_joined(text, part, source, grid, values)
         return
-    if part.across:
-        _write_across(text, launch, source, grid, chunks, values)
+    if problem.across:
+        _write_across(text, part, source, grid, chunks, values)
         return
-    reduced = [k for k in launch.outputs if text.call.problem.reduced[k]]
-    acc = getattr(torch, part.acc)
+    reduced = [k for k in part.outputs if text.call.problem.reduced[k]]
+    acc = getattr(torch, problem.acc)
     text.allocate("partials", (len(reduced) * chunks * rows.kept,), (1,), acc)
     text.lines.append("p_partials = partials.data_ptr()")
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "p_partials"})
-    sums = list(zip(reduced, _sum_dtypes(launch), strict=True))
-    write_sums(text, part, sums, rows, launch.kept, chunks * part.abreast)
+    sums = list(zip(reduced, _sum_dtypes(part), strict=True))
+    write_sums(text, problem, sums, rows, part.kept, chunks * problem.abreast)
 
 
-def _write_joined_parts(text: PlanText, launch: Launch, source: Specialisation, grid: int,
-                        values: Values) -> None:
+def _write_joined(text: PlanText, part: Part, source: Specialisation, grid: int, values: Values) -> None:
     """The block that ends last joins what all have left."""
-    part, call = launch.problem, text.call
-    for k in launch.outputs:
+    problem, call = part.problem, text.call
+    for k in part.outputs:
         operand, result = call.problem.outputs[k], call.results[k]
         if call.problem.reduced[k]:
             text.allocate(operand.name, result.shape, result.strides, result.dtype)
             values = values | {operand.name: f"{operand.name}.data_ptr()"}
-    n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
+    n_values, acc = accumulators.n_values(accumulators.groups(problem)), getattr(torch, problem.acc)
     text.allocate("partials", (n_values * grid,), (1,), acc)
     text.launch(source, grid, REDUCE_BLOCK, values | {"partials": "partials.data_ptr()", **text.arrived()})
 
@@ -78,46 +76,46 @@ def _joined(kept: int, chunks: int, alone: bool = False) -> Values:
     return {"chunks": chunks, "kept": kept, "side": accumulators.side(kept, chunks, alone)}
 
 
-def _write_across(text: PlanText, launch: Launch, source: Specialisation, grid: int, chunks: int,
+def _write_across(text: PlanText, part: Part, source: Specialisation, grid: int, chunks: int,
                   values: Values) -> None:
     """Partial values of all rows, then what follows from them; both at once where one block has a row."""
-    part, rows = launch.problem, launch.rows
+    problem, rows = part.problem, part.rows
     assert rows is not None
-    for operand, result in zip(part.outputs, text.call.results, strict=True):
+    for operand, result in zip(problem.outputs, text.call.results, strict=True):
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
         values = values | {operand.name: f"{operand.name}.data_ptr()"}
-    parted = chunks > 1 or part.inner > 1 or part.abreast > 1
+    parted = chunks > 1 or problem.inner > 1 or problem.abreast > 1
     if parted:
-        n_values, acc = accumulators.n_values(accumulators.groups(part)), getattr(torch, part.acc)
+        n_values, acc = accumulators.n_values(accumulators.groups(problem)), getattr(torch, problem.acc)
         text.allocate("partials", (n_values * chunks * rows.kept,), (1,), acc)
-        kept, chunks = launch.kept // part.inner, chunks * part.abreast
-        each = chunks * part.inner
+        kept, chunks = part.kept // problem.inner, chunks * problem.abreast
+        each = chunks * problem.inner
         values = values | {"partials": "partials.data_ptr()", **_joined(kept, each), "chunks": chunks}
     text.launch(source, grid, REDUCE_BLOCK, values)
     if parted:
-        text.launch(pointwise.generate_join(part), accumulators.blocks(kept, each), accumulators.BLOCK,
+        text.launch(pointwise.generate_join(problem), accumulators.blocks(kept, each), accumulators.BLOCK,
                     values, waits=True)
-    for operand, result in zip(part.outputs, text.call.results, strict=True):
+    for operand, result in zip(problem.outputs, text.call.results, strict=True):
         if tuple(result.walk_strides) != tuple(result.strides):
             text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
-def write_sums(text: PlanText, part: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
+def write_sums(text: PlanText, problem: Problem, sums: Sequence[tuple[int, str]], rows: Reduction | None,
                kept: int, chunks: int) -> None:
     """Add the partial sums of outputs (place, dtype), of each `kept` in `chunks`. Their memory has the order
     of the walk until the last lines."""
-    size = chunks * kept * getattr(torch, part.acc).itemsize
+    size = chunks * kept * getattr(torch, problem.acc).itemsize
     before, alone = 0, len(sums) == 1
     for dtype, group in _together(sums):
         outs: Values = dict.fromkeys((f"out{n}" for n in range(accumulators.SUMS)), 0)
         for n, k in enumerate(group):
-            outs[f"out{n}"] = _allocate_sum(text, part, k, kept)
+            outs[f"out{n}"] = _allocate_sum(text, problem, k, kept)
         values = outs | {"partials": f"p_partials + {before * size}"} | _joined(kept, chunks, alone)
-        text.launch(pointwise.generate_sum(part, dtype), accumulators.blocks(kept, chunks, alone),
+        text.launch(pointwise.generate_sum(problem, dtype), accumulators.blocks(kept, chunks, alone),
                     accumulators.BLOCK, values, layers=len(group), waits=True)
         before += len(group)
     for k, _ in sums:
-        _finish_sum(text, part, k, rows)
+        _finish_sum(text, problem, k, rows)
 
 
 def _together(sums: Sequence[tuple[int, str]]) -> list[tuple[str, list[int]]]:
@@ -130,30 +128,30 @@ def _together(sums: Sequence[tuple[int, str]]) -> list[tuple[str, list[int]]]:
     return groups
 
 
-def _allocate_sum(text: PlanText, part: Problem, k: int, kept: int) -> str:
+def _allocate_sum(text: PlanText, problem: Problem, k: int, kept: int) -> str:
     """Memory for output k, or for the finer sums that it is made of; its address."""
     operand, result = text.call.problem.outputs[k], text.call.results[k]
     if operand.numel(text.call.problem.sizes) == kept:
         text.allocate(operand.name, result.shape, result.walk_strides, result.dtype)
     else:
-        text.allocate(operand.name, (kept,), (1,), getattr(torch, part.acc))
+        text.allocate(operand.name, (kept,), (1,), getattr(torch, problem.acc))
     return f"{operand.name}.data_ptr()"
 
 
-def _finish_sum(text: PlanText, part: Problem, k: int, rows: Reduction | None) -> None:
+def _finish_sum(text: PlanText, problem: Problem, k: int, rows: Reduction | None) -> None:
     operand, result = text.call.problem.outputs[k], text.call.results[k]
-    if rows is not None and operand.numel(text.call.problem.sizes) * part.abreast != rows.kept:
+    if rows is not None and operand.numel(text.call.problem.sizes) * problem.abreast != rows.kept:
         text.scope |= {"coarsen": _coarsen, f"rows{k}": rows, f"strides{k}": operand.strides,
-                       f"sizes{k}": part.sizes, f"result{k}": result}
+                       f"sizes{k}": problem.sizes, f"result{k}": result}
         text.more(f"{operand.name} = coarsen({operand.name}, rows{k}, strides{k}, sizes{k}, result{k})")
     if tuple(result.walk_strides) != tuple(result.strides):
         text.more(f"{operand.name} = {operand.name}.contiguous()")
 
 
-def _sum_dtypes(launch: Launch) -> list[str]:
+def _sum_dtypes(part: Part) -> list[str]:
     """Of the finished sums: the output's, or acc_t where a coarser output is summed further."""
-    part = launch.problem
-    return [o.dtype if o.numel(part.sizes) == launch.kept else part.acc for o in part.sums]
+    sizes, acc = part.problem.sizes, part.problem.acc
+    return [o.dtype if o.numel(sizes) == part.kept else acc for o in part.problem.sums]
 
 
 def _coarsen(finer: Any, rows: Reduction, strides: Sequence[int], sizes: Sequence[int], result: Output

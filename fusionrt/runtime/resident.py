@@ -38,9 +38,9 @@ REGISTERS = 1 << 16
 
 
 def rows(problem: Problem) -> Reduction:
-    launch, = split(problem)
-    assert launch.rows is not None
-    return launch.rows
+    part, = split(problem)
+    assert part.rows is not None
+    return part.rows
 
 
 def fits(problem: Problem, device: torch.device) -> bool:
