@@ -33,7 +33,7 @@ import fusionrt as frt
 from fusionrt import mask, reference, settling
 from fusionrt.data import sliding_window, token_preprocess
 from fusionrt.optim import SGD, AdamW
-from fusionrt.runtime import abreast, accumulators, parts, pointwise, source
+from fusionrt.runtime import abreast, accumulators, parts, reduction_cut, source
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no emulated GPU: {missing()}")
 
@@ -55,11 +55,11 @@ def gpu(machine):
 def few_multiprocessors(monkeypatch):
     """As if work were cut for four of them: blocks that share sums, rows side by side, threads that have
     columns alone, and masks, of a hundredth of the elements."""
-    for module in (abreast, accumulators, pointwise):
+    for module in (abreast, accumulators, reduction_cut):
         monkeypatch.setattr(module, "MULTIPROCESSORS", 4)
-    monkeypatch.setattr(pointwise, "REDUCE_BLOCKS", 4 * 16)
-    monkeypatch.setattr(pointwise, "STAYING_BLOCKS", 4 * 3)
-    monkeypatch.setattr(pointwise, "ALONE_THREADS", 1 << 10)
+    monkeypatch.setattr(reduction_cut, "REDUCE_BLOCKS", 4 * 16)
+    monkeypatch.setattr(reduction_cut, "STAYING_BLOCKS", 4 * 3)
+    monkeypatch.setattr(reduction_cut, "ALONE_THREADS", 1 << 10)
     monkeypatch.setattr(abreast, "MANY_ACROSS", 1 << 12)
     monkeypatch.setattr(mask, "FROM", 1 << 12)
 

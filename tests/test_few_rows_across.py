@@ -6,7 +6,7 @@ from checking import BF16, F16, F32, check, lost, needs_nvrtc
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import compiler, launch, pointwise
+from fusionrt.runtime import compiler, launch, reduction_cut, vectors
 from fusionrt.runtime.parts import split
 
 SHAPES = {"heads": ((4, 512, 16, 64), 2), "batch": ((16, 256, 1024), 0), "height": ((16, 64, 33, 64), 2)}
@@ -27,7 +27,7 @@ def parts(shape, dim, dtype, op="sum"):
 ])
 def test_who_has_its_columns_alone(shape, dim, expected):
     (problem, rows), = parts(shape, dim, BF16)
-    assert pointwise.is_alone(problem, rows, pointwise.vector_width(problem, 16)) == expected
+    assert reduction_cut.is_alone(problem, rows, vectors.vector_width(problem, 16)) == expected
 
 
 @needs_nvrtc

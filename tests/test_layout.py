@@ -15,7 +15,7 @@ from fusionrt import layout
 from fusionrt.expr import argument
 from fusionrt.problem import Problem
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import launch, pointwise
+from fusionrt.runtime import launch, pointwise, vectors
 from fusionrt.runtime.kernel import Kernel
 from fusionrt.runtime.parts import split
 from fusionrt.runtime.source import Field, Params, definitions, device_function, magic, members, pointer
@@ -329,7 +329,7 @@ def test_how_operands_are_read(dtype, shapes, width, modes):
     with collecting() as problems:
         frt.add_relu(*(torch.empty(s, dtype=dtype, device="meta") for s in shapes))
     (problem,) = problems
-    found = pointwise.vector_width(problem, 16)
+    found = vectors.vector_width(problem, 16)
     assert found == width
     assert [pointwise.access_mode(o, problem.sizes, found) for o in problem.inputs] == modes
 
@@ -349,7 +349,7 @@ def test_few_elements_are_given_to_more_threads(op, dtype, rows, grid):
     with collecting() as problems:
         op(*(torch.empty(rows, 1024, dtype=dtype, device="meta") for _ in op.example(lambda *_: None)))
     (problem,) = problems
-    assert pointwise.grid(problem, pointwise.vector_width(problem, 16)) == grid
+    assert pointwise.grid(problem, vectors.vector_width(problem, 16)) == grid
     (source,) = launch.sources(problem)  # one translation unit for any size
     assert ("#define EACH_OF_FEW 2" in source.text) == (dtype != torch.float64)
 

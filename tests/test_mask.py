@@ -10,7 +10,7 @@ from fusionrt.mask import Masking
 from fusionrt.precompile import Kind, Summary, _jobs, _rehearse
 from fusionrt.problem import MASK
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import pointwise
+from fusionrt.runtime import pointwise, vectors
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -82,9 +82,9 @@ def test_whoever_writes_a_mask_writes_whole_vectors(of_few, dtype):
             masked = [p for p in needed if any(o.dtype == MASK for o in p.outputs)]
             assert masked, op.__name__
             for problem in masked:
-                width = pointwise.vector_width(problem, 16)
+                width = vectors.vector_width(problem, 16)
                 assert width % 4 == 0 and pointwise.grid(problem, width).kernel != "pointwise_of_few"
-                assert mask.WHOLE % (pointwise.BLOCK * width * pointwise.unroll(problem, width)) == 0
+                assert mask.WHOLE % (pointwise.BLOCK * width * vectors.unroll(problem, width)) == 0
 
 
 def test_a_warmup_serves_few_elements_and_many():

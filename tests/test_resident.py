@@ -9,7 +9,7 @@ from checking import BF16, F16, F32, assert_same_bits
 
 import fusionrt as frt
 from fusionrt.rehearsal import collecting
-from fusionrt.runtime import arrivals, launch, pointwise, resident
+from fusionrt.runtime import arrivals, launch, pointwise, reduction_cut, resident, vectors
 
 SHAPES = [(4, 64, 29, 31), (3, 24, 29, 27), (2, 520, 19, 15), (64, 8, 17, 7), (16, 256, 28, 28)]
 SEPARATE = ["pointwise_reduce", "join_partials", "pointwise_walk"]
@@ -60,13 +60,13 @@ def test_all_blocks_fit_on_the_device(shape, multiprocessors, nbytes, monkeypatc
         if made is None:
             assert multiprocessors < 132
             continue
-        rows, width = resident.rows(problem), pointwise.vector_width(problem, 16)
-        assert made.grid == made.chunks * pointwise.tiles(problem, rows, width) and made.chunks > 1
+        rows, width = resident.rows(problem), vectors.vector_width(problem, 16)
+        assert made.grid == made.chunks * reduction_cut.tiles(problem, rows, width) and made.chunks > 1
         a_multiprocessor = -(-made.grid // multiprocessors)
         assert a_multiprocessor <= resident.blocks(problem)
         assert made.packs * pointwise.REDUCE_BLOCK * resident.pack_bytes(problem) == made.shared
         assert (made.shared + resident.RESERVED) * a_multiprocessor <= nbytes
-        rows_kept = made.packs * pointwise.REDUCE_BLOCK // pointwise.n_lanes(problem, rows, width)
+        rows_kept = made.packs * pointwise.REDUCE_BLOCK // reduction_cut.n_lanes(problem, rows, width)
         assert rows_kept * made.chunks < rows.n_rows + 2 * pointwise.REDUCE_BLOCK * made.chunks
 
 

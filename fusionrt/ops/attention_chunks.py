@@ -152,8 +152,9 @@ class Operands:
         self.columns = torch.arange(self.sizes.keys, dtype=torch.float32, device=q.device)
         kind_of_mask = None if mask is None else "passed" if mask.dtype == torch.bool else "added"
         half = None if self.acc == self.dtype else name_of(q.dtype)
-        self.form = Form(half, kind_of_mask, options.left >= 0, options.right >= 0, slopes is not None,
-                         options.softcap > 0, rng is not None, of_mask)
+        self.form = Form(half, kind_of_mask, left=options.left >= 0, right=options.right >= 0,
+                         alibi=slopes is not None, softcap=options.softcap > 0, dropout=rng is not None,
+                         of_mask=of_mask)
 
     def no_wider(self, x: Tensor | None) -> Tensor | None:
         """float64 would be the dtype of all that follows."""

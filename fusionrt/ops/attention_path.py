@@ -244,9 +244,10 @@ def _kind_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tenso
     ours = options.chunk > 0 or (mask is not None and graded and mask.requires_grad)
     causal = options.causal
     band = (options.left >= 0 or options.right >= 0) and not causal
-    return Kind(q.dtype, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], causal, band,
-                mask is not None, ours, options.dropout_p, recorded,
-                slopes is not None or options.softcap > 0, options.scale > 0)
+    return Kind(q.dtype, heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2], keys=k.shape[2],
+                head_dim=q.shape[3], value_dim=v.shape[3], causal=causal, band=band, masked=mask is not None,
+                ours=ours, dropout_p=options.dropout_p, recorded=recorded,
+                scored=slopes is not None or options.softcap > 0, positive=options.scale > 0)
 
 
 # -- the ways: what to run for a kind of call ------------------------------------------------------

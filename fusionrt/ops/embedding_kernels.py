@@ -288,8 +288,9 @@ def _planned(rows: Rows, gradient: bool) -> tuple[Launch, int] | None:
     weight, columns, tile = rows.weight, rows.weight.shape[1], vec * packs * threads
     most = min(threads, MOST_EACH if rows.norm else ROWS_AT_ONCE if columns > tile else 1)
     form = Form(name_of(weight.dtype), tuple("int64" if i is None else name_of(i.dtype) for i in rows.ids),
-                vec, packs, threads, columns % tile == 0, 1, rows.kinds, _share_of(rows, most).one_position,
-                rows.scaled, rows.norm, tuple(a is not None for a in rows.affine), rows.dropout, gradient,
+                vec, packs, threads, full=columns % tile == 0, each=1, kinds=rows.kinds,
+                one_position=_share_of(rows, most).one_position, scaled=rows.scaled, norm=rows.norm,
+                affine=tuple(a is not None for a in rows.affine), dropout=rows.dropout, gradient=gradient,
                 rounded=rows.norm and not _fits(weight, True))
     share = _best_share(rows, most, _held(form, _common(form, rows, most) > 0) if rows.norm else None)
     form = form._replace(each=1 if rows.norm else share.each, one_position=share.one_position)

@@ -123,9 +123,10 @@ def _planned(n_multiprocessors: int, has_bias: bool, rotary: Rotary, packed: Lai
     pairs = max(1, vec // 2 if rotary.interleaved else vec)
     table = None if cos is None or sin is None else (cos, sin)
     packs = table is not None and vec > 1 and all(is_packed(t, pairs) for t in table)
-    form = Form(dtype, None if table is None else name_of(table[0].dtype),
-                None if positions is None else name_of(positions.dtype), vec, packs, rotary.interleaved,
-                not rotary.inverse, has_bias, half > 0)
+    form = Form(dtype, table=None if table is None else name_of(table[0].dtype),
+                positions=None if positions is None else name_of(positions.dtype), vec=vec,
+                table_packs=packs, interleaved=rotary.interleaved, forward=not rotary.inverse, bias=has_bias,
+                rotates=half > 0)
     kernel = kernel_of(form)
     copied = vec if rotary.interleaved and vec > 1 else 2 * vec   # columns of a unit
     units = half // pairs + -(-(head_dim - 2 * half) // copied)

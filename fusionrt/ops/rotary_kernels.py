@@ -108,10 +108,10 @@ def _planned(options: Options, in_place: bool, tensors: Sequence[Laid], outs: Se
     few = positions_first and table is not None and not options.interleaved
     groups = _groups(heads, places, max(2, FEW_BYTES // q.itemsize) if few else MOST_HEADS)
     threads = places * groups
-    wide = threads >= WIDE_FROM
-    kernel = kernel_of(Form(name_of(q.dtype), None if table is None else name_of(table[0].dtype),
-                            None if positions is None else name_of(positions.dtype), vec, packs,
-                            options.interleaved, wide))
+    kernel = kernel_of(Form(
+        name_of(q.dtype), table=None if table is None else name_of(table[0].dtype),
+        positions=None if positions is None else name_of(positions.dtype), vec=vec, table_packs=packs,
+        interleaved=options.interleaved, wide=threads >= WIDE_FROM))
     values = kernel.planned(
         **_strides(tensors, outs), **table_values(table, positions),
         octaves=2 * math.log2(options.base) / options.rotary_dim, turns=1 / (2 * math.pi * options.scaling),

@@ -10,7 +10,7 @@ import math
 
 from fusionrt.layout import Reduction, reduction
 from fusionrt.problem import MASK, Operand, Problem
-from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import accumulators, reduction_cut, vectors
 from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.geometry import is_flat
 
@@ -24,7 +24,7 @@ def side_by_side(problem: Problem, rows: Reduction) -> tuple[Problem, Reduction]
     if rows.pattern != (True, False) or not _fits(problem):
         return problem, rows
     columns, n = problem.sizes
-    each, width = 1, pointwise.pack_width(problem, 16)
+    each, width = 1, vectors.pack_width(problem, 16)
     if not problem.across or (columns % width and problem.domain.numel >= MANY_ACROSS):
         each = _rows(columns, n, width)
     if each == 1:
@@ -38,7 +38,7 @@ def side_by_side(problem: Problem, rows: Reduction) -> tuple[Problem, Reduction]
                             inputs=tuple(map(seen, problem.inputs)),
                             outputs=tuple(map(seen, problem.outputs)))
     its = reduction(made.domain, (True, True, False))
-    blocks, chunks = pointwise.reduction_grid(made, its, pointwise.vector_width(made, 16))
+    blocks, chunks = reduction_cut.reduction_grid(made, its, vectors.vector_width(made, 16))
     return (made, its) if chunks > 1 and blocks >= MULTIPROCESSORS else (problem, rows)
 
 

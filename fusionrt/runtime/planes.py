@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fusionrt.problem import Operand, Problem
-from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import accumulators, pointwise, vectors
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import Again
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
@@ -61,7 +61,7 @@ def layout(problem: Problem) -> Layout | None:
     if not _is_of_planes(problem):
         return None
     plane, channels, _ = problem.sizes
-    width = pointwise.pack_width(problem, 16)
+    width = vectors.pack_width(problem, 16)
     together = width // math.gcd(plane, width)
     lanes = together * plane // width
     if channels % together or (together > 1 and (plane < width or lanes > MOST_LANES)):
@@ -94,13 +94,13 @@ def _is_of_planes(problem: Problem) -> bool:
         return False
     if problem.inner > 1 or problem.streams or then.streams or problem.domain.numel >= INDEX_LIMIT:
         return False
-    width, sizes = pointwise.pack_width(problem, 16), problem.sizes
+    width, sizes = vectors.pack_width(problem, 16), problem.sizes
     operands = (*problem.inputs, *then.inputs)
     placed = all(is_flat(o, sizes) or _is_of_channels(o) for o in operands)
     both = {o.name for o in kept(problem)} == {o.name for o in problem.inputs if is_flat(o, sizes)}
     summed = {g.kind for g in accumulators.groups(problem)} <= {"sum", "moments"}
     found, written = all(map(_is_of_channels, problem.outputs)), all(is_flat(o, sizes) for o in then.outputs)
-    return placed and both and summed and found and written and 1 < width == pointwise.pack_width(then, 16)
+    return placed and both and summed and found and written and 1 < width == vectors.pack_width(then, 16)
 
 
 def _is_of_channels(operand: Operand) -> bool:

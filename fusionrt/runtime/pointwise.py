@@ -14,13 +14,21 @@ from fusionrt.runtime.access import (
     Owned,
     access_mode,
     ahead_text,
-    is_fixed,
     load_text,
     owned,
     writes,
 )
-from fusionrt.runtime.device import MULTIPROCESSORS
 from fusionrt.runtime.geometry import INDEX_LIMIT, Geometry, is_flat
+from fusionrt.runtime.reduction_cut import (
+    is_alone,
+    is_final,
+    is_joined,
+    n_chunks,
+    n_lanes,
+    reduction_unroll,
+    registers,
+    twins,
+)
 from fusionrt.runtime.source import (
     ITEMSIZE,
     U64,
@@ -34,82 +42,17 @@ from fusionrt.runtime.source import (
     scalar_fields,
     template,
 )
+from fusionrt.runtime.vectors import gathers, unroll, vector_width, words_of
 from fusionrt.texts import Texts
 
 BLOCK = 128
-REDUCE_UNROLL, NARROW_UNROLL = 2, 8
-REDUCE_BLOCKS = MULTIPROCESSORS * 16
-# Blocks that stay, where they leave many rows of partial sums, or read bits; up to so many side by side.
-STAYING_BLOCKS, STAYING_TILES, STAYING_TILES_OF_MASKS = MULTIPROCESSORS * 3, 15, 64
-MANY_WORDS = 40  # of operands, which a thread of a reduction has in registers at a time
 MOST_READ_FIRST = 3  # operands: of more, batch norm's gradient spilled registers
-COUNTED = 512    # elements that 64 Philox counters serve: see philox.cuh
-MISALIGNED_WORDS = 16  # of operands, where vectors are narrow
-ALONE, ALONE_THREADS = 64, 1 << 16  # rows that a thread has, at most; threads that are enough then
 WALK, WALK_THREADS = 16, 1 << 18  # rows of a thread at most; threads of a grid, where there are as many
 FEW = 3 << 17                     # elements that do not fill a GPU; of a thread then, and threads of a block
 EACH_OF_FEW, BLOCK_OF_FEW = 2, 256
 
-
 _texts = Texts()
 Filled = tuple[Field, tuple[str | int, ...]]  # a field, and its values as those of a Specialisation
-
-
-@of_problem
-def vector_width(problem: Problem, alignment: int) -> int:
-    """Elements a 16-byte vector of the widest flat operand holds, as far as pointers are aligned, to
-    `alignment` bytes.
-
-    A reduction over several rows needs rows of whole vectors as well.
-    """
-    width = pack_width(problem, alignment)
-    if any(problem.reduced) and len(problem.sizes) > 1:
-        while problem.sizes[0] * problem.abreast % width:
-            width //= 2
-    return width
-
-
-def pack_width(problem: Problem, alignment: int) -> int:
-    """The same whatever the rows."""
-    operands = (*problem.inputs, *problem.outputs)
-    # A vector of an operand that is wider still (a norm's weights) is several of 16 bytes.
-    widest = _widest(problem) if alignment >= 16 else max(ITEMSIZE[o.dtype] for o in operands)
-    return max(1, alignment // widest)
-
-
-@of_problem
-def _widest(problem: Problem) -> int:
-    """Bytes of an element of the flat operands."""
-    flat = [o for o in (*problem.inputs, *problem.outputs) if is_flat(o, problem.sizes)]
-    return max([ITEMSIZE[o.dtype] for o in flat or problem.inputs], default=4)
-
-
-@of_problem
-def unroll(problem: Problem, width: int) -> int:
-    """Vectors a thread: pairs where they share random numbers, two pairs (of one operand) if they
-    share the keys as well; two vectors where one operand alone would keep too few bytes in flight and no
-    other one has an offset for each element. Where that is a word (int8, float32 results), it is what is
-    written that counts. Of misaligned operands as many as make 16 bytes, while registers last."""
-    flat = [ITEMSIZE[o.dtype] for o in problem.inputs if o.dtype != MASK and is_flat(o, problem.sizes)]
-    operands, words = len(flat), _words(problem, width)
-    vector = width * _widest(problem)
-    if vector < 16:
-        fitting = 1 << (max(1, MISALIGNED_WORDS // max(1, words)).bit_length() - 1)
-        return min(16 // vector, fitting)
-    crowded = (operands > 1 or _gathers(problem, width) or len(problem.inputs) > 3 or words > 12
-               or sum(flat) * width == 4)
-    if width < 4 or (crowded and not problem.streams):
-        return 1
-    return 4 if problem.streams and operands == 1 else 2
-
-
-def _gathers(problem: Problem, width: int) -> bool:
-    return any(access_mode(o, problem.sizes, width) == "gather" for o in problem.inputs)
-
-
-def _words(problem: Problem, width: int) -> int:
-    """Registers that the operands of one vector take."""
-    return sum(max(1, ITEMSIZE[o.dtype] * (width if o.strides[0] else 1) // 4) for o in problem.inputs)
 
 
 @of_problem
@@ -121,9 +64,9 @@ def min_blocks(problem: Problem, width: int) -> int:
     With more registers the 16-bit special functions lose 3 %, with fewer some kernels spill.
     """
     apart = sum(not is_flat(o, problem.sizes) for o in problem.inputs)
-    of_four = 10 - bool(apart) - _gathers(problem, width)
+    of_four = 10 - bool(apart) - gathers(problem, width)
     blocks = 8 if problem.acc == "float64" else of_four if unroll(problem, width) == 4 else 12
-    words = unroll(problem, width) * _words(problem, width)
+    words = unroll(problem, width) * words_of(problem, width)
     addresses = 0 if all(is_flat(o, problem.sizes) for o in problem.full_outputs) else 24
     addresses += 6 * apart if apart > 2 and width > 4 else 0
     return min(blocks, 65536 // (BLOCK * (24 + -(-words // 8) * 8 + addresses)))
@@ -134,7 +77,7 @@ def _min_blocks_text(problem: Problem, width: int) -> list[str]:
     and spill with fewer."""
     blocks = min_blocks(problem, width)
     usual = definitions(MIN_BLOCKS=blocks)
-    if unroll(problem, width) < 4 or width < 8 or not _gathers(problem, width):
+    if unroll(problem, width) < 4 or width < 8 or not gathers(problem, width):
         return usual
     fewer = definitions(MIN_BLOCKS=min(blocks, 65536 // (BLOCK * 72)))
     return ["#if __CUDA_ARCH__ >= 1000", *fewer, "#else", *usual, "#endif"]
@@ -324,13 +267,6 @@ def random_fields(problem: Problem) -> list[Filled]:
             (pointer("unsigned long long", "random_state"), ("random_state",))]
 
 
-def twins(problem: Problem, rows: Reduction, width: int) -> bool:
-    """Whether two lanes of a reduction share Philox counters: a vector is two of them, and the columns are
-    whole blocks, of which lanes lie 16 apart in the two halves."""
-    return (bool(problem.streams) and rows.keeps_columns and width == 8 and rows.columns % COUNTED == 0
-            and not is_alone(problem, rows, width))
-
-
 def draws_text(problem: Problem, twins: bool = False) -> list[str]:
     """Random bits: a member of `Draws` per stream; stream k takes the k-th counter from the offset."""
     state, single, both = ["    return {};"], [], []
@@ -398,33 +334,10 @@ def _walk_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int
     return definitions(BLOCK=BLOCK, UNROLL=at_once, VEC=width, MIN_BLOCKS=blocks)
 
 
-def registers(problem: Problem, rows: Reduction, width: int, at_once: int, values: int = 0) -> int:
-    """Estimate of what a thread takes that owns `values` a column and reads `at_once` rows at a time."""
-    inputs = tuple(o for o in problem.inputs if is_fixed(o, owned(rows)))
-    fixed = _words(problem._replace(inputs=inputs), width)
-    kept = values * width * (2 if problem.acc == "float64" else 1)
-    moving = at_once * (_words(problem, width) - fixed)
-    return 40 + -(-(fixed + kept + moving + 2 * max(0, len(problem.inputs) - 4)) // 8) * 8
-
-
 def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width: int, staying: int = 0
                     ) -> tuple[list[str], list[str]]:
     lanes, values = n_lanes(problem, rows, width), accumulators.groups(problem)
-    double = problem.acc == "float64"
-    # Packs of eight elements (16-bit operands): four blocks, which hide what they wait for, rather than two
-    # packs at a time where both would spill. Two packs of doubles spill as well, and four blocks of what
-    # draws, or reads six operands, for two sums.
-    wide = width > 4
-    narrow = registers(problem, rows, width, REDUCE_UNROLL, accumulators.n_values(values)) <= 64
-    unroll = REDUCE_UNROLL if not double and (narrow or not wide) else 1
-    apart = not all(is_flat(o, problem.sizes) for o in problem.full_outputs)
-    crowded = apart or ((bool(problem.streams) or len(problem.inputs) > 5) and sum(problem.reduced) > 1)
-    many = _words(problem, width) > MANY_WORDS
-    min_blocks = 1 if double else 2 if many or not wide else 4 - crowded
-    if _is_narrow(problem, width) and not double and not many:
-        unroll, min_blocks = NARROW_UNROLL, 3
-    if problem.across:
-        unroll, min_blocks = across_unroll(problem, rows, width, staying)
+    unroll, min_blocks = reduction_unroll(problem, rows, width, staying)
     geometry.divisor("vectors", max(1, rows.columns // width))
     constants = [*definitions(
         BLOCK=REDUCE_BLOCK, UNROLL=unroll, VEC=width, MIN_BLOCKS=min_blocks, LANES=lanes,
@@ -439,99 +352,6 @@ def _reduction_text(problem: Problem, rows: Reduction, geometry: Geometry, width
     functions = [*_base_text("group", rows.groups, geometry), *_base_text("row", rows.rows, geometry)]
     stores = is_final(problem, rows, width) or is_joined(problem, rows, width)
     return constants, functions + (accumulators.storing(problem) if stores else [])
-
-
-def across_unroll(problem: Problem, rows: Reduction, width: int, staying: int = 0) -> tuple[int, int]:
-    """Packs that a thread of a reduction across memory reads at a time, and blocks of a multiprocessor: it
-    writes nothing, so that what is on its way decides."""
-    if problem.acc == "float64":
-        return 1, across_blocks(problem, width)
-    # Of moments, the count is one for all columns, and nothing is lost yet.
-    kept = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
-    # More blocks where each has many sums of its own: what follows its last row is time without reading.
-    blocks = staying or across_blocks(problem, width) + is_final(problem, rows, width)
-    fits = (u for u in ((16, 8, 4) if _is_narrow(problem, width) else (8, 4)) if 65536 // (
-        REDUCE_BLOCK * (registers(problem, rows, width, u, kept) - 8)) >= blocks)
-    return next(fits, 2), blocks
-
-
-def across_blocks(problem: Problem, width: int) -> int:
-    """Blocks of a multiprocessor where several share a sum. Packs of doubles are read one at a time, and
-    narrow ones are few bytes."""
-    return 4 if problem.acc == "float64" or _is_narrow(problem, width) else 2
-
-
-def _is_narrow(problem: Problem, width: int) -> bool:
-    return width * max([ITEMSIZE[o.dtype] for o in problem.inputs], default=4) <= 4
-
-
-def is_final(problem: Problem, rows: Reduction, width: int) -> bool:
-    """Whether every block has all of its sums, and computes the outputs of rows that lie across memory."""
-    whole = problem.across and problem.inner == problem.abreast == 1
-    return whole and n_chunks(problem, rows, width) == 1
-
-
-def is_joined(problem: Problem, rows: Reduction, width: int) -> bool:
-    """Whether all is reduced to one value of each kind: the block that ends last joins what all have left."""
-    alone = not rows.keeps_columns and rows.n_groups == 1 and problem.inner == 1
-    return alone and not is_final(problem, rows, width)
-
-
-def is_alone(problem: Problem, rows: Reduction, width: int) -> bool:
-    """Whether a thread has all rows of its columns: of few rows, where it then need not ask another one."""
-    threads = rows.n_groups * rows.columns // width
-    whole = problem.across and problem.inner == problem.abreast == 1 and problem.then is None
-    return whole and rows.keeps_columns and rows.n_rows <= ALONE and threads >= ALONE_THREADS
-
-
-def needs_no_other(problem: Problem, rows: Reduction) -> bool:
-    """Whether the kernel, of 16-byte aligned operands, has no partial values left for another one."""
-    width = vector_width(problem, 16)
-    return is_final(problem, rows, width) or is_joined(problem, rows, width)
-
-
-def n_lanes(problem: Problem, rows: Reduction, width: int) -> int:
-    """Threads side by side along the columns, or threads that share a group's sum."""
-    vectors = max(1, rows.columns // width)
-    if is_alone(problem, rows, width):
-        return REDUCE_BLOCK
-    if not rows.keeps_columns:
-        return REDUCE_BLOCK if rows.n_rows * vectors >= 4 * REDUCE_BLOCK else 32
-    return min(32, 1 << (vectors - 1).bit_length())
-
-
-def reduction_grid(problem: Problem, rows: Reduction, width: int) -> tuple[int, int]:
-    """Blocks in all, and blocks that share a sum."""
-    chunks = n_chunks(problem, rows, width)
-    return tiles(problem, rows, width) * chunks, chunks
-
-
-def tiles(problem: Problem, rows: Reduction, width: int) -> int:
-    """Blocks that have columns, or groups, of their own."""
-    lanes = n_lanes(problem, rows, width)
-    if is_alone(problem, rows, width):
-        return -(-rows.n_groups * (rows.columns // width) // REDUCE_BLOCK)
-    if rows.keeps_columns:
-        return -(-rows.columns // (lanes * width)) * rows.n_groups
-    return -(-rows.n_groups * lanes // REDUCE_BLOCK)
-
-
-def n_chunks(problem: Problem, rows: Reduction, width: int) -> int:
-    """Blocks that share the sum of one group and column tile: enough to fill a large GPU, with work for
-    several iterations each; across memory no more than it holds at a time, as a few that are left over would
-    take as long as all others. A constant of the shape, so that results are too."""
-    if is_alone(problem, rows, width):
-        return 1
-    lanes, vectors = n_lanes(problem, rows, width), max(1, rows.columns // width)
-    steps = rows.n_rows * lanes // REDUCE_BLOCK if rows.keeps_columns else rows.n_rows * vectors // lanes
-    if problem.across:
-        blocks = MULTIPROCESSORS * across_blocks(problem, width)
-        wanted = max(2, blocks // tiles(problem, rows, width)) if tiles(problem, rows, width) < blocks else 1
-    else:
-        masked, n_tiles = any(o.dtype == MASK for o in problem.inputs), tiles(problem, rows, width)
-        few = STAYING_TILES_OF_MASKS if masked else STAYING_TILES if problem.abreast > 1 else 0
-        wanted = -(-(STAYING_BLOCKS if n_tiles <= few else REDUCE_BLOCKS) // n_tiles)
-    return max(1, min(wanted, steps // (2 * REDUCE_UNROLL)))
 
 
 def _base_text(kind: str, dims: Sequence[tuple[int, int]], geometry: Geometry) -> list[str]:

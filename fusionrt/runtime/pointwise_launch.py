@@ -9,7 +9,7 @@ import torch
 
 from fusionrt.layout import Reduction
 from fusionrt.problem import Output, Problem
-from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import accumulators, pointwise, reduction_cut, vectors
 from fusionrt.runtime.access import REDUCE_BLOCK
 from fusionrt.runtime.parts import Part, split
 from fusionrt.runtime.plan_text import PlanText, Values
@@ -27,7 +27,7 @@ def sources(problem: Problem) -> list[Specialisation]:
     made = []
     for part in split(problem):
         made.append(pointwise.generate(part.problem, 16, part.rows))
-        if part.rows is None or pointwise.needs_no_other(part.problem, part.rows):
+        if part.rows is None or reduction_cut.needs_no_other(part.problem, part.rows):
             continue
         if part.problem.across:
             made.append(pointwise.generate_join(part.problem))
@@ -38,13 +38,13 @@ def sources(problem: Problem) -> list[Specialisation]:
 
 def _write_part(text: PlanText, part: Part, alignment: int, values: Values) -> None:
     problem, rows = part.problem, part.rows
-    source, width = pointwise.generate(problem, alignment, rows), pointwise.vector_width(problem, alignment)
+    source, width = pointwise.generate(problem, alignment, rows), vectors.vector_width(problem, alignment)
     if rows is None:
         kernel, blocks, block = pointwise.grid(problem, width)
         text.launch(source, blocks, block, values | {"count": problem.domain.numel}, kernel=kernel)
         return
-    grid, chunks = pointwise.reduction_grid(problem, rows, width)
-    if pointwise.is_joined(problem, rows, width):
+    grid, chunks = reduction_cut.reduction_grid(problem, rows, width)
+    if reduction_cut.is_joined(problem, rows, width):
         _write_joined(text, part, source, grid, values)
         return
     if problem.across:

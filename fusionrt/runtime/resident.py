@@ -16,7 +16,7 @@ import torch
 from fusionrt.layout import Reduction
 from fusionrt.problem import Operand, Problem
 from fusionrt.rehearsal import stands_for
-from fusionrt.runtime import accumulators, pointwise
+from fusionrt.runtime import accumulators, pointwise, reduction_cut, vectors
 from fusionrt.runtime import device as cuda
 from fusionrt.runtime.access import REDUCE_BLOCK, Again, access_mode
 from fusionrt.runtime.geometry import INDEX_LIMIT, is_flat
@@ -54,13 +54,13 @@ def _is_matrix(problem: Problem) -> bool:
     then, made, sizes = problem.then, rows(problem), problem.sizes
     if then is None or then.sizes != sizes or len(sizes) != 2 or not made.keeps_columns or problem.inner > 1:
         return False
-    width = pointwise.vector_width(problem, 16)
-    packs = 1 < width == pointwise.vector_width(then, 16) and sizes[0] % width == 0
+    width = vectors.vector_width(problem, 16)
+    packs = 1 < width == vectors.vector_width(then, 16) and sizes[0] % width == 0
     if not packs or problem.acc != "float32" or problem.domain.numel >= INDEX_LIMIT:
         return False
     modes = {access_mode(o, sizes, width) for o in (*problem.inputs, *then.inputs)}
     flat = all(is_flat(o, sizes) for o in then.outputs)
-    shared = not pointwise.is_final(problem, made, width) and _most_chunks(problem, made, width) > 1
+    shared = not reduction_cut.is_final(problem, made, width) and _most_chunks(problem, made, width) > 1
     random = bool(problem.streams or then.streams)
     return modes <= {"flat", "vector", "scalar"} and flat and shared and not random
 
@@ -74,15 +74,15 @@ def kept(problem: Problem) -> list[Operand]:
 
 def pack_bytes(problem: Problem) -> int:
     """Of the operands that are kept, a thread's."""
-    return sum(ITEMSIZE[o.dtype] for o in kept(problem)) * pointwise.vector_width(problem, 16)
+    return sum(ITEMSIZE[o.dtype] for o in kept(problem)) * vectors.vector_width(problem, 16)
 
 
 def blocks(problem: Problem) -> int:
     """On a multiprocessor: three where several operands are read and registers allow two packs of each, which
     was 1 to 3 % faster; of one operand two, which keep more packs on their way, were 2 to 8 % faster."""
-    made, width = rows(problem), pointwise.vector_width(problem, 16)
+    made, width = rows(problem), vectors.vector_width(problem, 16)
     sums = sum(min(2, len(g.places)) for g in accumulators.groups(problem))
-    registers = pointwise.registers(problem, made, width, 2, sums) - 8
+    registers = reduction_cut.registers(problem, made, width, 2, sums) - 8
     return 3 if len(kept(problem)) > 1 and 3 * registers * REDUCE_BLOCK <= REGISTERS else 2
 
 
@@ -94,8 +94,8 @@ def generate(problem: Problem) -> Specialisation:
     staying = blocks(problem)
     first = pointwise.body(problem, 16, made, staying=staying)
     second = pointwise.body(then, 16, again=again)
-    width = pointwise.vector_width(problem, 16)
-    unroll, _ = pointwise.across_unroll(problem, made, width, staying)
+    width = vectors.vector_width(problem, 16)
+    unroll, _ = reduction_cut.across_unroll(problem, made, width, staying)
     at_once = min(unroll, pointwise.walk_unroll(then, width))
     constants = definitions(MIN_BLOCKS=staying, AT_ONCE=at_once, KEPT_BYTES=pack_bytes(problem))
     fields = [pointer("unsigned", "arrived", const=False), *members("int", "kept", "side")]
@@ -157,8 +157,8 @@ class Shape(NamedTuple):
 
 def shape(problem: Problem, device: int) -> Shape | None:
     """None where the device does not hold all blocks at a time."""
-    made, width = rows(problem), pointwise.vector_width(problem, 16)
-    tiles = pointwise.tiles(problem, made, width)
+    made, width = rows(problem), vectors.vector_width(problem, 16)
+    tiles = reduction_cut.tiles(problem, made, width)
     chunks = min(_most_chunks(problem, made, width), blocks(problem) * cuda.multiprocessors(device) // tiles)
     if chunks < 2:
         return None
@@ -181,7 +181,7 @@ def shape(problem: Problem, device: int) -> Shape | None:
 
 def _depth(problem: Problem, rows: Reduction, width: int) -> int:
     """Rows that a block looks at together."""
-    return REDUCE_BLOCK // pointwise.n_lanes(problem, rows, width)
+    return REDUCE_BLOCK // reduction_cut.n_lanes(problem, rows, width)
 
 
 def _most_chunks(problem: Problem, rows: Reduction, width: int) -> int:

@@ -46,10 +46,10 @@ class Layout(NamedTuple):
     packs: int               # that a thread holds, or looks at together
     threads: int             # that share a row within a block
     rows: int                # that a block works on at a time
-    cluster: int             # blocks that share a row
-    stages: int              # rows that a block has in shared memory
     blocks: int              # that a multiprocessor holds at a time
-    persistent: bool
+    cluster: int = 1         # blocks that share a row
+    stages: int = 0          # rows that a block has in shared memory
+    persistent: bool = False
     part: int = 0            # packs of a row that a stage has, where it has not all
     weights: bool = False    # beside its stages a block has its part of the weights in shared memory
     moved: bool = False      # from stages into registers as soon as they have come

@@ -123,7 +123,8 @@ def _of_registers(problem: Problem, pack: int, threads: int, block: int) -> Layo
     working += OF_CHANNELS * repeat(problem) * (2 if problem.sizes[0] % pack else 1)
     working += AT_EDGES * bool(columns(problem) % pack)
     needed = working + packs * (of_row * (2 if summed else 1) + staying)
-    return Layout("registers", pack, packs, threads, rows, 1, 0, blocks_of(needed, threads * rows), summed)
+    return Layout("registers", pack, packs, threads, rows, blocks_of(needed, threads * rows),
+                  persistent=summed)
 
 
 def is_alone(problem: Problem, made: Layout) -> bool:
@@ -145,8 +146,7 @@ def in_pieces(problem: Problem, pack: int) -> Layout | None:
     rows = 2 if filled else block // threads
     of_row, _ = a_pack(problem, pack)
     working = 40 * word(problem) + OF_CHANNELS * repeat(problem) + packs * of_row
-    return Layout("registers", pack, packs, threads, rows, 1, 0, blocks_of(working, threads * rows), False,
-                  pieces=pieces)
+    return Layout("registers", pack, packs, threads, rows, blocks_of(working, threads * rows), pieces=pieces)
 
 
 def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
@@ -163,7 +163,7 @@ def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     sums_alone = word(problem) == 1 and all(is_uniform(o, problem) for o in problem.outputs)
     if sums_alone and one_turn <= 8 and n_rows(problem) >= MANY_ROWS:
         fit = blocks_of(max(40, 24 + packs * of_row), block)
-        made = Layout("registers", pack, -(-packs_a_row // line), line, block // line, 1, 0, fit, False)
+        made = Layout("registers", pack, -(-packs_a_row // line), line, block // line, fit)
         return _in_turns(problem, made)
     few_blocks = is_small(problem) and n_rows(problem) > MULTIPROCESSORS
     threads = _threads(packs_a_row, FEW_PACKS if few_blocks else 1, line, 512)
@@ -174,4 +174,4 @@ def streamed(problem: Problem, pack: int, clusters: bool) -> Layout:
     blocks = blocks_of(working + packs * of_row, threads * rows)
     few = clusters and n_rows(problem) <= FEW_ROWS
     cluster = min(8, power(packs_a_row // (threads * packs))) if few else 1
-    return Layout("streamed", pack, packs, threads, rows, cluster, 0, blocks, False)
+    return Layout("streamed", pack, packs, threads, rows, blocks, cluster)

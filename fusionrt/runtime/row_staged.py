@@ -143,9 +143,9 @@ def _chosen(problem: Problem, pack: int, choice: Choice, cluster: int) -> Layout
     part, stages = choice.part, choice.stages
     if part and packs % part:  # of a row that is a little shorter
         part, stages = 1, stages * part
-    return Layout("staged" if stages else "registers", pack, packs, choice.threads, rows, cluster, stages,
-                  blocks, stages > 1 or choice.moved, part if part < packs else 0, choice.weights,
-                  choice.moved, choice.overlaps, choice.ahead)
+    return Layout("staged" if stages else "registers", pack, packs, choice.threads, rows, blocks, cluster,
+                  stages, persistent=stages > 1 or choice.moved, part=part if part < packs else 0,
+                  weights=choice.weights, moved=choice.moved, overlaps=choice.overlaps, ahead=choice.ahead)
 
 
 def _choices(problem: Problem, pack: int) -> tuple[Choice, ...]:
@@ -208,7 +208,8 @@ def _passing(problem: Problem, pack: int) -> Layout | None:
         any(o.strides[:problem.row_dims]) and not repeats(o, problem) for o in problem.outputs)
     for cluster in CLUSTERS:
         packs_a_block = -(-columns(problem) // (pack * cluster))
-        made = Layout("staged", pack, 1, 256, 1, cluster, 1, 1, False, ahead=ahead)
+        made = Layout("staged", pack, packs=1, threads=256, rows=1, blocks=1, cluster=cluster, stages=1,
+                      ahead=ahead)
         part = stage_bytes(problem, made)
         fits_once = 2 * part > SHARED and len(held(problem)) == 1
         alone = light and part > PART // 2 and (cluster == 1 or fits_once)
@@ -232,7 +233,8 @@ def _at_full_width(problem: Problem, pack: int) -> Layout | None:
     cluster = power(-(-packs_a_row // 1024))
     if of_sums > 8 or word(problem) != 1 or problem.streams or cluster > CLUSTERS[-1]:
         return None
-    made = Layout("staged", pack, 2, 512, 1, cluster, 3, 2, True)
+    made = Layout("staged", pack, packs=2, threads=512, rows=1, blocks=2, cluster=cluster, stages=3,
+                  persistent=True)
     mostly_used = packs_a_row > 768 * cluster
     return made if mostly_used and stage_bytes(problem, made) * 6 <= SHARED else None
 
@@ -269,7 +271,8 @@ def _in_parts(problem: Problem, pack: int) -> Layout | None:
         return None
     most_ahead = 1 if wide else 2 if summed else packs
     beside = (True, False) if _can_keep(problem, weights(problem)) else (False,)
-    made = Layout("staged", pack, packs, threads, 1, CLUSTERS[-1], 1, 1, True, 1, late=apart and packs > 1)
+    made = Layout("staged", pack, packs, threads, rows=1, blocks=1, cluster=CLUSTERS[-1], stages=1,
+                  persistent=True, part=1, late=apart and packs > 1)
     wanted = [made._replace(stages=packs + ahead, weights=weights)
               for weights in beside for ahead in range(most_ahead, 0, -1)]
     return next((made for made in wanted if shared_bytes(problem, made) <= SHARED), None)
@@ -291,7 +294,7 @@ def _staying(problem: Problem, pack: int) -> Layout | None:
         rows = max(1, 128 // threads)
         working = (64 if problem.streams else 48 if word(problem) == 1 else 52) * word(problem)
         fit = min(MOST_BLOCKS, blocks_of(working + packs * of_sums, threads * rows))
-        made = Layout("staged", pack, packs, threads, rows, cluster, 1, fit, True)
+        made = Layout("staged", pack, packs, threads, rows, fit, cluster, stages=1, persistent=True)
         row = stage_bytes(problem, made) * made.rows
         for blocks in range(fit, 1, -1):
             if row * blocks * 3 <= SHARED:
