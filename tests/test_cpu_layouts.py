@@ -209,3 +209,21 @@ def test_gradients_of_short_rows(rows, columns, each, dtype):
             of_meta = [torch.empty(t.shape, dtype=dtype, device="meta", requires_grad=True) for t in args]
             op(*of_meta).backward(torch.empty(x.shape, dtype=dtype, device="meta"))
         assert max(abreast.side_by_side(p).abreast for p in needed) == each
+
+
+@dtypes
+@pytest.mark.parametrize(("shape", "each"), [((130, 33), 26), ((4, 130, 33), 26), ((20_480, 7), 128)])
+def test_gradients_of_a_bias_that_read_it_alone(shape, each, dtype):
+    """Rows side by side, several of them read together: of the bias memory has one row."""
+    bent = frt.fuse(lambda x, b: x + frt.where(b > 0.5, b * b, 0))
+    x, grad = (torch.randn(shape).to(dtype) for _ in "xg")
+    b = torch.randn(shape[-1]).to(dtype).requires_grad_()
+    found, = torch.autograd.grad(bent(x, b), b, grad)
+    truth = torch.where(b > 0.5, 2 * b.double(), 0) * grad.double().flatten(0, -2).sum(0)
+    rows = grad.numel() / shape[-1]
+    limit = 4 * torch.finfo(dtype).eps * (truth.abs().max() + (rows if dtype == F64 else rows ** 0.5))
+    assert (found.double() - truth).abs().max() <= limit
+    with collecting("cpu") as needed:
+        of_meta = [torch.empty(t.shape, dtype=dtype, device="meta", requires_grad=True) for t in (x, b)]
+        bent(*of_meta).backward(torch.empty(shape, dtype=dtype, device="meta"))
+    assert max(abreast.side_by_side(p).abreast for p in needed) == each

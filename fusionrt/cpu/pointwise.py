@@ -199,8 +199,9 @@ def walk_down_together(problem: Problem, place: Sequence[str], body: Sequence[st
     """Sums of columns, rows PLACES at a time, whose values are joined in registers; the rest of them, less
     than that many, by `body`. `place`: the coordinates of `row`."""
     tops, means = outputs_of(problem, TOPS), outputs_of(problem, ("moment_mean",))
-    each = [f"{o.name} = load_{o.dtype}({o.name}_data[{o.name}_base + {step(o)}])"
-            for o in problem.inputs if o.strides[0]]
+    alike = _alike(problem)  # of which memory has one row, and a buffer as many as there are side by side
+    each = [f"{o.name} = load_{o.dtype}({f'near_{o.name}' if o in alike else f'{o.name}_data'}"
+            f"[{o.name}_base + {step(o)}])" for o in problem.inputs if o.strides[0]]
     statements, results = emit(_values(problem), "{} = {}", stem="v")
     each += statements
     head = [*place, *entering(problem.inputs)]
