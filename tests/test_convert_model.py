@@ -17,6 +17,7 @@ from convert_net import Net, X, assert_same, installed_passes, one_thread, repla
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusionrt as frt
 from fusionrt import convert
@@ -397,6 +398,18 @@ def test_without_inputs_the_first_call_is_the_proof(net):
     assert_same(fast(X), net(X))
     assert record_of(fast).verdict.accepted
     assert record_of(fast).graphs
+
+
+def test_the_proof_in_a_checkpoint(net):
+    """Whose backward pass wants to see as many tensors saved as the forward pass."""
+    fast = frt.auto_convert_model(net)
+    found = []
+    for model in (fast, net):
+        x = X.clone().requires_grad_()
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        found.append(x.grad)
+    assert_same(*found)
+    assert record_of(fast).verdict.accepted
 
 
 # --- statistics, reports, files -------------------------------------------------------------------

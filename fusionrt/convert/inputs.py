@@ -158,7 +158,8 @@ def varied(inputs: Inputs, seed: int) -> Inputs:
     """Others of the same kind: floating numbers of the same mean and deviation, integers drawn from those
     that are there. Masks, flags, constants and whatever holds extreme numbers stay."""
     random = torch.Generator().manual_seed(seed)
-    return inputs.map(lambda t: _other(t, random))
+    with torch.no_grad():  # within a checkpoint's forward pass autograd would count what this saves
+        return inputs.map(lambda t: _other(t, random))
 
 
 def relaid(inputs: Inputs) -> Inputs | None:
