@@ -228,6 +228,8 @@ class Operator(Definition):
         for name, a in zip(self.params, args, strict=True):
             if isinstance(a, torch.Tensor):
                 tensors.append(a)
+            elif isinstance(a, (torch.SymInt, torch.SymFloat)):  # of a tracer's sizes, which stay open
+                continue
             elif not isinstance(a, (int, float)):
                 raise TypeError(f"{self.name}: {name} must be a tensor, an array or a number, "
                                 f"got {type(a).__name__}")

@@ -79,7 +79,8 @@ class Sites(threading.local):
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Any], run: Run, also: Check | None = None) -> Run:
         """`also`: what else must be so, of the tensors and of torch, of which guards know nothing."""
-        if tensors[0].device.type != "meta":  # of which each rehearsal is to be heard
+        # Of meta tensors each rehearsal is to be heard; symbolic sizes, of a tracer's, are no key.
+        if tensors[0].device.type != "meta" and not unguarded():
             check = guard_all(guard(*[t for t in tensors if t is not None]), tensors)
             way = Way(check if also is None else both(check, also), run).counting()
             kind, kinds = (key, torch.is_grad_enabled()), all_alike(*tensors)

@@ -379,6 +379,26 @@ def test_export(device):
             assert torch.equal(is_greater, other > bias)
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: frt.sum(x, 1), lambda x: frt.var(x, (0, 2)), lambda x: frt.logsumexp(x), frt.argmax,
+    lambda x: frt.mse_loss(x, 2 * x), lambda x: frt.kl_div(x, x.exp(), "batchmean"),
+    lambda x: frt.cross_entropy(x.flatten(1), torch.zeros_like(x[:, 0, 0], dtype=torch.int64)),
+    lambda x: frt.conv_activation(x, torch.ones_like(x[:1, :, :3]).expand(4, -1, -1), None, "relu"),
+    lambda x: frt.conv_bn_act(x, x.new_ones(5, 8, 3), None, x.new_zeros(5), x.new_ones(5))],
+    ids=["sum", "var", "logsumexp", "argmax", "mse_loss", "kl_div", "cross_entropy", "conv_activation",
+         "conv_bn_act"])
+def test_sizes_stay_open_in_an_export(function, device):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    sizes = {0: torch.export.Dim("n", min=2), 2: torch.export.Dim("m", min=4, max=64)}
+    program = torch.export.export(Model(), (torch.randn(6, 8, 5, device=device),), dynamic_shapes=(sizes,),
+                                  strict=False)
+    other = torch.randn(9, 8, 7, device=device)
+    assert_close(program.module()(other), function(other))
+
+
 def test_a_saved_program_finds_its_ops(tmp_path, device):
     x, bias = torch.randn(6, 8, device=device), torch.randn(8, device=device)
 

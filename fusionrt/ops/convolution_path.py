@@ -64,7 +64,7 @@ def check(op: str, named: Mapping[str, Any], of_channels: Sequence[str], options
                             f"{None if value is None else type(value).__name__}")
         if value.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {value.device}")
-    find = _conv_of.__wrapped__ if torch.compiler.is_dynamo_compiling() else _conv_of
+    find = _conv_of.__wrapped__ if is_watched() else _conv_of  # symbolic sizes are no key
     shapes = tuple((name, named[name].shape) for name in of_channels if named[name] is not None)
     made: Convolution = find(op, x.shape, weight.shape, shapes, *(
         tuple(value) if isinstance(value, list) else value for value in options))
