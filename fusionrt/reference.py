@@ -354,13 +354,25 @@ def group_norm(x: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
     return _activated(F.group_norm(x, num_groups, weight, bias, eps), epilogue, residual)
 
 
+def _weighted(losses: Tensor, weight: Any, reduction: str) -> Tensor:
+    """As torch's from 2.7 on, that takes a weight of the losses' shape."""
+    losses, weight = losses * weight, torch.zeros_like(losses) + weight
+    if reduction == "none":
+        return losses
+    return losses.sum() / weight.sum() if reduction == "mean" else losses.sum()
+
+
 # With the ops' parameters: third in torch's stand the deprecated `size_average` and `reduce`.
-def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    return F.mse_loss(input, target, reduction=reduction)
+def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Any = None) -> Tensor:
+    if weight is None:
+        return F.mse_loss(input, target, reduction=reduction)
+    return _weighted(F.mse_loss(input, target, reduction="none"), weight, reduction)
 
 
-def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    return F.l1_loss(input, target, reduction=reduction)
+def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", weight: Any = None) -> Tensor:
+    if weight is None:
+        return F.l1_loss(input, target, reduction=reduction)
+    return _weighted(F.l1_loss(input, target, reduction="none"), weight, reduction)
 
 
 def smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:

@@ -98,14 +98,27 @@ def test_weights_of_bce(weighted, reduction, dtype, device):
 @reductions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(33, 65), (33, 1), (65,), ()], ids=str)
-def test_weights_of_huber(shape, dtype, reduction, device):
-    x, y = arguments("huber_loss", (33, 65), dtype, device)
-    weight = torch.rand(shape, dtype=F64, device=device).to(dtype)
-    compare("huber_loss", (x, y), reduction=reduction, delta=0.7, weight=weight)
+@pytest.mark.parametrize("name, options", [("mse_loss", {}), ("l1_loss", {}), ("huber_loss", {"delta": 0.7})])
+def test_weights(name, options, shape, dtype, reduction, device):
+    options = options | {"reduction": reduction}
+    x, y = arguments(name, (33, 65), dtype, device)
+    compare(name, (x, y), **options, weight=torch.rand(shape, dtype=F64, device=device).to(dtype))
     few = tuple({33: 3, 65: 5}.get(n, n) for n in shape)
-    args = [*arguments("huber_loss", (3, 5), F64, device), torch.rand(few, dtype=F64, device=device)]
-    torch.testing.assert_close(*(derivatives(lambda x, y, w, f=f: f(x, y, reduction, 0.7, w), args)
-                                 for f in (frt.huber_loss, reference.huber_loss)))
+    args = [*arguments(name, (3, 5), F64, device), torch.rand(few, dtype=F64, device=device)]
+    torch.testing.assert_close(*(derivatives(lambda x, y, w, f=f: f(x, y, **options, weight=w), args)
+                                 for f in (getattr(frt, name), getattr(reference, name))))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch's take no weight")
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss"])
+def test_a_weighted_mean_is_torchs(name, device):
+    x, y = arguments(name, (3, 5), F32, device)
+    for weight in (x.abs(), (4 * x).int(), x > 0, x - 5):
+        found = getattr(frt, name)(x, y, weight=weight)
+        torch.testing.assert_close(found, getattr(torch.nn.functional, name)(x, y, weight=weight))
+    many = torch.full((300, 300), 200.0, dtype=torch.float16, device=device)  # whose sum float16 has not
+    assert getattr(frt, name)(many, 0 * many, weight=many) == {"mse_loss": 40000, "l1_loss": 200}[name]
+    assert getattr(frt, name)(x[:0], y[:0], weight=x[:0]).isnan()
 
 
 def test_a_number_as_weight_of_huber(device):
@@ -299,6 +312,11 @@ def test_compiled(name, dynamic, device):
             lambda x: frt.bce_with_logits(x, x, torch.ones(2, 4, 5)),
             ValueError,
             r"bce_with_logits: weight must broadcast to the shape of input, \(4, 5\), got \(2, 4, 5\)",
+        ),
+        (
+            lambda x: frt.mse_loss(x, x, weight=0.5),
+            TypeError,
+            "mse_loss: weight must be a tensor or an array, got float",
         ),
         (
             lambda x: frt.huber_loss(x, x, weight=x[:, :2]),

@@ -23,10 +23,11 @@ from fusionrt import autocast, layout
 from fusionrt.arguments import as_float
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
 from fusionrt.definition import SCALAR
-from fusionrt.dtypes import HALVES
+from fusionrt.dtypes import HALVES, as_torchs
 from fusionrt.expr import Expr, abs_, cast, clamp, exp, log, softplus, where
 from fusionrt.fusion import Fused, fuse_named
 from fusionrt.op import promoted_dtype
+from fusionrt.ops.reduction import sum as sum_of
 
 
 class Kernels(NamedTuple):
@@ -63,12 +64,15 @@ def _loss(formula: Callable[..., Expr]) -> Loss:
     return Loss(kernels(False), kernels(True))
 
 
-def _reduced(op: str, loss: Loss, reduction: str, *args: Any, also: str = "") -> Any:
+def _reduced(op: str, loss: Loss, reduction: str, *args: Any, also: str = "", weighted: bool = False) -> Any:
+    """`weighted`: a mean is divided by the sum of the third argument, not by the number of elements."""
     shape = _shape(op, *args[:2])
     each, total = _kernels(loss, *args)
     if reduction == "mean":
         count = math.prod(shape)
-        return total(*args, 1 / count) if count else total(*args, 1.0) * math.nan
+        if not count:
+            return total(*args, 1.0) * math.nan
+        return total(*args, 1 / (_sum_of_weights(args[0], args[2]) if weighted else count))
     if reduction == "sum":
         return total(*args, 1.0)
     if reduction == "none":
@@ -107,6 +111,20 @@ def _check_weights(op: str, input: Any, **weights: Any) -> None:
             raise ValueError(f"{op}: {name} must broadcast to the shape of input, {mine}, got {shape}")
 
 
+def _weighted(op: str, loss: Loss, reduction: str, input: Any, target: Any, weight: Any) -> Any:
+    """Whose mean is divided by the sum of the weights."""
+    if not hasattr(weight, "shape"):
+        raise TypeError(f"{op}: weight must be a tensor or an array, got {type(weight).__name__}")
+    _check_weights(op, input, weight=weight)
+    return _reduced(op, loss, reduction, input, target, weight, weighted=True)
+
+
+def _sum_of_weights(input: Any, weight: Any) -> Any:
+    """As broadcast to input's shape."""
+    wide = torch.float32 if as_torchs(weight.dtype) in HALVES else None
+    return sum_of(weight, dtype=wide) * (math.prod(input.shape) // math.prod(weight.shape))
+
+
 def _pair(make: Make) -> tuple[Any, ...]:
     return make(ROWS, COLUMNS), make(ROWS, COLUMNS)
 
@@ -120,8 +138,19 @@ def _mse_loss(input: Expr, target: Expr) -> Expr:
 
 
 @_loss
+def _mse_loss_weighted(input: Expr, target: Expr, weight: Expr) -> Expr:
+    difference = input - target
+    return weight * (difference * difference)
+
+
+@_loss
 def _l1_loss(input: Expr, target: Expr) -> Expr:
     return abs_(input - target)
+
+
+@_loss
+def _l1_loss_weighted(input: Expr, target: Expr, weight: Expr) -> Expr:
+    return weight * abs_(input - target)
 
 
 def _huber(input: Expr, target: Expr, delta: float) -> tuple[Expr, Expr]:
@@ -150,25 +179,33 @@ def _smooth_l1_loss(input: Expr, target: Expr, beta: float) -> Expr:
 
 
 @public(example=_pair)
-def mse_loss(input: Any, target: Any, reduction: str = "mean") -> Any:
+def mse_loss(input: Any, target: Any, reduction: str = "mean", weight: Any = None) -> Any:
     """(input - target)^2, reduced.
 
+    `weight`: of each element's loss, a tensor that broadcasts to input's shape; the mean is then divided by
+    the sum of the weights.
     Source: torch.nn.functional.mse_loss.
 
         mse_loss(model(x), y)
     """
-    return _reduced("mse_loss", _mse_loss, reduction, input, target)
+    if weight is None:
+        return _reduced("mse_loss", _mse_loss, reduction, input, target)
+    return _weighted("mse_loss", _mse_loss_weighted, reduction, input, target, weight)
 
 
 @public(example=_pair)
-def l1_loss(input: Any, target: Any, reduction: str = "mean") -> Any:
+def l1_loss(input: Any, target: Any, reduction: str = "mean", weight: Any = None) -> Any:
     """|input - target|, reduced; its derivative at 0 is 0.
 
+    `weight`: of each element's loss, a tensor that broadcasts to input's shape; the mean is then divided by
+    the sum of the weights.
     Source: torch.nn.functional.l1_loss.
 
         l1_loss(model(x), y)
     """
-    return _reduced("l1_loss", _l1_loss, reduction, input, target)
+    if weight is None:
+        return _reduced("l1_loss", _l1_loss, reduction, input, target)
+    return _weighted("l1_loss", _l1_loss_weighted, reduction, input, target, weight)
 
 
 @public(example=_pair)
