@@ -1,5 +1,6 @@
 """Image preprocessing against its formulas in float64, torchvision's where that is there, and errors."""
 
+import enum
 import functools
 import importlib.util
 import math
@@ -118,6 +119,16 @@ def test_resampling(interpolation, antialias, device):
     for source, size in SIZES:
         options = {"interpolation": interpolation, "antialias": antialias}
         check(pixels(2, *source, 3, device=device), size, options, tolerance=2 * TOLERANCE)
+
+
+def test_an_interpolation_of_an_enumeration(device):
+    """As torchvision's InterpolationMode is one."""
+    mode = enum.Enum("InterpolationMode", {"BICUBIC": "bicubic", "NEAREST": "nearest"})
+    images = pixels(2, 31, 45, 3, device=device)
+    assert torch.equal(image_preprocess(images, 9, interpolation=mode.BICUBIC),
+                       image_preprocess(images, 9, interpolation="bicubic"))
+    with pytest.raises(ValueError, match="'bilinear' or 'bicubic', got 'nearest'"):
+        image_preprocess(images, 9, interpolation=mode.NEAREST)
 
 
 def test_an_image_of_the_right_size_is_only_converted(device):

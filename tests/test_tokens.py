@@ -37,6 +37,7 @@ def test_a_padded_tensor(device, index):
     ids = torch.randint(0, 4, (5, 700), device=device).to(index)
     out = token_preprocess(ids, pad_id=0, pad_to_multiple_of=64)
     full = torch.nn.functional.pad(ids, (0, 4))
+    assert torch.equal(token_preprocess(ids, pad_id=0, pad_to_multiple_of=None).input_ids, ids)
     assert all(t.dtype == index for t in out)
     assert torch.equal(out.input_ids, full)
     assert torch.equal(out.attention_mask, (full != 0).to(index))
@@ -242,7 +243,7 @@ run = token_preprocess
      "device must name one, such as 'cpu' or 'cuda:0', got 'foo'"),
     (lambda: run([[5]], mask_probability=torch.ones(2)), TypeError,
      r"mask_probability must be a number, got a Tensor of shape \(2,\)"),
-    (lambda: run(IDS, pad_to_multiple_of=None), ValueError, "pad_to_multiple_of must be a positive int"),
+    (lambda: run(IDS, pad_to_multiple_of=0), ValueError, "pad_to_multiple_of must be a positive int"),
     (lambda: torch.vmap(run)(torch.ones(2, 3, 4, dtype=torch.int64)), NotImplementedError,
      r"torch.func's transforms \(vmap, grad\) of ids are not implemented; give the whole batch"),
     (lambda: run([[2**70]]), ValueError, "ids must fit into int64, got 1180591620717411303424"),

@@ -49,7 +49,7 @@ class Recipe(NamedTuple):
 
 
 def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = "NHWC", boxes: Any = None,
-                     resize: int | tuple[int, int] | None = None, interpolation: str = "bilinear",
+                     resize: int | tuple[int, int] | None = None, interpolation: Any = "bilinear",
                      antialias: bool = True, flip: Any = False, brightness: Any = None, contrast: Any = None,
                      saturation: Any = None, hue: Any = None, order: Any = None, mean: Any = None,
                      std: Any = None, dtype: Any = torch.float32, out_layout: str = "NCHW") -> Any:
@@ -65,7 +65,8 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     In this order, whatever is given for all images or for each, with a first dimension of N:
     * `boxes`: (top, left, height, width) of what is used, (N, 4), or "center" for a box of the result's size.
     * `resize`: the size (height, width), or of the shorter side, that a box is resized to before the centre
-      of `size` is taken; by default a box is resized to `size`. `interpolation`: "bilinear" or "bicubic".
+      of `size` is taken; by default a box is resized to `size`. `interpolation`: "bilinear" or "bicubic",
+      or torchvision's InterpolationMode of these.
     * `flip`: bool, left to right.
     * `brightness`, `contrast`, `saturation`: factors, not negative; `hue`: turns in [-0.5, 0.5]; in the
       `order` of a permutation of (0, 1, 2, 3), which are these four. None leaves an adjustment out.
@@ -88,6 +89,7 @@ def image_preprocess(images: Any, size: int | tuple[int, int], *, layout: str = 
     planar, result_planar = _layout("layout", layout), _layout("out_layout", out_layout)
     tensors, single, restore = _tensors(images)
     sources = _sources(tensors, planar)
+    interpolation = getattr(interpolation, "value", interpolation)  # of an enumeration, as torchvision's is
     if interpolation not in ("bilinear", "bicubic"):
         raise ValueError("image_preprocess: interpolation must be 'bilinear' or 'bicubic', got "
                          f"{interpolation!r}")

@@ -31,10 +31,11 @@ class Tokens(NamedTuple):
 
 
 def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None,
-                     offsets: Tensor | None = None, padding_side: str = "right", pad_to_multiple_of: int = 1,
-                     bos_id: int | None = None, eos_id: int | None = None, byte_offset: int = 0,
-                     shift_right: bool = False, mask_probability: float = 0.0, mask_id: int | None = None,
-                     vocab_size: int | None = None, special_ids: Sequence[int] = (), ignore_index: int = -100,
+                     offsets: Tensor | None = None, padding_side: str = "right",
+                     pad_to_multiple_of: int | None = None, bos_id: int | None = None,
+                     eos_id: int | None = None, byte_offset: int = 0, shift_right: bool = False,
+                     mask_probability: float = 0.0, mask_id: int | None = None, vocab_size: int | None = None,
+                     special_ids: Sequence[int] = (), ignore_index: int = -100,
                      device: torch.device | str | None = None) -> Tokens:
     """Padding, attention mask, positions and labels of a batch, in one kernel.
 
@@ -83,7 +84,8 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
         raise ValueError(f"{OP}: bos_id and eos_id go around lists, bytes or sequences with offsets, not "
                          "around the rows of a padded tensor")
     limit = _limit(batch, sum(token is not None for token in around), max_length)
-    width = -(-limit // pad_to_multiple_of) * pad_to_multiple_of
+    multiple = pad_to_multiple_of or 1
+    width = -(-limit // multiple) * multiple
     special = {pad_id, *special_ids, *(t for t in (bos_id, eos_id) if t is not None)}
     masking = None
     if mask_probability and mask_id is not None and vocab_size is not None:
@@ -101,12 +103,11 @@ def token_preprocess(ids: Any, *, pad_id: int = 0, max_length: int | None = None
     return out
 
 
-def _check_numbers(max_length: int | None, padding_side: str, multiple: int, probability: float,
+def _check_numbers(max_length: int | None, padding_side: str, multiple: int | None, probability: float,
                    mask_id: int | None, vocab_size: int | None, special_ids: Sequence[int]) -> None:
     positive = {"max_length": max_length, "pad_to_multiple_of": multiple, "vocab_size": vocab_size}
     for name, value in positive.items():
-        if (value is not None or name == "pad_to_multiple_of") and (
-                not is_int(value) or not 0 < value < 2**31):
+        if value is not None and (not is_int(value) or not 0 < value < 2**31):
             raise ValueError(f"{OP}: {name} must be a positive int below 2**31, got {value!r}")
     if not isinstance(special_ids, Collection) or isinstance(special_ids, str):
         raise TypeError(f"{OP}: special_ids must be integers, got {special_ids!r}")
