@@ -234,6 +234,14 @@ def test_mlp_drops_in_training_only():
     torch.testing.assert_close(mlp.eval()(x), whole)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_of_no_features():
+    mlp, x = fnn.FusedMLP(D, 0, 3), rows()
+    torch.testing.assert_close(mlp(x), mlp.linear2.bias.expand(*x.shape[:-1], 3))
+    for none in (fnn.FusedMLP(D, H, 0), fnn.FusedSwiGLU(D, H, 0), fnn.FusedGEGLU(D, H, 0, packed=True)):
+        assert none(x).shape == (*x.shape[:-1], 0)
+
+
 def test_weights_that_are_packed_load_where_they_are_not():
     packed, apart = fnn.FusedSwiGLU(D, H, packed=True, bias=True), fnn.FusedSwiGLU(D, H, bias=True)
     x = rows()

@@ -43,7 +43,8 @@ class FusedMLP(Activated):
         super().__init__()
         check_counts("FusedMLP", {"hidden_features": hidden_features, "out_features": out_features},
                      in_features=in_features)
-        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        hidden = 4 * in_features if hidden_features is None else hidden_features
+        out = in_features if out_features is None else out_features
         self._choose(activation)
         scale_of_kept("FusedMLP", dropout, False, "dropout")
         if len(names) != 2 or names[0] == names[1]:
@@ -101,14 +102,14 @@ class _Gated(nn.Module):
         super().__init__()
         check_counts(type(self).__name__, {"out_features": out_features}, in_features=in_features,
                      hidden_features=hidden_features)
-        where = {"device": device, "dtype": dtype}
+        where, out = {"device": device, "dtype": dtype}, in_features if out_features is None else out_features
         self.packed, self.recompute = packed, recompute
         if packed:
             self.gate_up_proj = nn.Linear(in_features, 2 * hidden_features, bias, **where)
         else:
             self.gate_proj = nn.Linear(in_features, hidden_features, bias, **where)
             self.up_proj = nn.Linear(in_features, hidden_features, bias, **where)
-        self.down_proj = nn.Linear(hidden_features, out_features or in_features, bias, **where)
+        self.down_proj = nn.Linear(hidden_features, out, bias, **where)
         self.register_load_state_dict_pre_hook(_repacked)
 
     @classmethod
