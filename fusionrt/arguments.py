@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -61,6 +61,17 @@ def check_counts(op: str, optional: Mapping[str, Any] | None = None, /, **counts
     given = {name: value for name, value in (optional or {}).items() if value is not None}
     for name, value in (counts | given).items():
         as_count(op, name, value)
+
+
+def as_tensors(op: str, name: str, value: Any) -> list[torch.Tensor]:
+    """Of one tensor or of any number of them."""
+    if not isinstance(value, (torch.Tensor, Iterable)):
+        raise TypeError(f"{op}: {name} must be tensors, got a {type(value).__name__}")
+    found = [value] if isinstance(value, torch.Tensor) else list(value)
+    for index, each in enumerate(found):
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{op}: {name}[{index}] must be a tensor, got {type(each).__name__}")
+    return found
 
 
 def as_dim(op: str, dim: Any, rank: int) -> int:

@@ -58,7 +58,7 @@ def test_errors():
         (TypeError, "get_ema_multi_avg_fn: decay must be a number, got 'x'",
          lambda: optim.get_ema_multi_avg_fn("x")),
         (ValueError, "ema_update_: decay must be in", lambda: optim.ema_update_([], [], 2.0)),
-        (TypeError, "ema_update_: the value of pair 0 must be a tensor, got list",
+        (TypeError, r"ema_update_: values\[0\] must be a tensor, got list",
          lambda: optim.ema_update_([torch.zeros(1)], [[1.0]], 0.5)),
         (TypeError, "ema_update_: pair 0 has an average of torch.float32 and a value of torch.complex64",
          lambda: optim.ema_update_([torch.zeros(1)], [torch.zeros(1, dtype=torch.complex64)], 0.5)),
@@ -121,6 +121,20 @@ def test_sparse_gradients_are_refused():
                 "dense one; make it so with sparse=False of its embedding")
     with pytest.raises(RuntimeError, match=expected):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda model: optim.clip_grad_norm_(model, 1.0),
+     "clip_grad_norm_: parameters must be tensors, got a Linear"),
+    (lambda model: optim.clip_grad_norm_(model.named_parameters(), 1.0),
+     r"clip_grad_norm_: parameters\[0\] must be a tensor, got tuple"),
+    (lambda model: optim.ema_update_(model, model, 0.9),
+     "ema_update_: averages must be tensors, got a Linear"),
+    (lambda model: optim.ema_update_(model.parameters(), model.state_dict(), 0.9),
+     r"ema_update_: values\[0\] must be a tensor, got str")])
+def test_what_holds_tensors_is_none(call, text):
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        call(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, -1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusionrt.arguments import as_float
+from fusionrt.arguments import as_float, as_tensors
 from fusionrt.cpu.team import torch_alone
 from fusionrt.dtypes import FLOATS, name_of
 from fusionrt.laid import is_lazy
@@ -35,15 +35,12 @@ def ema_update_(averages: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
         raise ValueError(f"ema_update_: decay must be in [0, 1], got {decay}")
     chosen: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    averages, values = list(averages), list(values)
+    averages = as_tensors("ema_update_", "averages", averages)
+    values = as_tensors("ema_update_", "values", values)
     if len(averages) != len(values):
         raise ValueError(f"ema_update_: averages and values must be as many, got {len(averages)} and "
                          f"{len(values)}")
     for index, (average, value) in enumerate(zip(averages, values, strict=True)):
-        for name, t in (("average", average), ("value", value)):
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"ema_update_: the {name} of pair {index} must be a tensor, got "
-                                f"{type(t).__name__}")
         if value.is_complex() and not average.is_complex():
             raise TypeError(f"ema_update_: pair {index} has an average of {average.dtype} and a value of "
                             f"{value.dtype}, whose imaginary part would be lost")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusionrt.arguments import as_float
+from fusionrt.arguments import as_float, as_tensors
 from fusionrt.dtypes import name_of
 from fusionrt.optim import kernels
 from fusionrt.optim.kernels import Coefficients, Common, Kind, Squares
@@ -26,16 +26,16 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     gradient is. Gradients that need no scaling are read once and not written. A `norm_type` other than 2,
     gradients on several devices, sparse ones, DTensors and ones that do not fill their memory are torch's
     business.
-    `foreach` changes nothing. Raises ValueError for a negative `max_norm`, RuntimeError if
-    `error_if_nonfinite` and the norm is not finite; that alone waits for the device. Inside of a step,
-    `clip_grad_norm=` of the optimizers saves the second pass.
+    `foreach` changes nothing. Raises ValueError for a negative `max_norm`, TypeError for what is no tensor,
+    RuntimeError if `error_if_nonfinite` and the norm is not finite; that alone waits for the device. Inside
+    of a step, `clip_grad_norm=` of the optimizers saves the second pass.
 
         norm = fusionrt.optim.clip_grad_norm_(model.parameters(), 1.0)
     """
     max_norm = as_float("clip_grad_norm_", "max_norm", max_norm)
     if max_norm < 0:  # it would turn all gradients round
         raise ValueError(f"clip_grad_norm_: max_norm must not be negative, got {max_norm}")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = as_tensors("clip_grad_norm_", "parameters", parameters)
     grads = [p.grad for p in given if p.grad is not None]
     if float(norm_type) != 2.0 or not all(map(_is_plain, grads)) or len({g.device for g in grads}) != 1:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
