@@ -1,6 +1,7 @@
 """fusionrt.nn: linear layers, norms, convolutions, MLPs, embeddings and losses against torch's modules."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -314,6 +315,14 @@ STATES = {
 @pytest.mark.parametrize("case", STATES)
 def test_weights_load_both_ways(case):
     assert_loads_both_ways(*STATES[case]())
+
+
+@pytest.mark.parametrize("case", ["linear", "layer norm", "rms norm", "loss"])
+def test_arguments_are_named_as_torchs(case):
+    ours, theirs, *inputs = STATES[case]()
+    ours.load_state_dict(theirs.state_dict())
+    named = dict(zip(inspect.signature(theirs.forward).parameters, inputs, strict=True))
+    torch.testing.assert_close(ours(**named), theirs(**named))
 
 
 SHARED = {

@@ -4,9 +4,10 @@
     block = fusionrt.nn.TransformerBlock.from_torch(torch.nn.TransformerEncoderLayer(512, 8))
 
 Constructor, call and state-dict keys are those of the torch module that a class replaces, with further
-options by keyword; `from_torch` (of what is several modules in torch, `from_modules`) takes the parameters of
-existing ones, without copies, and hooks of what is replaced stay behind. Everything that modules do works:
-train and eval, `to`, deepcopy, pickle, `torch.compile(fullgraph=True)`, autocast.
+options by keyword, but for a loss's deprecated size_average and reduce; `from_torch` (of what is several
+modules in torch, `from_modules`) takes the parameters of existing ones, without copies, and hooks of what is
+replaced stay behind. Everything that modules do works: train and eval, `to`, deepcopy, pickle,
+`torch.compile(fullgraph=True)`, autocast.
 
 One file an idea: `linear`, `norm`, `conv`, `mlp`, `attention`, `transformer`, `embedding`, `loss`;
 `activation` (what may stand for one), `sharing` (parameters of another module), `reading` (tensors of

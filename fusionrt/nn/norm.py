@@ -59,9 +59,9 @@ class FusedLayerNormGELU(FusedLayerNorm, activation="gelu"):
 class FusedRMSNorm(Activated, nn.RMSNorm):
     """activation(s / sqrt(mean(s^2) + eps) * (weight_offset + weight)) of s = dropout(x) + residual.
 
-    A `torch.nn.RMSNorm`; arguments of forward as in `FusedLayerNorm`. `eps`: None is that of float32 (float64
-    for doubles), as in torch; LLaMA's is 1e-6. `weight_offset`: 1 for weights that are stored as their
-    difference from 1 (Gemma), and then start at 0.
+    A `torch.nn.RMSNorm`; forward(x, residual=None, *, dropout_p=0.0, training=None, return_sum=False) as that
+    of `FusedLayerNorm`. `eps`: None is that of float32 (float64 for doubles), as in torch; LLaMA's is 1e-6.
+    `weight_offset`: 1 for weights that are stored as their difference from 1 (Gemma), and then start at 0.
 
     State: `weight`, as torch.nn.RMSNorm's. Raises ValueError and TypeError for an activation that is none,
     another weight_offset than 0 or 1, and what `fusionrt.rms_norm` raises.
@@ -94,9 +94,9 @@ class FusedRMSNorm(Activated, nn.RMSNorm):
         if self.elementwise_affine and self.weight_offset:
             nn.init.zeros_(self.weight)
 
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None, *, dropout_p: float = 0.0,
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, dropout_p: float = 0.0,
                 training: bool | None = None, return_sum: bool = False) -> Any:
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
                         residual=residual, dropout_p=dropout_p,
                         training=self.training if training is None else training,
                         epilogue=resolve("rms_norm", self.activation), return_sum=return_sum)
