@@ -199,8 +199,9 @@ def warm(one: timing.Call) -> None:
 
 def walls(calls: Mapping[str, timing.Call], device: torch.device) -> dict[str, timing.Time]:
     if device.type == "cpu":
-        longest = max(t.us for t in timing.cpu(calls, rounds=1, settle=0).values())
-        return timing.cpu(calls, rounds=max(5, min(15, int(3e6 / longest))), settle=min(0.02, longest / 1e6))
+        longest = max(t.us for t in timing.cpu(calls, rounds=1, uncounted=0).values())
+        rounds = max(5, min(15, int(3e6 / longest)))
+        return timing.cpu(calls, rounds, uncounted=min(0.02, longest / 1e6))
     longest = max(t.us for t in timing.latency(calls, rounds=3).values())
     n = max(2, min(timing.BURST, int(TURN / longest)))
     return {name: burst.wall for name, burst in timing.bursts(calls, n, ROUNDS).items()}

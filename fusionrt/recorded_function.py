@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusionrt.guards import guard
-from fusionrt.settling import Again, is_capturing, settle, settles
+from fusionrt.settling import Again, is_capturing, prepare_settling, settle_when_due
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import OF_BACKWARD
 
@@ -37,7 +37,7 @@ class Known(NamedTuple):
     check: Run               # of what is saved, then of the given gradients
     steps: Steps = NONE      # of the context, what is saved, the gradients of outputs: those of arguments
 
-    def settled(self) -> Known:
+    def with_settled(self) -> Known:
         return self._replace(steps=self.steps.with_settled())
 
 
@@ -51,7 +51,7 @@ class RecordedFunction:
         self.n_results, self.forward, self.unknown_pass = n_results, forward, unknown_pass
         self.passes: list[Known] = []
         self.is_settled, self.passes_again = False, Again()
-        settles(self, self.settle)
+        prepare_settling(self, self.settle)
         self._unknown: Run = lambda ctx, *grads: unknown_pass(self, ctx, list(ctx.saved_tensors), grads)
         self.function: Any = type(name, (torch.autograd.Function,), {
             "recorded": self, "backward": staticmethod(self._unknown)})  # compiled autograd's
@@ -64,7 +64,7 @@ class RecordedFunction:
 
     def settle(self) -> None:
         """For many calls: in machine code, as the plans and those of its backward passes."""
-        self.passes = [known.settled() for known in self.passes]
+        self.passes = [known.with_settled() for known in self.passes]
         self.is_settled = True
         self.become(self.forward.with_settled())
 
@@ -91,7 +91,7 @@ class RecordedFunction:
     def keep(self, known: Known) -> None:
         """What is done in a backward pass, for others of its kind in this thread."""
         if self.is_settled and not is_capturing():
-            known = known.settled()
+            known = known.with_settled()
         self.passes = [*self.passes, known][-_KEPT_BY_ALL:]  # threads come and go
         self._write()
 
@@ -108,7 +108,7 @@ class RecordedFunction:
         known = self._written.get(half)
         if known is None or known[0] != (is_settled, of):
             steps = of if half == "forward" else self._backward(of) if of else None
-            run = self._unknown if steps is None else steps.settled() if is_settled else steps.function()
+            run = self._unknown if steps is None else steps.machine_code() if is_settled else steps.function()
             known = self._written[half] = (is_settled, of), run
         return known[1]
 
@@ -139,7 +139,7 @@ class RecordedFunction:
         tensors = [steps.item(saved, k) for k in known.places]
         steps.same(steps.call(known.check, *tensors, *given), True)
         if not self.is_settled:  # the graph of one call may be kept for many passes
-            steps.call(settle, self)
+            steps.call(settle_when_due, self)
         steps.insert(known.steps, ctx, saved, *grads)
 
 

@@ -12,7 +12,7 @@ from fusionrt.autograd import BackwardPass, recorded_backward
 from fusionrt.mask import leaving_mask
 from fusionrt.problem import unpack
 from fusionrt.recorded_function import RecordedFunction
-from fusionrt.settling import planned_once, settled, settles
+from fusionrt.settling import planned_once, prepare_settling, settled_now
 from fusionrt.sites import keep
 from fusionrt.steps import Steps, Value
 
@@ -38,7 +38,7 @@ class Recording(RecordedFunction):
         super().__init__(op.name, len(op.differentiable), self._forward(), recorded_backward)
 
     def settle(self) -> None:
-        self.plan = settled(self.plan)
+        self.plan = settled_now(self.plan)
         self.forward = self._forward()
         super().settle()
 
@@ -140,7 +140,7 @@ def _to_be_recorded(op: Operator, args: Sequence[Any]) -> Recording:
 def recorded(op: Operator, args: Sequence[Any]) -> Run:
     """Calls of this kind where gradients are recorded."""
     recording = _to_be_recorded(op, args)
-    return settles(lambda *args: recording.apply(*args), recording.settled_apply)
+    return prepare_settling(lambda *args: recording.apply(*args), recording.settled_apply)
 
 
 class _Recorded:
@@ -173,6 +173,6 @@ def in_either_mode(operator: Operator, draw: Callable[[], Any] | None) -> Run:
 
     def apart() -> Run:
         recorded.settle()
-        return steps.with_settled().settled()
+        return steps.with_settled().machine_code()
 
-    return settles(steps.function(), apart)
+    return prepare_settling(steps.function(), apart)

@@ -185,7 +185,8 @@ def found(run: Run, args: Sequence[Any], params: Sequence[str], given: Sequence[
         made.give(out)
         return made
 
-    return settling.settles(steps(way).function(), lambda: steps(settling.settled(way)).settled())
+    return settling.prepare_settling(
+        steps(way).function(), lambda: steps(settling.settled_now(way)).machine_code())
 
 
 def _constant(flag: Any) -> Any:

@@ -1,8 +1,8 @@
 """What is called often settles: on machine code, or on what looks at less, made after so many calls.
 What is called once, as a batch may have sizes that no other has, is not worth a text of its own: `Again`.
 
-A plan has an attribute, `settled`, that makes it; whoever keeps the plan asks at each call (`settle`), or has
-the calls counted (`counted`).
+A plan has an attribute, `make_settled` (`prepare_settling`); whoever keeps the plan asks at each call
+(`settle_when_due`), or has the calls counted (`counted`).
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ class Again:
         return was_asked
 
 
-def settles(run: Called, made: Run) -> Called:
-    """`run`, of which `made` makes what costs less a call: for many, as the first one takes LLVM's import."""
-    vars(run).update(settled=made, calls=0)
+def prepare_settling(run: Called, make: Run) -> Called:
+    """`run`, of which `make` makes what costs less a call: for many, as the first one takes LLVM's import."""
+    vars(run).update(make_settled=make, calls=0)
     return run
 
 
-def settled(run: Any) -> Run:
-    made = getattr(run, "settled", None)
-    return run if made is None else cast(Run, made())
+def settled_now(run: Any) -> Run:
+    make = getattr(run, "make_settled", None)
+    return run if make is None else cast(Run, make())
 
 
-def settle(run: Any) -> Run | None:
+def settle_when_due(run: Any) -> Run | None:
     """What to call from now on, for whoever asks at each call; None: to be asked again. Not during a capture,
     whose memory is the graph's."""
     kept = getattr(run, "__dict__", {})
     if "calls" not in kept:
-        return settled(run)
+        return settled_now(run)
     enough = min(SETTLED_AFTER, SETTLED_LATER) if _has_settled else SETTLED_AFTER
     if kept["calls"] < enough or is_capturing():
         kept["calls"] += 1
         return None
     if not _has_settled:
         _has_settled.append(True)
-    return settled(run)
+    return settled_now(run)
 
 
 def counted(run: Run, use: Callable[[Run], None]) -> Run:
     """`run`, to be called until `use` is told what costs less."""
-    if not hasattr(run, "settled"):
+    if not hasattr(run, "make_settled"):
         return run
 
     def counting(*args: Any) -> Any:
-        made = settle(run)
+        made = settle_when_due(run)
         if made is None:
             return run(*args)
         use(made)
@@ -85,16 +85,16 @@ def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
         return plan(*args, draw())
 
     def drawn_apart() -> Run:
-        run = settled(plan)
+        run = settled_now(plan)
         return lambda *args: run(*args, draw())
 
-    made = getattr(plan, "settled_drawing", None)
-    return settles(drawn, drawn_apart if made is None else lambda: made(drawn, counters))
+    make = getattr(plan, "make_settled_drawing", None)
+    return prepare_settling(drawn, drawn_apart if make is None else lambda: make(drawn, counters))
 
 
-def settles_drawing(run: Run, made: Callable[[Run, int], Run]) -> None:
-    """`made` makes what costs less of `run`, together with what draws its random numbers."""
-    vars(run)["settled_drawing"] = made
+def prepare_settling_drawing(run: Run, make: Callable[[Run, int], Run]) -> None:
+    """`make` makes what costs less of `run`, together with what draws its random numbers."""
+    vars(run)["make_settled_drawing"] = make
 
 
 def planned_once(operator: Operator) -> Run:
@@ -104,8 +104,8 @@ def planned_once(operator: Operator) -> Run:
 
     def run(*args: Any) -> Any:
         if len(plans) < 2:
-            made = settle(plans[0]) if plans else operator.plan(args[:len(operator.params)])
+            made = settle_when_due(plans[0]) if plans else operator.plan(args[:len(operator.params)])
             plans.extend([] if made is None else [made])
         return plans[-1](*args)
 
-    return settles(run, lambda: settled(plans[0]) if plans else run)
+    return prepare_settling(run, lambda: settled_now(plans[0]) if plans else run)

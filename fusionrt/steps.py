@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fusionrt.runtime import llvm
-from fusionrt.settling import Again, settled
+from fusionrt.settling import Again, settled_now
 from fusionrt.texts import Lines
 
 Run = Callable[..., Any]
@@ -142,7 +142,7 @@ class Steps:
         """The same, but what it calls has settled."""
         made = copy.copy(self)
         called = self.called
-        made.constants = [settled(constant) if any(constant is c for c in called) else constant
+        made.constants = [settled_now(constant) if any(constant is c for c in called) else constant
                           for constant in self.constants]
         return made
 
@@ -227,7 +227,7 @@ class Steps:
         known.lines += _lines(self._form)
         return known.function([*map(str, self.arguments)])
 
-    def settled(self) -> Run:
+    def machine_code(self) -> Run:
         """In machine code, a builtin: unlike a function it is no method as an attribute of a class. In Python
         where that cannot be."""
         function = self.function()

@@ -20,7 +20,7 @@ import torch
 
 from fusionrt import autocast, rehearsal
 from fusionrt.recorded_function import RecordedFunction
-from fusionrt.settling import Again, is_capturing, settles
+from fusionrt.settling import Again, is_capturing, prepare_settling
 from fusionrt.steps import Steps, Value
 from fusionrt.watching import is_batched, is_watched
 
@@ -166,7 +166,7 @@ def taped(function: Run) -> Run:
         kept.append((steps, steps.function()))
         return result
 
-    return settles(run, lambda: kept[0][0].with_settled().settled() if kept else run)
+    return prepare_settling(run, lambda: kept[0][0].with_settled().machine_code() if kept else run)
 
 
 class Written(Protocol):

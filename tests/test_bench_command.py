@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here looks at how good a figure is."""
-    monkeypatch.setattr(timing, "cpu", functools.partial(timing.cpu, settle=0.001))
+    monkeypatch.setattr(timing, "cpu", functools.partial(timing.cpu, uncounted=0.001))
 
 
 def call(*words: object) -> Result:

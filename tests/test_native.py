@@ -105,7 +105,7 @@ def settled(driver: Driver, packed: tuple[str, ...] = PACKED, taking: Taking | N
     launched = Launched(1234, 5, 2, 64, 1024, Params(FIELDS), packed, 2)
     functions = {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}
     arguments = ["a0", "a1", "a2", "a3", *also]
-    return native.settled(Plan(lambda *args: ("general", *args), arguments, outputs, returned,
+    return native.machine_code(Plan(lambda *args: ("general", *args), arguments, outputs, returned,
                                [launched, *more], 3, 7, functions, taking, still))
 
 
@@ -144,7 +144,7 @@ def test_asks_whether_a_number_is_still_the_same(driver: Driver) -> None:
 def test_one_output_comes_alone(driver: Driver) -> None:
     x, y = tensors()
     params = Params(FIELDS[:3])
-    run = native.settled(Plan(
+    run = native.machine_code(Plan(
         lambda *args: "general", ["a0", "a1"], [Allocated("out", (2,), (1,), torch.int8)], ["out"],
         [Launched(1, 1, 1, 32, 0, params, PACKED[:3], 1)], 3, 7,
         {"empty": driver.empty, "stream": driver.current}))
@@ -214,7 +214,7 @@ def test_a_later_output_may_have_the_name_of_an_earlier_one(driver: Driver) -> N
     params = Params(FIELDS[:2])
     parts = [Allocated("partials", (size,), (1,), torch.float32) for size in (8, 16)]
     launches = [Launched(k, 1, 1, 32, 0, params, ("p_a0", "p_partials"), k) for k in (1, 2)]
-    run = native.settled(Plan(lambda *args: "general", ["a0"], parts, [], launches, 3, 7,
+    run = native.machine_code(Plan(lambda *args: "general", ["a0"], parts, [], launches, 3, 7,
                               {"empty": driver.empty, "stream": driver.current, "scratch": driver.scratch}))
 
     assert run(torch.randn(4)) == ()
@@ -314,7 +314,7 @@ def test_which_plans_may_be_machine_code(monkeypatch: pytest.MonkeyPatch, call: 
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     with collecting("cuda"):
         call()
-    run = settling.settled(launch._write(found[-1], 16, lambda *args: None))
+    run = settling.settled_now(launch._write(found[-1], 16, lambda *args: None))
     assert isinstance(run, BuiltinFunctionType) == is_machine_code
 
 
@@ -431,10 +431,10 @@ def test_settles_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         def run() -> str:
             return "Python"
 
-        assert settling.settle(run) is run  # which is all there is
-        settling.settles(run, lambda: "settled")
-        assert [settling.settle(run) for _ in range(enough)] == [None] * enough
-        assert settling.settle(run) == settling.settled(run) == "settled"
+        assert settling.settle_when_due(run) is run  # which is all there is
+        settling.prepare_settling(run, lambda: "settled")
+        assert [settling.settle_when_due(run) for _ in range(enough)] == [None] * enough
+        assert settling.settle_when_due(run) == settling.settled_now(run) == "settled"
 
 
 def test_nothing_settles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,12 +442,12 @@ def test_nothing_settles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     def run() -> str:
         return "Python"
 
-    settling.settles(run, lambda: "settled")
+    settling.prepare_settling(run, lambda: "settled")
     vars(run)["calls"] = settling.SETTLED_AFTER
     monkeypatch.setattr(settling, "is_capturing", lambda: True)
-    assert settling.settle(run) is None
+    assert settling.settle_when_due(run) is None
     monkeypatch.undo()
-    assert settling.settle(run) == "settled"
+    assert settling.settle_when_due(run) == "settled"
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ def test_settles_where_it_is(x, monkeypatch):
         return made[-1]
 
     def op(x):
-        return (sites.find((), (x,)) or sites.keep((), (x,), settling.settles(run, settled)))(x)
+        return (sites.find((), (x,)) or sites.keep((), (x,), settling.prepare_settling(run, settled)))(x)
 
     op = front(op, sites, "x")
     assert [op(x) for _ in range(6)] == ["first"] * 3 + ["settled"] * 3

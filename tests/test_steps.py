@@ -22,14 +22,14 @@ from fusionrt.op import OPERATORS
 from fusionrt.recording import recording_of
 from fusionrt.steps import Steps
 
-MAKES: list[Callable[[Steps], Any]] = [Steps.function, Steps.written, Steps.settled]
+MAKES: list[Callable[[Steps], Any]] = [Steps.function, Steps.written, Steps.machine_code]
 
 
 @pytest.fixture(params=MAKES, ids=["one by one", "text", "machine code"])
 def make(request: pytest.FixtureRequest) -> Callable[[Steps], Any]:
     def made(written: Steps) -> Any:
         function = request.param(written)
-        assert isinstance(function, BuiltinFunctionType) == (request.param is Steps.settled)
+        assert isinstance(function, BuiltinFunctionType) == (request.param is Steps.machine_code)
         return function
 
     return made
@@ -162,7 +162,7 @@ def test_what_is_too_long_stays_in_python(n: int) -> None:
     for value in values[steps.GIVEN + 1:]:
         written.get(value, "__class__")
     written.give(written.tuple(*values[:steps.GIVEN + 1]))
-    function = written.settled()
+    function = written.machine_code()
     assert not isinstance(function, BuiltinFunctionType) and function(3) == ((3,),) * (steps.GIVEN + 1)
 
 
@@ -171,7 +171,7 @@ def test_where_there_is_no_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("this process does not export Py_DecRef")
 
     monkeypatch.setattr(steps.llvm, "builtin", fails)
-    assert conditional().settled()(7, 7) == "same"
+    assert conditional().machine_code()(7, 7) == "same"
 
 
 def test_threads_that_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_threads_that_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         written = Steps(1)
         written.give(written.arguments[0])
         together.wait()
-        made.append(written.settled())
+        made.append(written.machine_code())
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:

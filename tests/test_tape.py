@@ -20,7 +20,8 @@ from fusionrt.tape import PLAINLY, Doing, Tape, Taped, forget, lets_go, note_hoo
 
 Tensor = torch.Tensor
 MAKES: list[Callable[[Tape, Any], Any]] = [
-    lambda tape, result: tape.gives(result).function(), lambda tape, result: tape.gives(result).settled()]
+    lambda tape, result: tape.gives(result).function(),
+    lambda tape, result: tape.gives(result).machine_code()]
 
 
 def halves(do: Doing, x: Tensor) -> tuple[Tensor, ...]:
@@ -99,7 +100,7 @@ def test_of_a_kind_of_call() -> None:
     run = taped(function)
     for k in range(3):
         assert_close(run(x + k), torch.relu(x + k - 1))
-    settled = settling.settled(run)
+    settled = settling.settled_now(run)
     assert isinstance(settled, BuiltinFunctionType)
     assert calls == [1, 1]  # plainly, then written down
     assert_close(settled(x), torch.relu(x - 1))

@@ -78,7 +78,7 @@ def on_cpu(variants: Mapping[str, Call], warmup: int, repeat: int) -> dict[str, 
             call = variants[name]
             with naming(name):
                 if turns > 1:
-                    _settle(call)
+                    _call_uncounted(call)
                 else:
                     _timed(call, calls[name])  # caches are not what they were before the collector
                 for _ in range(shares[k // len(variants)]):
@@ -94,7 +94,7 @@ def _timed(call: Call, calls: int) -> float:
     return (time.perf_counter() - start) * 1e6 / calls
 
 
-def _settle(call: Call, seconds: float = 0.02) -> None:
+def _call_uncounted(call: Call, seconds: float = 0.02) -> None:
     """Calls that do not count: OpenMP's threads keep spinning after the variant before."""
     until = time.perf_counter() + seconds
     call()

@@ -52,17 +52,16 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 # -- CPU -------------------------------------------------------------------------------------------
 
-def cpu(variants: Mapping[str, Call], rounds: int = 15, settle: float = 0.02
-        ) -> dict[str, Time]:
-    """A turn is three calls, after `settle` seconds of calls that are not counted: OpenMP's threads
+def cpu(variants: Mapping[str, Call], rounds: int = 15, uncounted: float = 0.02) -> dict[str, Time]:
+    """A turn is three calls, after `uncounted` seconds of calls that are not counted: OpenMP's threads
     keep spinning after torch's calls and would slow down whoever comes next."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         call()
     with collector.paused():
         for name in in_turns(list(variants), rounds):
-            call, settled = variants[name], time.perf_counter() + settle
-            while time.perf_counter() < settled:
+            call, begin = variants[name], time.perf_counter() + uncounted
+            while time.perf_counter() < begin:
                 call()
             for _ in range(3):
                 start = time.perf_counter()
@@ -100,7 +99,7 @@ def latency(variants: Mapping[str, Call], rounds: int = 70) -> dict[str, Time]:
             torch.cuda.synchronize()
         return run
 
-    return cpu({name: waiting(call) for name, call in variants.items()}, rounds, settle=0.001)
+    return cpu({name: waiting(call) for name, call in variants.items()}, rounds, uncounted=0.001)
 
 
 # -- GPU: the device's side ------------------------------------------------------------------------

@@ -34,6 +34,6 @@ def times(modules: Mapping[str, Module], inputs: Inputs) -> dict[str, float]:
         longest = max(t.us for t in timing.latency(calls, rounds=3).values())
         n = max(2, min(timing.BURST, int(BUDGET / 7 / longest)))
         return {name: burst.wall.us for name, burst in timing.bursts(calls, n, rounds=7).items()}
-    longest = max(t.us for t in timing.cpu(calls, rounds=1, settle=0).values())
+    longest = max(t.us for t in timing.cpu(calls, rounds=1, uncounted=0).values())
     rounds = max(3, min(15, int(BUDGET * 4 / 3 / longest)))
-    return {name: t.us for name, t in timing.cpu(calls, rounds, settle=min(0.02, longest / 1e6)).items()}
+    return {name: t.us for name, t in timing.cpu(calls, rounds, uncounted=min(0.02, longest / 1e6)).items()}

@@ -190,14 +190,14 @@ class PlanText(Lines):
         made = self.function(names, another=another)
         if not self.is_launch_alone:
             return made
-        return settling.settles(made, lambda: self._settled(made, names))
+        return settling.prepare_settling(made, lambda: self._machine_code(made, names))
 
-    def _settled(self, general: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-        from fusionrt.cpu.settled import settled  # which most processes do not call
+    def _machine_code(self, general: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+        from fusionrt.cpu.settled import machine_code  # which most processes do not call
 
         results = dict(zip(self.returned, self.results, strict=True))
-        return settled(general, names, results, self.of_kernel, self.division, self.addresses,
-                       bool(self.problem.streams), self.numbers)
+        return machine_code(general, names, results, self.of_kernel, self.division, self.addresses,
+                            bool(self.problem.streams), self.numbers)
 
 
 def _random(rng: tuple[int, int, torch.Tensor | None]) -> tuple[int, int]:

@@ -29,9 +29,9 @@ class Job(team.Job):
                 ("forked", ctypes.c_void_p))
 
 
-def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
-            of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], draws: bool,
-            numbers: Sequence[str | float]) -> Callable[..., Any]:
+def machine_code(general: Callable[..., Any], arguments: Sequence[str], results: Mapping[str, Output],
+                 of_kernel: Sequence[Memory], division: Division, pointers: Sequence[str], draws: bool,
+                 numbers: Sequence[str | float]) -> Callable[..., Any]:
     """`general`, for as many threads as there are now. `pointers` and `numbers`: of the kernel, as text;
     whether it `draws` random numbers, whose seed and offset are of each call."""
     now = torch.get_num_threads()
@@ -50,7 +50,7 @@ def settled(general: Callable[..., Any], arguments: Sequence[str], results: Mapp
     job = _job(division)
     launched = Launched(ctypes.addressof(job), 0, 0, 0, 0, params, [*pointers, *integers.values(), *numbers],
                         len(allocated), owned=job)
-    return native.settled(Plan(
+    return native.machine_code(Plan(
         general, arguments, allocated, list(results), [launched], 0, threading.get_ident(),
         {"empty": pages.empty_strided}, still=(torch.get_num_threads, now) if division.is_parallel else None,
         driver=(_run(), None)))

@@ -111,12 +111,12 @@ def gradient_of(params: tuple[str, ...], is_result: bool, mean: bool, in_place: 
     n = len(gradient.params)
     incoming, count = argument(f"a{n - 1}", True), argument(f"a{n}", True)
     roots = substitute(gradient.outputs, {incoming: incoming / count}) if mean else gradient.outputs
-    definition = gradient.name, [*gradient.params, "count"][:n + mean], _settled(roots), gradient.targets
-    operator = RowOperator(*definition, {*gradient.uniform, n})
+    operator = RowOperator(gradient.name, [*gradient.params, "count"][:n + mean],
+                           _first_product_rounded(roots), gradient.targets, {*gradient.uniform, n})
     return Gradient(operator.over({0: 0}) if in_place else operator, gradient.saved)
 
 
-def _settled(roots: Sequence[Expr]) -> list[Expr]:
+def _first_product_rounded(roots: Sequence[Expr]) -> list[Expr]:
     """With the first of two products that are added rounded by itself. A compiler joins one of them with the
     addition, not the same one in every kernel: the gradient in place would have other bits."""
     rounded = {n.args[0]: node("mul_rn", *n.args[0].args) for n in toposort(roots)

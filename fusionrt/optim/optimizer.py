@@ -223,7 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 member = Member(param, self.state[param], place, name)
                 chosen.setdefault((param.device, kind, form), []).append(member)
             for (device, kind, form), members in chosen.items():
-                self._settle(device, form, members)
+                self._conform(device, form, members)
                 tensors += [t for m in members for t in states.kept(m.state, form)]
                 buckets += [Bucket(type(self).__name__, group, kind, form, members[k:k + CAPACITY])
                             for k in range(0, len(members), CAPACITY)]
@@ -238,10 +238,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         stateless = [b for b in buckets if not b.kind.states and not b.kind.master]
         return any(member.param is param for bucket in stateless for member in bucket.members)
 
-    def _settle(self, device: torch.device, form: Format, members: Sequence[Member]) -> None:
+    def _conform(self, device: torch.device, form: Format, members: Sequence[Member]) -> None:
         counters = torch.zeros(len(members), dtype=torch.float32, device=device).unbind()
         for member, counter in zip(members, counters, strict=True):
-            states.settle(member.param, member.state, form, counter)
+            states.conform(member.param, member.state, form, counter)
             if not member.state:
                 self.state.pop(member.param, None)  # torch keeps none either; one may be given twice
 

@@ -51,7 +51,7 @@ def as_dense_as(param: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) ->
         return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
 
 
-def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: torch.Tensor | None) -> None:
+def conform(param: torch.Tensor, state: dict[str, Any], form: Format, counter: torch.Tensor | None) -> None:
     """Make a state of that format of whatever there is: nothing, one loaded from torch, one of other options.
 
     `counter` is a fresh float32 zero for a parameter that has no step yet.
@@ -71,7 +71,7 @@ def settle(param: torch.Tensor, state: dict[str, Any], form: Format, counter: to
     if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.device != param.device:
         state[STEP] = torch.as_tensor(step, dtype=torch.float32, device=param.device)
     for position, name in enumerate(form.names):
-        _settle_one(param, state, name, form.dtype, signed=position == 0)
+        _conform_one(param, state, name, form.dtype, signed=position == 0)
     if form.master:
         state[MASTER] = as_dense_as(param, state.get(MASTER, param.detach()), torch.float32)
         follow(param, state[MASTER])
@@ -86,7 +86,7 @@ def follow(param: torch.Tensor, master: torch.Tensor) -> None:
     master.copy_(torch.where(master.to(now.dtype) == now, master, now))
 
 
-def _settle_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
+def _conform_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
                 ) -> None:
     value, scale = state.get(name), _scale(state, name)
     if value is not None and value.shape != param.shape:

@@ -41,7 +41,7 @@ def _write(call: Call, alignment: int, misaligned: Run) -> Run:
     returned = list(problem.returned) or [o.name for o in problem.outputs]
     text.lines.append("return " + ", ".join(returned))
     run = text.compile(names, lambda: build(call, alignment, misaligned))
-    return text.settles(run, names, returned) if alignment == 16 else run
+    return text.prepare_settling(run, names, returned) if alignment == 16 else run
 
 
 def _addresses(text: PlanText, alignment: int, misaligned: Run, names: Sequence[str]) -> Values:

@@ -2,8 +2,8 @@
 
 The same in Python takes a third of a call's own time: frames, numbers as objects, packing. LLVM, which
 compiles kernels for a CPU as well, takes 40 ms for it once a process, most of them its import, so a
-plan begins in Python and is `settled` after many calls (`settling.settle`). A CPU's plans are made so
-too, with something else in the driver's place (`cpu/settled.py`).
+plan begins in Python and settles after many calls (`settling`). A CPU's plans are made so too, with
+something else in the driver's place (`cpu/settled.py`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Parameters:
         return 0
 
 
-def settled(plan: Plan) -> Callable[..., Any]:
+def machine_code(plan: Plan) -> Callable[..., Any]:
     """The plan in machine code; its general callable where that cannot be."""
     try:
         return _builtin(plan, _Parameters(plan))

@@ -125,7 +125,7 @@ class PlanText(Lines):
         elsewhere = f"if current() != {device}: return elsewhere({device}, run, {', '.join(arguments)})"
         return self.function(arguments, *[elsewhere] * ("current" in self.scope), another=another)
 
-    def settles(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
+    def prepare_settling(self, run: Run, arguments: Sequence[str], returned: Sequence[str]) -> Run:
         """`run`, which is compiled from this, so that it can be machine code if it gives what it allocates;
         where it is given random numbers, also together with whoever draws them."""
         device = self.call.device
@@ -137,12 +137,12 @@ class PlanText(Lines):
         def on_device(plan: Plan) -> Run:
             from fusionrt.runtime import native
             with torch.cuda.device(device):
-                return native.settled(plan)
+                return native.machine_code(plan)
 
         on = functools.lru_cache(4)(lambda stream: on_device(plan))  # for all who ask
-        settling.settles(run, lambda: on(self.scope["stream"](device)))
+        settling.prepare_settling(run, lambda: on(self.scope["stream"](device)))
         if RANDOM in arguments:
-            settling.settles_drawing(run, lambda drawn, counters: on_device(plan._replace(
+            settling.prepare_settling_drawing(run, lambda drawn, counters: on_device(plan._replace(
                 general=drawn, arguments=arguments[:-1], random=random.taking(device, counters))))
         return run
 
