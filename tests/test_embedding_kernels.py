@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from checking import BF16, F32, F64, assert_same_bits, lost, needs_nvrtc
-from test_embedding import COLUMNS, WORDS, exact_sums, ids, table
+from test_embedding import COLUMNS, WORDS, ids, table
+from test_embedding_gradients import exact_sums
 
 import fusionrt as frt
 from fusionrt.laid import Laid
