@@ -32,5 +32,15 @@ class MissingKernelError(RuntimeError):
     """A kernel is not in the cache and FUSIONRT_DISABLE_JIT forbids to build it."""
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """Of its text, and of that so many characters; of an error without text there is none."""
+    return (str(error).strip().splitlines() or [""])[0][:most]
+
+
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """Its class and `first_line`."""
+    return f"{type(error).__name__}: {first_line(error, most)}"
+
+
 for _error in (CompileError, CaptureError, CacheWarning, MissingKernelError):
     _error.__module__ = "fusionrt"  # tracebacks show the public name

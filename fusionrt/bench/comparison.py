@@ -27,8 +27,9 @@ from fusionrt.bench.kernel import (
     split_inputs,
 )
 from fusionrt.bench.results import NOISE
-from fusionrt.bench.sampling import VariantError, naming, one_line
+from fusionrt.bench.sampling import VariantError, naming
 from fusionrt.bench.timing import LARGE
+from fusionrt.errors import one_line
 from fusionrt.files import whole, write
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionrt.errors import one_line
 from fusionrt.files import write
 
 Row = dict[str, Any]
@@ -170,8 +171,7 @@ def why(error: Exception) -> str:
     """An error as one short line of a result file: the first of those that led to each other."""
     while isinstance(error.__context__, Exception):
         error = error.__context__
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:200]
+    return one_line(error)[:200]
 
 
 # -- where -----------------------------------------------------------------------------------------

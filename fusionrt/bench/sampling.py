@@ -18,6 +18,7 @@ import torch
 from fusionrt import collector
 from fusionrt.bench import timing
 from fusionrt.bench.timing import Call
+from fusionrt.errors import one_line
 
 CPU_SAMPLE = 20.0       # us that a sample should take at least: 400 ticks of the clock
 GPU_SAMPLE = 250.0      # us, beside which what two events add counts little
@@ -33,11 +34,6 @@ class VariantError(RuntimeError):
     def __init__(self, variant: str, error: Exception) -> None:
         super().__init__(f"variant {variant!r} raised {one_line(error)}")
         self.variant = variant
-
-
-def one_line(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
 
 
 class naming:

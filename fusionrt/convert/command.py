@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from fusionrt.errors import one_line
 from fusionrt.terminal import console, device_option, for_users, found_device, progress_bar
 
 SUMMARY = "conversion_summary.json"
@@ -116,8 +117,7 @@ def _one(name: str, device: str, dtype: str, batch: int, random_init: bool, vali
     except (ModelUnavailable, ValidationError, OSError) as error:
         return {"name": name, "error": str(error)}
     except Exception as error:  # one model less; it says why
-        first = (str(error).strip().splitlines() or [""])[0]
-        return {"name": name, "error": f"{type(error).__name__}: {first}"}
+        return {"name": name, "error": one_line(error)}
 
 
 def _converted(name: str, device: str, dtype: str, batch: int, random_init: bool, validate: bool,

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fusionrt.bench.kernel import split_inputs
 from fusionrt.convert.contents import contents
+from fusionrt.errors import first_line, one_line
 
 MOST_TRIALS = 16
 IMAGES_ON = ("cuda",)
@@ -41,7 +42,7 @@ class Inputs(NamedTuple):
                     memo[id(t)] = copy.deepcopy(t.detach(), memo)
             return Inputs(*copy.deepcopy(given, memo))
         except Exception as error:  # of whatever class the argument is
-            raise TypeError(f"the arguments {self.describe()} cannot be copied: {_first_line(error)}"
+            raise TypeError(f"the arguments {self.describe()} cannot be copied: {first_line(error, 200)}"
                             ) from error
 
     def map(self, function: Any) -> Inputs:
@@ -91,13 +92,9 @@ def find(model: Module, input_shape: Any, device: torch.device) -> Inputs:
             model(*args, **kwargs)
             return inputs
         except Exception as error:  # whatever the model raises about them
-            failures.append(f"{inputs.describe()}: {type(error).__name__}: {_first_line(error)}")
+            failures.append(f"{inputs.describe()}: {one_line(error, 200)}")
     raise ValueError(f"auto_convert_model: {type(model).__name__} takes no inputs of input_shape="
                      f"{input_shape}; give example_inputs. Tried:\n  " + "\n  ".join(failures))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _shapes(input_shape: Any) -> list[tuple[int, ...]]:

@@ -8,6 +8,8 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fusionrt.errors import one_line
+
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
@@ -96,18 +98,14 @@ def build(name: str, random_init: bool = False) -> Module:
         raise _misfit(name, entry.package, error) from error
     except Exception as error:  # each package has its own
         if random_init:
-            raise ModelUnavailable(f"{name} cannot be built: {_line(error)}") from error
+            raise ModelUnavailable(f"{name} cannot be built: {one_line(error, 200)}") from error
         raise ModelUnavailable(
-            f"the weights of {name} cannot be loaded ({_line(error)}); connect this machine to the network "
-            "once, copy the package's cache from one that was, or use --random-init (random_init=True)"
+            f"the weights of {name} cannot be loaded ({one_line(error, 200)}); connect this machine to the "
+            "network once, copy the package's cache from one that was, or use --random-init (random_init=True)"
         ) from error
     if random_init:
         randomise(model)
     return model.eval()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def missing(package: str) -> bool:
@@ -127,8 +125,8 @@ def _imported(name: str, package: str) -> Any:
 def _misfit(name: str, package: str, error: BaseException) -> ModelUnavailable:
     while error.__cause__ is not None:
         error = error.__cause__
-    return ModelUnavailable(f"{name} needs {package}, which cannot be imported ({_line(error)}); install "
-                            "builds of torch and torchvision that fit each other")
+    return ModelUnavailable(f"{name} needs {package}, which cannot be imported ({one_line(error, 200)}); "
+                            "install builds of torch and torchvision that fit each other")
 
 
 def _torchvision(torchvision: Any, name: str, entry: Entry, random_init: bool) -> Any:

@@ -17,6 +17,7 @@ from fusionrt.convert.sharing import own_tensors, shared_clone
 from fusionrt.convert.speed import times
 from fusionrt.convert.undisturbed import is_plain, undisturbed
 from fusionrt.dtypes import name_of
+from fusionrt.errors import one_line
 from fusionrt.ops.convolution_cudnn import convolves_in_tf32
 
 SAMPLES, MOST_SAMPLES = 3, 16
@@ -307,8 +308,7 @@ def _what(error: Exception) -> str:
     """In one line. Dynamo wraps what a backend raised."""
     if isinstance(error, ValidationError):
         return str(error)
-    cause = getattr(error, "inner_exception", None) or error
-    return f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:300]}"
+    return one_line(getattr(error, "inner_exception", None) or error, 300)
 
 
 # -- the optimised against the original ------------------------------------------------------------
