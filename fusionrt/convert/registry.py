@@ -100,8 +100,9 @@ def build(name: str, random_init: bool = False) -> Module:
         if random_init:
             raise ModelUnavailable(f"{name} cannot be built: {one_line(error, 200)}") from error
         raise ModelUnavailable(
-            f"the weights of {name} cannot be loaded ({one_line(error, 200)}); connect this machine to the "
-            "network once, copy the package's cache from one that was, or use --random-init (random_init=True)"
+            f"the weights of {name} cannot be loaded ({one_line(error, 200)}); connect this machine to "
+            "the network once, copy the package's cache from one that was, or use --random-init "
+            "(random_init=True)"
         ) from error
     if random_init:
         randomise(model)
