@@ -100,6 +100,17 @@ def test_second_derivatives_of_no_tokens(device):
     assert torch.autograd.grad(sum(grad.sum() for grad in grads), g)[0].shape == g.shape
 
 
+def test_second_derivatives_of_no_tokens_at_given_positions(device):
+    """Positions of shape (S,) are there even so."""
+    tokens, positions = ids((0, 6), 4, device), ids((6,), 5, device)
+    floats = [table(n, F64, device, 3).requires_grad_() for n in (4, 5, 7)]  # types: too many for one pass
+    y = of_floats(frt.embedding_position, tokens, position_ids=positions, token_type=positions)(*floats)
+    g = torch.ones_like(y).requires_grad_()
+    grads = torch.autograd.grad(y, floats, g, create_graph=True)
+    assert not any(grad.any() for grad in grads)
+    assert torch.autograd.grad(sum(grad.sum() for grad in grads), g)[0].shape == g.shape
+
+
 def test_only_the_gradients_that_are_needed(device):
     tokens, floats = ids(device=device), [*tables(F32, device), *affine(F32, device)]
     g = torch.randn(4, 11, COLUMNS, device=device)

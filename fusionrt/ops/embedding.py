@@ -117,8 +117,8 @@ def _of_repeated(grad: Tensor, ids: Tensor | None, period: int, rows: int) -> Te
         summed = grad.view(-1, count, grad.shape[1]).sum(0, dtype=wide)
     else:
         summed = grad if ids is not None or rows > count else grad.clone()  # not the caller's memory
-    if ids is not None:
-        summed = _by_index(summed, ids.reshape(-1), rows, 1.0, -1)
+    if ids is not None:  # of no tokens none are summed, however many there are
+        summed = _by_index(summed, ids.reshape(-1)[:summed.shape[0]], rows, 1.0, -1)
     elif rows > summed.shape[0]:
         summed = torch.nn.functional.pad(summed, (0, 0, 0, rows - summed.shape[0]))
     return summed.to(grad.dtype)
