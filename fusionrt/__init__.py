@@ -17,11 +17,11 @@ The source has one file an idea (CONTRIBUTING.md says how they join). Packages: 
 and `row_fusion` (of rows), `definition` (an operator's), `stages` (rows across memory). Calls: `dispatch`,
 `op` and `row_op`, `random`, `mask` (a bit an element for the backward pass), `counted`; with gradients
 `autograd`, `recording`, `recorded_function`; as torch's own `library`, `structured` (of ops that are no
-expression), `watching`, `autocast`. A kernel to be built: `problem`, `layout`, `laid`, `dtypes`. Kinds of
-calls that were made before: `guards`, `sites`, `settling`, `tape`, `steps`, `texts`. Arguments and errors:
-`array` (DLPack), `indices`, `deferred`, `errors`. The command line: `cli`, `__main__`, `terminal`, `new_op`,
-`diagnosis` (`doctor`), `precompile` (`warmup`) with `rehearsal` and `inventory`. Of Python itself: `lazy`
-(imports), `collector` (of cycles), `forks`, `files`, `properties`.
+expression), `registration`, `watching`, `autocast`. A kernel to be built: `problem`, `layout`, `laid`,
+`dtypes`. Kinds of calls that were made before: `guards`, `sites`, `settling`, `tape`, `steps`, `texts`.
+Arguments and errors: `array` (DLPack), `indices`, `deferred`, `errors`. The command line: `cli`,
+`__main__`, `terminal`, `new_op`, `diagnosis` (`doctor`), `precompile` (`warmup`) with `rehearsal` and
+`inventory`. Of Python itself: `lazy` (imports), `collector` (of cycles), `forks`, `files`, `properties`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from fusionrt.autograd import Dispatched, backward, restore, save
 from fusionrt.definition import SCALAR
 from fusionrt.op import OPERATORS, Operator
 from fusionrt.problem import pack
-from fusionrt.watching import Transformed, is_transformed, registered
+from fusionrt.registration import Transformed, registered
+from fusionrt.watching import is_transformed
 
 _overloads: dict[str, Any] = {}
 _lock = threading.RLock()

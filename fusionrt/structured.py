@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusionrt.laid import in_memory, is_lazy
 from fusionrt.problem import unpack
 from fusionrt.recorded_function import straight
-from fusionrt.watching import Transformed, is_batched, is_recorded, is_transformed, is_watched, registered
+from fusionrt.registration import Transformed, registered
+from fusionrt.watching import is_batched, is_recorded, is_transformed, is_watched
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 

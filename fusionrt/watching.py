@@ -1,11 +1,9 @@
-"""Who watches a call, and must see what it does: autograd, transforms, modes and tracers of torch's. And what
-they see: an op of torch's own, or a function of autograd's.
-"""
+"""Who watches a call, and must see what it does: autograd, transforms, modes and tracers of torch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -46,44 +44,6 @@ def seen_by_torch(*tensors: torch.Tensor | None) -> bool:
 def is_recorded(*values: Any) -> bool:
     """Whether autograd records what is made of these arguments."""
     return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values)
-
-
-_library = torch.library.Library("fusionrt", "FRAGMENT")
-
-
-def registered(schema: str, run: Callable[..., Any], fake: Callable[..., Any],
-               gradient: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-               vmap: Callable[..., Any] | None = None) -> Any:
-    """An op of torch's, to be called. `fake` only allocates its results; `gradient`: what runs backwards, and
-    what sets up the context for it."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
-    qualified = f"fusionrt::{name}"
-    torch.library.register_fake(qualified, fake, lib=_library)
-    if gradient is not None:
-        backward, setup_context = gradient
-        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_library)
-    return getattr(torch.ops.fusionrt, name).default
-
-
-class Transformed(torch.autograd.Function):
-    """For torch.func, which does not take what `register_autograd` makes, and for forward mode, which loses
-    its tangents there. `ctx.op`: the op."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        no_forward_mode(ctx.op.name)
-
-
-def no_forward_mode(op: str) -> NoReturn:
-    raise NotImplementedError(f"{op}: forward-mode differentiation (jvp, jacfwd, forward_ad) is not "
-                              "implemented; use reverse mode (grad, vjp, jacrev)")
 
 
 def no_transforms(op: str, name: str, tensor: torch.Tensor) -> None:

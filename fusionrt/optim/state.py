@@ -87,7 +87,7 @@ def follow(param: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def _conform_one(param: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype, signed: bool
-                ) -> None:
+                 ) -> None:
     value, scale = state.get(name), _scale(state, name)
     if value is not None and value.shape != param.shape:
         raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a state {name} of shape "
