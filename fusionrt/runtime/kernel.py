@@ -55,8 +55,11 @@ class Kernel:
         if set(names) != values.keys():
             raise TypeError(f"{self.name}: the last {len(values)} fields of {self.stem} are "
                             f"{', '.join(names)}, got {', '.join(values)}")
-        return tuple(n for field, name in zip(self.fields[first:], names, strict=True)
-                     for n in field.packed(values[name]))
+        found: list[Any] = []
+        for field, name in zip(self.fields[first:], names, strict=True):
+            # Most are one number, and some ops come here in each call.
+            found += (values[name],) if len(field.format) == 1 else field.packed(values[name])
+        return tuple(found)
 
     def packed(self, *values: Any) -> bytes:
         """The parameters, of the values of the fields."""
