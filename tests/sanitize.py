@@ -99,7 +99,9 @@ class Queue:
             return self.files[file].popleft()
 
     def give_back(self, test: str) -> None:
-        self.files[file_of(test)].append(test)
+        """To its place, as of a process that had just ended."""
+        with self.lock:
+            self.files[file_of(test)].appendleft(test)
 
 
 def file_of(test: str) -> str:
