@@ -162,6 +162,15 @@ def test_sums_lose_no_more_than_torchs(columns, offset):
     assert (SUM(x) - exact).abs().max() <= 2 * torch.finfo(torch.float32).eps * exact.max()
 
 
+@pytest.mark.parametrize("columns", [1000, 4096, 10_000, 65_536])
+def test_sums_whose_terms_cancel_are_as_near_as_torchs(columns):
+    x = torch.randn(64, columns)
+    exact = x.double().sum(-1)
+    ours, torchs = ((found - exact).square().mean().sqrt() for found in (SUM(x)[:, 0], torch.stack(
+        [row.sum() for row in x])))
+    assert ours <= 1.5 * torchs
+
+
 def test_mean_and_rstd_of_16_bit_rows_are_float32():
     x = torch.randn(5, 100).bfloat16()
     _, mean, rstd = LAYER_NORM(x, torch.ones(100), torch.zeros(100), EPS)

@@ -41,12 +41,12 @@ from fusionrt.primitives import REDUCTION, SIZE
 from fusionrt.problem import Operand, Output, Problem
 from fusionrt.rowwise import schedule, spelled_out
 
-LANE = 32             # elements that a lane of a vector adds in the arithmetic's type, before float64 does
+BLOCK = 256           # elements added in the arithmetic's type, 8 or 32 by a lane, before float64 adds these
+                      # sums, and between which lines of memory are asked for that a later loop needs
 DRAWN_AHEAD = 8       # blocks of 512 random numbers: short rows share them
 TURNED = 16           # rows that are turned over at a time: a cache line of float32
 TURNED_COLUMNS = 1 << 14   # at most, so that they stay in a cache of 1 MB
 PAD = 16              # elements between turned rows: columns are often a power of two, rows one cache set
-AHEAD = 256           # elements, between which lines of memory are asked for that a later loop needs
 CACHE_LINE = 64       # bytes
 APART = 1024          # bytes between a buffer and whatever else is in memory; see `_apart`
 LEAST_SUMMED = 256    # rows whose sums go along: a task has 32 of them at least
@@ -162,7 +162,6 @@ class _Text:
         self.names: dict[Expr, str] = {}
         self.numbers = itertools.count()
         self.side_by_side = not (self.turned or problem.summed) and self._waits_for_memory()
-        self.block = LANE * (8 if self.side_by_side else 32)  # LLVM takes a vector, or four at a time
 
     def kernel(self) -> str:
         p, n_dims = self.problem, len(self.problem.sizes)
@@ -357,12 +356,11 @@ class _Text:
                  *(f"{o.name}_base = {o.name}_row + {_offset(o, self.row_dims[1:])}"
                    for o in (*reads, *outputs)),
                  *(_load(o) for o in reads if not o.strides[0])]
-        block = self.block if sums else AHEAD
-        ahead = self._ahead(loop, block)
+        ahead = self._ahead(loop)
         if sums or ahead:
-            inner += [f"for first in range(0, n0, {block}):",
+            inner += [f"for first in range(0, n0, {BLOCK}):",
                       *(f"    {name} = {'float64_of' if name in means else 'acc_t'}(0)" for name in sums),
-                      f"    for j in range(first, min(first + {block}, n0)):", *indented(indented(body)),
+                      f"    for j in range(first, min(first + {BLOCK}, n0)):", *indented(indented(body)),
                       *(f"    total_{name} += float64_of({name})" for name in sums), *indented(ahead)]
         else:
             inner += ["for j in range(n0):", *indented(body)]
@@ -376,7 +374,7 @@ class _Text:
                   for name in sums),
                 *(f"{name} = maximum_found({name}, bits_{name})" for name in maxima)]
 
-    def _ahead(self, loop: Loop, block: int) -> list[str]:
+    def _ahead(self, loop: Loop) -> list[str]:
         """Of rows side by side, the core waits for the lines that it writes: asked for by the loop before the
         last (layer_norm: 8 % less). Other rows are computed for so long that the next one can come
         meanwhile (softmax: 15 %)."""
@@ -391,7 +389,7 @@ class _Text:
             if loop is of_loop and o.strides[0] == 1 and o.strides[1] > 1:
                 line = CACHE_LINE // getattr(torch, o.dtype).itemsize
                 place = f"{o.name}_row{'' if self.side_by_side else f' + {_stride(o, 1)}'} + k"
-                lines += [f"for k in range(first, min(first + {block}, n0), {line}):",
+                lines += [f"for k in range(first, min(first + {BLOCK}, n0), {line}):",
                           f"    {kind}({o.name}_data, {place})"]
         return lines
 
