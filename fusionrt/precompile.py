@@ -102,6 +102,15 @@ class Job(NamedTuple):
         return cpu.cached_object(self.text, self.entry, name)
 
 
+class Calls(NamedTuple):
+    """What kernels are compiled for: arguments of these dtypes, of so many columns (and rows)."""
+
+    dtypes: Sequence[torch.dtype]
+    widths: Sequence[int]
+    heights: Sequence[int]
+    backward: bool
+
+
 def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: int | None = None,
            module: Names = None, backward: bool = True, progress: Progress | None = None,
            columns: Sizes = COLUMNS, rows: Sizes | None = None) -> Summary:
@@ -128,8 +137,9 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
         fusionrt.warmup("sm_80,sm_90", ops=["bias_gelu"], dtypes="bfloat16")
     """
     start = time.perf_counter()
-    architectures, wanted = _architectures(arch), _dtypes(dtypes)
-    widths, heights = _sizes("columns", columns), [] if rows is None else _sizes("rows", rows)
+    architectures = _architectures(arch)
+    calls = Calls(_dtypes(dtypes), _sizes("columns", columns), [] if rows is None else _sizes("rows", rows),
+                  backward)
     if jobs is None:
         jobs = min(compiler.MAX_JOBS, os.cpu_count() or 1) + 1  # one waits for the disk
     if jobs < 1:
@@ -137,14 +147,13 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     summary, whole = Summary(), None
     everything = module is None if ops is None else "all" in _split(ops)
     if everything and module is None and len(_split(ops)) < 2:  # others may be no names
-        whole = inventory.identity(architectures, [name_of(d) for d in wanted], widths, heights, backward)
+        whole = inventory.identity(architectures, [name_of(d) for d in calls.dtypes], *calls[1:])
         entries = inventory.entries(whole)
         if entries is not None:
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)
             summary.seconds = time.perf_counter() - start
             return summary
-    todo = _todo(_functions(ops, module, everything), wanted, widths, heights, architectures, backward,
-                 everything, summary)
+    todo = _todo(_functions(ops, module, everything), calls, architectures, everything, summary)
     done = _compile(_elsewhere(todo), jobs, summary, progress)
     if whole is not None and not summary.failed:
         inventory.keep(whole, {job.key for job in done}, architectures)
@@ -152,15 +161,14 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     return summary
 
 
-def _todo(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
-          heights: Sequence[int], architectures: Sequence[str], backward: bool, optimizers: bool,
+def _todo(functions: Sequence[Any], calls: Calls, architectures: Sequence[str], optimizers: bool,
           summary: Summary) -> Iterator[tuple[Job, str]]:
     """Kernels and their names, some of them twice; `summary` hears of the examples that fail."""
     for kind in dict.fromkeys(map(_kind, architectures)):
         group = [a for a in architectures if _kind(a) == kind]
-        yield from _jobs(functions, dtypes, widths, heights, kind, group, backward, summary)
+        yield from _jobs(functions, calls, kind, group, summary)
         if optimizers:
-            yield from _of_optimizers(dtypes, kind.device, group)
+            yield from _of_optimizers(calls.dtypes, kind.device, group)
 
 
 class Kind(NamedTuple):
@@ -223,18 +231,17 @@ def _reason(error: Exception) -> str:
 
 # -- what there is to compile ----------------------------------------------------------------------
 
-def _jobs(functions: Sequence[Any], dtypes: Sequence[torch.dtype], widths: Sequence[int],
-          heights: Sequence[int], kind: Kind, group: Sequence[str], backward: bool, summary: Summary
+def _jobs(functions: Sequence[Any], calls: Calls, kind: Kind, group: Sequence[str], summary: Summary
           ) -> Iterator[tuple[Job, str]]:
     """The kernels that the functions' examples need."""
     seen: set[Problem | Source] = set()
-    for function, dtype, columns in itertools.product(functions, dtypes, widths):
+    for function, dtype, columns in itertools.product(functions, calls.dtypes, calls.widths):
         try:
             with collecting(*kind) as needed:
-                _rehearse(function, dtype, ROWS, columns, backward)
+                _rehearse(function, dtype, ROWS, columns, calls.backward)
                 few = any(isinstance(p, Problem) and (p.row_dims or _masks(p)) for p in needed)
-                for rows in (*[FEW_ROWS] * few, *heights):
-                    _rehearse(function, dtype, rows, columns, backward)
+                for rows in (*[FEW_ROWS] * few, *calls.heights):
+                    _rehearse(function, dtype, rows, columns, calls.backward)
             new = [p for p in dict.fromkeys(needed) if p not in seen]
             seen.update(new)
             texts = [(*text, p.name) for p in new for text in _texts(p, kind.device)]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import fusionrt
 from fusionrt import fuse, mask, where
 from fusionrt.mask import Masking
-from fusionrt.precompile import Kind, Summary, _jobs, _rehearse
+from fusionrt.precompile import Calls, Kind, Summary, _jobs, _rehearse
 from fusionrt.problem import MASK
 from fusionrt.rehearsal import collecting
 from fusionrt.runtime import pointwise, vectors
@@ -90,7 +90,7 @@ def test_whoever_writes_a_mask_writes_whole_vectors(of_few, dtype):
 def test_a_warmup_serves_few_elements_and_many():
     summary = Summary()
     kind = Kind("cuda", clusters=True)
-    jobs = _jobs([fusionrt.add_relu], [torch.float32], [4096], [], kind, ["sm_90"], True, summary)
+    jobs = _jobs([fusionrt.add_relu], Calls([torch.float32], [4096], [], True), kind, ["sm_90"], summary)
     texts = {job.text for job, _ in jobs}
     assert not summary.failed
     assert sorted("store_mask(p" in text for text in texts) == [False] * 3 + [True]

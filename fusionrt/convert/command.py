@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -16,6 +16,17 @@ from fusionrt.terminal import console, device_option, for_users, found_device, p
 SUMMARY = "conversion_summary.json"
 KINDS = (".safetensors", ".json", ".html")  # of a model's files
 Row = dict[str, Any]
+
+
+class Wanted(NamedTuple):
+    """What is done with each model."""
+
+    device: str
+    dtype: str
+    batch: int
+    random_init: bool
+    validate: bool
+    save_path: Path | None
 
 
 @click.command(short_help="Convert models, prove it right, measure the gain.")
@@ -47,7 +58,7 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
         _show_models(as_json)
         return
     names = _names([*models, *more])
-    where = found_device(device)
+    wanted = Wanted(found_device(device), dtype, batch, random_init, not no_validate, save_path)
     if save_path is not None:
         _check_folder(save_path, names)
     rows: list[Row] = []
@@ -57,7 +68,7 @@ def convert(more: tuple[str, ...], models: tuple[str, ...], list_models: bool, s
                 progress(3 * len(rows) + stage, 3 * len(names), f"{doing} {name}")
 
         for name in names:
-            rows.append(_one(name, where, dtype, batch, random_init, not no_validate, save_path, step))
+            rows.append(_one(name, wanted, step))
     from fusionrt.bench.results import dumps
     from fusionrt.files import write
     if save_path is not None:
@@ -107,39 +118,37 @@ def _stem(folder: Path, name: str, kind: str = "") -> Path:
     return folder / (re.sub(r"[^\w.-]+", "-", name) + kind)
 
 
-def _one(name: str, device: str, dtype: str, batch: int, random_init: bool, validate: bool,
-         save_path: Path | None, step: Callable[[str, int, str], None]) -> Row:
+def _one(name: str, wanted: Wanted, step: Callable[[str, int, str], None]) -> Row:
     """The row of a model; what fails becomes a row with an `error`."""
     from fusionrt.convert.registry import ModelUnavailable
     from fusionrt.convert.validate import ValidationError
     try:
-        return _converted(name, device, dtype, batch, random_init, validate, save_path, step)
+        return _converted(name, wanted, step)
     except (ModelUnavailable, ValidationError, OSError) as error:
         return {"name": name, "error": str(error)}
     except Exception as error:  # one model less; it says why
         return {"name": name, "error": one_line(error)}
 
 
-def _converted(name: str, device: str, dtype: str, batch: int, random_init: bool, validate: bool,
-               save_path: Path | None, step: Callable[[str, int, str], None]) -> Row:
+def _converted(name: str, wanted: Wanted, step: Callable[[str, int, str], None]) -> Row:
     import torch
 
     from fusionrt.convert import registry
     from fusionrt.convert.model import ModelConverter
     from fusionrt.convert.save import save_converted
     step(name, 0, "building")
-    model = registry.build(name, random_init).to(device, getattr(torch, dtype))
-    inputs = registry.example_inputs(name, model, batch, device)
+    model = registry.build(name, wanted.random_init).to(wanted.device, getattr(torch, wanted.dtype))
+    inputs = registry.example_inputs(name, model, wanted.batch, wanted.device)
     step(name, 1, "converting")
-    converter = ModelConverter(validate)
+    converter = ModelConverter(wanted.validate)
     fast = converter.convert_model(model, example_inputs=inputs.kwargs or inputs.args)
     report = converter.report()
-    row: Row = {"name": name, "batch": batch, "parameters": sum(p.numel() for p in model.parameters()),
+    row: Row = {"name": name, "batch": wanted.batch, "parameters": sum(p.numel() for p in model.parameters()),
                 **report.as_dict()}
-    if save_path is not None:
+    if wanted.save_path is not None:
         step(name, 2, "saving")
-        page = _stem(save_path, name, ".html")
-        files = [*save_converted(fast, _stem(save_path, name)), page]
+        page = _stem(wanted.save_path, name, ".html")
+        files = [*save_converted(fast, _stem(wanted.save_path, name)), page]
         report.to_html(page)
         row["files"] = [str(file) for file in files]
     return row
