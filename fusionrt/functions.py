@@ -286,13 +286,22 @@ def _between(x: Any, low: Any, high: Any) -> Any:
 
 def _clamped(x: Any, low: Any, high: Any) -> Any:
     """What lies on a bound has a gradient of 1 before torch 2.14; since then of 0 where the bounds are
-    numbers, and shares it with those that are tensors."""
+    numbers, and shares it with one that is a tensor, but not with two."""
     if torch.__version__ < "2.14":
         return expr.clamp(x, low, high)
     if not isinstance(low, Expr) and not isinstance(high, Expr):
-        return _between(x, -math.inf if low is None else low, math.inf if high is None else high)
-    x = x if low is None else expr.maximum(x, low)
-    return x if high is None else expr.minimum(x, high)
+        return _clamped_by_numbers(x, low, high)
+    above = x if low is None else expr.maximum(x, low)
+    if low is None or high is None:
+        return above if high is None else expr.minimum(x, high)
+    return where((low == high) & (x <= low), where(x < low, low, x), expr.minimum(above, high))
+
+
+def _clamped_by_numbers(x: Any, low: float | None, high: float | None) -> Any:
+    if low is not None and high is not None:
+        return _between(x, low, high)
+    passes, bound = (x > low, low) if high is None else (x < high, high)
+    return where(passes, x, where(x != x, math.nan, bound))  # a NaN's gradient is 0, an infinity's is not
 
 
 @rule()
@@ -307,12 +316,19 @@ def minimum(input: Any, other: Any) -> Any:
 
 @rule()
 def fmax(input: Any, other: Any) -> Any:
-    return where((input >= other) | (other != other), input, other)
+    return _number_of(input, other, expr.maximum, input >= other)
 
 
 @rule()
 def fmin(input: Any, other: Any) -> Any:
-    return where((input <= other) | (other != other), input, other)
+    return _number_of(input, other, expr.minimum, input <= other)
+
+
+def _number_of(x: Any, y: Any, choose: Callable[[Any, Any], Any], first: Any) -> Any:
+    """Not NaN if one of them is not. Equals share the gradient since torch 2.14; before, x has it."""
+    if torch.__version__ < "2.14":
+        return where(first | (y != y), x, y)
+    return where(y != y, x, where(x != x, y, choose(x, y)))
 
 
 @rule("max")

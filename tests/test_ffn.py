@@ -471,9 +471,10 @@ def test_errors_of_gated_blocks(change, message):
 
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.compiled_autograd, "_enable"), reason="no compiled autograd")
-def test_compiled_autograd():
+@pytest.mark.parametrize("width", [16, 24, 8])
+def test_compiled_autograd(width):
     """Of a forward pass that is not compiled."""
-    module, x, grads = frt.nn.FusedMLP(16, 32), torch.randn(4, 16), []
+    module, x, grads = frt.nn.FusedMLP(width, 32), torch.randn(4, width), []
     for context in (contextlib.nullcontext, lambda: torch._dynamo.compiled_autograd._enable(
             torch.compile(backend="aot_eager"))):
         module.zero_grad()

@@ -17,7 +17,7 @@ from typing import Any
 from fusionrt.collector import paused
 
 _PLANNERS = tuple(f"torch._functorch._activation_checkpointing.{name}"
-                  for name in ("graph_info_provider", "knapsack_evaluator"))
+                  for name in ("graph_info_provider", "knapsack_evaluator", "min_cut"))
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:

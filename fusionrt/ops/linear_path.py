@@ -241,10 +241,10 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
     """Gradients of function(*tensors), by ops that have gradients of their own."""
     if not any(needed[:len(tensors)]):
         return [None] * len(tensors)
+    given = [t for t in tensors if t is not None]  # (Dynamo compiles anew for each `id`)
+    twice = any(a is b for a, b in itertools.combinations(given, 2))
     with torch.enable_grad():
         # Each its own, where one is passed twice. (Compiled autograd takes views to be of the inputs anew.)
-        given = [t for t in tensors if t is not None]  # (Dynamo compiles anew for each `id`)
-        twice = any(a is b for a, b in itertools.combinations(given, 2))
         views = [t.view_as(t) if twice and t is not None else t for t in tensors]
         out = function(*views)
     wanted = [t for t, need in zip(views, needed, strict=False) if need and t is not None]
