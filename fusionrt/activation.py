@@ -77,8 +77,9 @@ def translated(op: str, activation: Any, argument: str = "activation") -> Any:
     anything else as it is."""
     if isinstance(activation, nn.Module):
         return _of_module(op, activation, argument)
-    if callable(activation):  # compared one by one: torch's compiler hashes no functions made within others
-        return next((name for function, name in _FUNCTIONS.items() if function is activation), activation)
+    for function, name in _FUNCTIONS.items():  # torch's compiler hashes no functions made within others
+        if function is activation:
+            return name
     return activation
 
 

@@ -104,7 +104,7 @@ def dumps(tree: Any, indent: int | None = None) -> str:
 def load(path: Path) -> dict[str, Any]:
     """A result file. Raises ValueError for a file that is none."""
     try:
-        content = _replaced(json.loads(path.read_text()), _as_number)
+        content = _replaced(json.loads(path.read_text(encoding="utf-8")), _as_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a result file: {error}") from error
     rows = content.get("rows") if isinstance(content, dict) else None

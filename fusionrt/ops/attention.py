@@ -29,7 +29,7 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
 Tensor = torch.Tensor
-FIXED = frozenset({bool, int, float, type(None)})  # types of options of which each object stays what it is
+FIXED = (bool, int, float, type(None))  # types of options of which each object stays what it is
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -154,7 +154,7 @@ def _is_fixed(asked: tuple[Any, ...]) -> bool:
     """Whether options say the same in the next call: what a tensor or an array holds may be another number
     then."""
     return all(type(option) in FIXED or isinstance(option, float)  # NumPy's as well
-               or (type(option) is tuple and FIXED.issuperset(map(type, option))) for option in asked)
+               or (type(option) is tuple and all(type(o) in FIXED for o in option)) for option in asked)
 
 
 # -- attention -------------------------------------------------------------------------------------

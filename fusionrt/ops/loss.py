@@ -82,8 +82,8 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any, also: str = "", we
 
 def _kernels(loss: Loss, *args: Any) -> Kernels:
     """Wide where autocast, which wants losses in float32, finds one of 16 bits."""
-    first = next((a for a in args if isinstance(a, torch.Tensor)), None)
-    if first is None or not autocast.is_on(first.device):
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if not tensors or not autocast.is_on(tensors[0].device):
         return loss.own
     short = promoted_dtype(args) in HALVES
     return loss.wide if short else loss.own
