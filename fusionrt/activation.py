@@ -77,7 +77,9 @@ def translated(op: str, activation: Any, argument: str = "activation") -> Any:
     anything else as it is."""
     if isinstance(activation, nn.Module):
         return _of_module(op, activation, argument)
-    for function, name in _FUNCTIONS.items():  # torch's compiler hashes no functions made within others
+    # Not looked up: torch's compiler hashes no functions made within others. Nor by `next`: that of torch 2.6
+    # knows none with a default.
+    for function, name in _FUNCTIONS.items():
         if function is activation:
             return name
     return activation

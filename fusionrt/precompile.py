@@ -147,7 +147,8 @@ def warmup(arch: Names = None, ops: Names = None, dtypes: Names = None, jobs: in
     summary, whole = Summary(), None
     everything = module is None if ops is None else "all" in _split(ops)
     if everything and module is None and len(_split(ops)) < 2:  # others may be no names
-        whole = inventory.identity(architectures, [name_of(d) for d in calls.dtypes], *calls[1:])
+        whole = inventory.identity(architectures, [name_of(d) for d in calls.dtypes], calls.widths,
+                                   calls.heights, calls.backward)
         entries = inventory.entries(whole)
         if entries is not None:
             summary.present, summary.bytes = len(entries), sum(len(e.payload) for e in entries)

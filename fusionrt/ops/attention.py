@@ -29,7 +29,8 @@ from fusionrt.ops.dropout import scale_of_kept
 from fusionrt.ops.softmax import softmax
 
 Tensor = torch.Tensor
-FIXED = (bool, int, float, type(None))  # types of options of which each object stays what it is
+# Types of options of which each object stays what it is. (No set: Dynamo of torch 2.6 finds no types in one.)
+FIXED = (bool, int, float, type(None))
 Window = int | tuple[int | None, int | None] | None
 
 

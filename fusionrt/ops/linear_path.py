@@ -241,7 +241,8 @@ def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor | N
     """Gradients of function(*tensors), by ops that have gradients of their own."""
     if not any(needed[:len(tensors)]):
         return [None] * len(tensors)
-    given = [t for t in tensors if t is not None]  # (Dynamo compiles anew for each `id`)
+    # Dynamo compiles anew for each `id`; that of torch 2.15 cannot go on within a `with` if it breaks here.
+    given = [t for t in tensors if t is not None]
     twice = any(a is b for a, b in itertools.combinations(given, 2))
     with torch.enable_grad():
         # Each its own, where one is passed twice. (Compiled autograd takes views to be of the inputs anew.)

@@ -82,7 +82,7 @@ def _reduced(op: str, loss: Loss, reduction: str, *args: Any, also: str = "", we
 
 def _kernels(loss: Loss, *args: Any) -> Kernels:
     """Wide where autocast, which wants losses in float32, finds one of 16 bits."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]  # (Dynamo of 2.6 has no `next` with a default)
     if not tensors or not autocast.is_on(tensors[0].device):
         return loss.own
     short = promoted_dtype(args) in HALVES
