@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--exclude", action="append", default=[], metavar="TEXT",
                         help="kernels with this in their names, for instance a library's")
+    parser.add_argument("--ours", action="store_true", help="no kernels but those of kernels_src")
     parser.add_argument("tests", nargs="*", default=["tests"])
     run = Run(parser.parse_intermixed_args())
     run.go()
@@ -161,10 +162,9 @@ class Run:
 
     def _process(self, number: int) -> subprocess.Popen[str]:
         log = self.asked.verdicts.with_suffix(f".{number}.log")
-        excluded = [word for text in self.asked.exclude for word in ("--kernel-name-exclude", f"kns={text}")]
         command = [self.asked.sanitizer, "--tool", self.asked.tool, "--show-backtrace", "no",
-                   "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), *excluded, "--log-file", str(log),
-                   sys.executable, __file__, SERVE, str(log), *self.asked.tests]
+                   "--print-limit", "0", *OPTIONS.get(self.asked.tool, ()), *self._filters(),
+                   "--log-file", str(log), sys.executable, __file__, SERVE, str(log), *self.asked.tests]
         environment = os.environ | ({} if self.asked.cached else ENVIRONMENT.get(self.asked.tool, {}))
         paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]  # the first one as `-m pytest` has it
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -172,6 +172,11 @@ class Run:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
         return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE, start_new_session=True)
+
+    def _filters(self) -> list[str]:
+        left_out = [("--kernel-name-exclude", f"kns={text}") for text in self.asked.exclude]
+        taken = [("--kernel-name", f"kne={name}") for name in our_kernels()] if self.asked.ours else []
+        return [word for words in [*left_out, *taken] for word in words]
 
     def _note(self, test: str, verdict: str, seconds: float) -> None:
         with self.lock:
@@ -227,6 +232,12 @@ class Clean:
             names = sorted(self._short(test) for test in each if test in self)
             found[file] = {"tests": len(each), "clean tests": len(names), "clean": " ".join(names)}
         return found
+
+
+def our_kernels() -> list[str]:
+    kernel = re.compile(r"(\w+)\(const __grid_constant__")
+    templates = Path(__file__).parent.parent.joinpath("kernels_src").glob("*.cu")
+    return sorted(name for template in templates for name in kernel.findall(template.read_text()))
 
 
 def gpus() -> list[str]:

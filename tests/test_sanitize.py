@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sanitize import in_turns
+from sanitize import in_turns, our_kernels
 
 SANITIZER = f"""#!{sys.executable}
 import os, sys
@@ -35,7 +35,8 @@ def test_clean_again(): pass
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half the time that a process takes to begin
     (tmp_path / "sanitizer").write_text(SANITIZER)
     (tmp_path / "sanitizer").chmod(0o755)
     (tmp_path / "torch.py").write_text(TORCH)
@@ -91,3 +92,8 @@ def test_a_sanitizer_that_cannot_run(tmp_path):
 def test_new_values_of_parameters_come_first():
     assert in_turns(["f[a-1]", "f[a-2]", "f[b-1]", "f[b-2]", "g", "h[1]"]) == [
         "f[a-1]", "f[a-2]", "f[b-1]", "g", "h[1]", "f[b-2]"]
+
+
+def test_every_kernel_of_ours_has_a_name():
+    texts = [file.read_text() for file in Path(__file__).parents[1].joinpath("kernels_src").glob("*.cu")]
+    assert len(set(our_kernels())) == sum(text.count("__global__") for text in texts) > 40
