@@ -91,7 +91,8 @@ def _place() -> tuple[_Host, int]:
     host = _host
     if host is None:
         with _lock():
-            host = _host = _host or _Host()
+            made = _Host() if _host is None else _host
+            host = _host = made if _host is None else _host
     while True:
         try:
             return host, host.free.popleft()
@@ -108,11 +109,11 @@ def examine(wait: bool = False) -> None:
         return
     with _lock():
         while _pending and _host is not None:
-            place, message, _ = _pending[0]
+            place, message, _ = first = _pending.popleft()
             wrong = _host.counts[place]
             if wrong == _UNKNOWN:
+                _pending.appendleft(first)
                 return
-            _pending.popleft()
             _host.free.append(place)
             if wrong:
                 raise IndexError(message(wrong))

@@ -17,7 +17,6 @@ import math
 import numbers
 import operator
 import re
-import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -163,7 +162,7 @@ _WRITE = {"//": "x // y cannot be fused: write floor(x / y)",
 _OF_TENSORS = {"cast": "torch.Tensor.to", "normcdf": "torch.special.ndtr",
                "normpdf": "fusionrt.fuse(lambda x: fusionrt.normpdf(x))"}
 _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
-_interning = forks.Lock(threading.RLock)
+_interning = forks.Lock()
 
 
 def node(op: str, *operands: Any) -> Expr:

@@ -32,15 +32,16 @@ def without_exec() -> bool:
 
 
 class Lock:
-    """`with lock():`. A child has one of its own, as a thread that it has not may have held its parent's."""
+    """`with lock():`. A child has one of its own, as a thread that it has not may have held its parent's.
+    Whoever holds it may take it again, as finalizers and handlers of signals call ops in the middle of
+    others: what was read under it has to be read again after whatever may run them."""
 
-    def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._renew()
         in_child(self._renew)
 
     def _renew(self) -> None:
-        self._lock = self._make()
+        self._lock = threading.RLock()
 
     def __call__(self) -> Any:
         return self._lock

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fusionrt import random
+from fusionrt import forks, random
 from fusionrt.autograd import Dispatched, backward, restore, save
 from fusionrt.definition import SCALAR
 from fusionrt.op import OPERATORS, Operator
@@ -23,7 +22,7 @@ from fusionrt.registration import Transformed, registered
 from fusionrt.watching import is_transformed
 
 _overloads: dict[str, Any] = {}
-_lock = threading.RLock()
+_lock = forks.Lock()
 
 
 def call(handle: int, *args: Any) -> Any:
@@ -84,7 +83,7 @@ def overload(op: Operator, args: Any) -> Any:
     name = f"{re.sub(r'[^a-zA-Z0-9_]', '_', op.name)}_{op.digest}_{kinds}"  # a schema's are ASCII
     found = _overloads.get(name)
     if found is None:
-        with _lock:
+        with _lock():
             found = _overloads.get(name) or _overloads.setdefault(name, _define(op, name, kinds))
     return found
 

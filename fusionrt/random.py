@@ -18,7 +18,7 @@ import torch
 from fusionrt import forks
 
 # A generator is read and moved on in two steps: two threads must not take the same counters.
-_lock = forks.Lock(threading.RLock)  # finalizers and handlers of signals may draw as well
+_lock = forks.Lock()
 
 # Seed, offset in Philox counters, and, if those are known on the device alone, a tensor of them: the offset
 # here then counts from the one there. Of a gradient that reads what was drawn (`mask.py`) that, after zeros.

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import fusionrt as frt
 from fusionrt import reference
+from fusionrt.ops.linear_cross_entropy import Gradients
 
 REDUCTIONS = ("none", "mean", "sum")
 TOLERANCE = {F16: 4e-3, BF16: 3e-2, F32: 2e-6, F64: 1e-14}
@@ -256,6 +257,18 @@ def test_second_derivatives_are_refused(device):
     loss = frt.linear_cross_entropy(hidden, weight, torch.arange(4, device=device))
     with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_is_computed_where_none_is_recorded(mode, monkeypatch):
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    target, added = torch.randint(5, (6,)), []
+    monkeypatch.setattr(Gradients, "add", lambda self, *_: added.append(self))
+    with mode():
+        loss = frt.linear_cross_entropy(hidden, weight, target)
+        expected = functional.cross_entropy(hidden @ weight.T, target)
+    torch.testing.assert_close(loss, expected)
+    assert not added and not loss.requires_grad
 
 
 def test_in_torch_func():

@@ -10,6 +10,7 @@ from pointwise_ops import SPECIALS
 
 import fusionrt as frt
 from fusionrt.catalogue import OPS
+from fusionrt.rehearsal import collecting
 
 
 def quantize_values(dtype, device, scale):
@@ -120,3 +121,11 @@ def test_each_of_many_calls_is_checked(device):
                 op(a, value)
         with pytest.raises(ValueError, match="zero_point must be a finite number, got nan"):
             op(a, 0.05, math.nan)
+
+
+def test_numbers_of_numpys_are_numbers():
+    x = torch.empty(64, 64, device="meta")
+    for number in (float, np.float64, np.float32, np.float16):
+        with collecting("cuda") as needed:
+            frt.quantize_int8(x, number(0.05), number(3))
+        assert [kernel.name for kernel in needed] == ["quantize_int8_by_inverse"]

@@ -70,6 +70,14 @@ def test_indices_in_parts(monkeypatch):
                 assert torch.equal(op(x, dim, keepdim), op.reference(x, dim, keepdim))
 
 
+def test_indices_beyond_2_31_on_a_cpu(monkeypatch):
+    far = 1 << 31  # of a row that long only the last elements
+    monkeypatch.setattr(reduction, "_indices", lambda n, _: torch.arange(n, dtype=torch.float64) + far - 4)
+    x = torch.zeros(2, 10)
+    x[0, 7] = x[1, 2] = 1
+    assert (frt.argmax(x, 1) - far + 4).tolist() == [7, 2] == (frt.argmin(-x, 1) - far + 4).tolist()
+
+
 def test_what_an_index_reads():
     """Nothing but x; and what is reduced within a block is one kernel."""
     for shape, dim in (((64, 4096), 1), ((4096, 64), 0), ((64, 256, 256), 1), ((1 << 20,), None)):

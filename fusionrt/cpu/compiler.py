@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ class Function(NamedTuple):
 
 
 _loaded: dict[str, Function] = {}
-_lock = forks.Lock(threading.RLock)  # finalizers and handlers of signals may compile as well
+_lock = forks.Lock()
 
 
 @functools.cache

@@ -222,6 +222,8 @@ def linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None
     options = (ignore_index, reduction, float(label_smoothing), float(z_loss), softcap,
                result_dtype(hidden.device, hidden.dtype))
     rows, weight, bias = autocast.cast(rows, weight, bias)
+    if not torch.is_grad_enabled():  # what the context says is needed is whatever could have a gradient
+        rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     result: Tensor = LinearCrossEntropy.apply(rows, weight, bias, flat, class_weight, options)
     return result.view(hidden.shape[:-1]) if reduction == "none" else result
 

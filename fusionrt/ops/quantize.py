@@ -59,13 +59,15 @@ def _per_channel(op: str, name: str, value: Any, x: Any, dim: int | None) -> Any
     return value.reshape((-1,) + (1,) * (rank - 1 - dim % rank))
 
 
-def _check_number(op: str, name: str, value: Any, above: float) -> None:
+def _checked(op: str, name: str, value: Any, above: float) -> Any:
+    """The value; one of NumPy's numbers as one of Python's, as which it is meant."""
     if isinstance(value, (float, int, np.number)) and not above < value < inf:
         raise ValueError(f"{op}: {name} must be a finite{' positive' if above == 0 else ''} number, "
                          f"got {value!r}")
+    return value.item() if isinstance(value, np.number) else value
 
 
-# Of what `_check_number` lets pass, as the entry asks for it.
+# Of what `_checked` lets pass, as the entry asks for it.
 _IN_RANGE = "0 < scale < inf and -inf < zero_point < inf and dim is None"
 
 
@@ -84,8 +86,8 @@ def quantize_int8(x: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | None 
 
         quantize_int8(torch.randn(8, 512), 0.05, 3)
     """
-    _check_number("quantize_int8", "scale", scale, 0.0)
-    _check_number("quantize_int8", "zero_point", zero_point, -inf)
+    scale = _checked("quantize_int8", "scale", scale, 0.0)
+    zero_point = _checked("quantize_int8", "zero_point", zero_point, -inf)
     if dim is not None:
         scale = _per_channel("quantize_int8", "scale", scale, x, dim)
         zero_point = _per_channel("quantize_int8", "zero_point", zero_point, x, dim)
@@ -117,8 +119,8 @@ def dequantize_int8(q: Any, scale: Any, zero_point: Any = 0.0, *, dim: int | Non
     """
     if not isinstance(q, Expr) and name_of(getattr(q, "dtype", "")) != "int8":
         raise TypeError(f"dequantize_int8: q must be an int8 tensor, got {getattr(q, 'dtype', type(q))}")
-    _check_number("dequantize_int8", "scale", scale, 0.0)
-    _check_number("dequantize_int8", "zero_point", zero_point, -inf)
+    scale = _checked("dequantize_int8", "scale", scale, 0.0)
+    zero_point = _checked("dequantize_int8", "zero_point", zero_point, -inf)
     name = name_of(dtype)
     if name not in _DEQUANTIZE:
         raise ValueError(f"dequantize_int8: dtype must be one of {', '.join(_DEQUANTIZE)}, got {name}")

@@ -85,8 +85,8 @@ def _first(x: Expr) -> tuple[Expr, ...]:
 
 def _first_of(x: Expr, index: Expr) -> tuple[Expr, ...]:
     """The same for a CPU, which finds only values, by means of all indices."""
-    # Trap: beside -inf LLVM makes the maximum conditional, and does not vectorise it.
-    return (cast(-row_max(where((x == row_max(x)) | (x != x), -index, -2.0**31)), "int64"),)
+    # Less than any. Trap: beside -inf LLVM makes the maximum conditional, and does not vectorise it.
+    return (cast(-row_max(where((x == row_max(x)) | (x != x), -index, -2.0**53)), "int64"),)
 
 
 # Each gives its result and, after it, the values that its gradient would have to find again.

@@ -6,12 +6,13 @@ import threading
 
 import torch
 
+from fusionrt import forks
 from fusionrt.runtime import device as cuda
 
 COUNTERS = 1 << 14  # of a device
 
 _local = threading.local()
-_lock = threading.Lock()
+_lock = forks.Lock()
 _free: dict[int, list[int]] = {}  # of a device, the addresses of counters that nobody has
 _more: list[torch.Tensor] = []    # when there are none
 
@@ -32,10 +33,10 @@ def of_stream(device: int, stream: int) -> int:
 
 
 def _next(device: int) -> int:
-    with _lock:
+    with _lock():
         if device not in _free:
             address = cuda.zeros(4 * COUNTERS)
-            _free[device] = list(range(address, address + 4 * COUNTERS, 4))
+            _free.setdefault(device, list(range(address, address + 4 * COUNTERS, 4)))
         if _free[device]:
             return _free[device].pop()
     more = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")  # a graph does so in each replay

@@ -10,10 +10,11 @@ import ctypes
 import functools
 import os
 import sys
-import threading
 from typing import Any
 
-_lock = threading.Lock()
+from fusionrt import forks
+
+_lock = forks.Lock()
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def driver() -> Any:
 def nvrtc() -> Any:
     """Raises ImportError where there is no CuPy, and CuPy's own errors where there is no NVRTC."""
     _log_nothing()
-    with _lock:  # a thread that comes while it is loaded would find it without its builtins
+    with _lock():  # a thread that comes while it is loaded would find it without its builtins
         from cupy_backends.cuda.libs import nvrtc
         nvrtc.getVersion()
     return nvrtc

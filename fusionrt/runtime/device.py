@@ -10,13 +10,12 @@ import contextlib
 import ctypes
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from fusionrt import rehearsal
+from fusionrt import forks, rehearsal
 from fusionrt.errors import CaptureError
 from fusionrt.runtime import binding, compiler
 
@@ -30,7 +29,7 @@ _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK = 81, 97  # CUdevice_attribute
 _KERNELS = re.compile(rb"\.nv\.constant0\.(\w+)\0")  # of a cubin: sections of their parameters
 _functions: dict[tuple[tuple[str, int], str], int] = {}
 _shared: dict[int, int] = {}  # bytes that a function may have
-_lock = threading.Lock()
+_lock = forks.Lock()
 # Of the GPU that work is cut for, whichever runs it: sums depend on shapes alone. An H200 has as many.
 MULTIPROCESSORS = 132
 
@@ -138,7 +137,7 @@ def function(text: str, entry: str, device: int, name: str, kernel: str = "") ->
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(name)
     cached, _ = compiler.cubin(text, entry, arch, name)
-    with _lock:
+    with _lock():
         if key not in _functions:
             module = driver().moduleLoadData(cached.payload)
             # All, as the next call may want another in a capture: the driver loads a kernel when it is got.
@@ -150,7 +149,7 @@ def function(text: str, entry: str, device: int, name: str, kernel: str = "") ->
 def allow(function: int, shared: int, cluster: int) -> None:
     """What a kernel may not have without asking: more than 48 KB of shared memory, `shared` of them sized at
     the launch, more than 8 blocks in a cluster."""
-    with _lock:
+    with _lock():
         if shared > _shared.get(function, 8 << 10):  # never less than other launches were allowed
             driver().funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
             _shared[function] = shared

@@ -16,7 +16,7 @@ def piece(device: int, stream: int, thread: int) -> int:
     """Its address."""
     with _lock():
         if (device, stream, thread) not in _pieces:
-            _pieces[device, stream, thread] = cuda.memory(BYTES)
+            _pieces.setdefault((device, stream, thread), cuda.memory(BYTES))
         return _pieces[device, stream, thread]
 
 
