@@ -10,7 +10,7 @@ from fusionrt import forks
 from fusionrt.watching import is_watched
 
 
-def counted(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+def integers(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """start ... stop - 1 in int32, where `like` lies; what is being traced or captured has its own."""
     if is_watched() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.arange(start, stop, dtype=torch.int32, device=like.device)

@@ -1,7 +1,5 @@
 """How a tensor lies in memory: what a launch is planned by, once for all tensors that lie so."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, overload
 

@@ -139,7 +139,7 @@ class Operator(Definition):
             known.run, local.site = run, (of_all, check, run)
             keep(local.others, first, local.site)
 
-        use(settling.counted(known.run, use))
+        use(settling.until_settled(known.run, use))
         return known.run(*args)
 
     def way(self, args: Args, in_this_mode: bool = False) -> Run:
@@ -151,7 +151,7 @@ class Operator(Definition):
         draw = random.drawing(tensors[0].device, self.counters) if streams else None
         if not any(t.requires_grad for t in tensors) or (in_this_mode and not torch.is_grad_enabled()):
             plan = self.plan(args)
-            return settling.drawing(plan, draw, self.counters) if draw else plan
+            return settling.with_draws(plan, draw, self.counters) if draw else plan
         from fusionrt import recording  # a program without gradients needs none of it
         if in_this_mode and draw is None:
             return recording.recorded(self, args)

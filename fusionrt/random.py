@@ -25,16 +25,17 @@ _lock = forks.Lock()
 Rng = tuple[int, int, Any]
 
 
-def draw(device: torch.device, streams: int) -> Rng:
-    """Take `streams` counters from the device's default generator."""
-    return drawing(device, streams)()
+def draw(device: torch.device, counters: int) -> Rng:
+    """Take so many counters from the device's default generator."""
+    return drawing(device, counters)()
 
 
-def drawing(device: torch.device, streams: int) -> Callable[[], Rng]:
+def drawing(device: torch.device, counters: int) -> Callable[[], Rng]:
     """A function that does so: it looks at the device once."""
     if device.type == "meta":
         return lambda: (0, 0, None)
-    return _drawing_cuda(device, streams) if device.type == "cuda" else functools.partial(_draw_cpu, streams)
+    return (_drawing_cuda(device, counters) if device.type == "cuda" else
+            functools.partial(_draw_cpu, counters))
 
 
 def packed(rng: Rng, device: torch.device | None = None) -> torch.Tensor:
@@ -64,20 +65,20 @@ class Taking(NamedTuple):
     step: int                          # in 32-bit values, as torch counts
 
 
-def taking(device: int, streams: int) -> Taking:
+def taking(device: int, counters: int) -> Taking:
     lock, generator = _lock(), torch.cuda.default_generators[device]  # no process forked from here has a GPU
     return Taking(lock.acquire, lock.release, generator.get_offset, generator.set_offset,
-                  generator.initial_seed, 4 * streams)
+                  generator.initial_seed, 4 * counters)
 
 
-def _drawing_cuda(device: torch.device, streams: int) -> Callable[[], Rng]:
+def _drawing_cuda(device: torch.device, counters: int) -> Callable[[], Rng]:
     index = torch.cuda.current_device() if device.index is None else device.index
-    _, _, offset_of, move, seed, step = taking(index, streams)
+    _, _, offset_of, move, seed, step = taking(index, counters)
     is_capturing = torch.cuda.is_current_stream_capturing
 
     def draw() -> Rng:
         if is_capturing():
-            return _captured.draw(device, streams)
+            return _captured.draw(device, counters)
         _captured.forget()
         with _lock():
             offset = offset_of()
@@ -96,7 +97,7 @@ class _Captured(threading.local):
     state: torch.Tensor | None = None
     offset = 0
 
-    def draw(self, device: torch.device, streams: int) -> Rng:
+    def draw(self, device: torch.device, counters: int) -> Rng:
         from fusionrt.runtime.device import captured_graph
 
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -104,7 +105,7 @@ class _Captured(threading.local):
         if self.key != key or self.state is None:
             self.state, self.offset = draw_tensor(device), 0
             self.key = key
-        offset, self.offset = self.offset, self.offset + streams
+        offset, self.offset = self.offset, self.offset + counters
         return 0, offset, self.state
 
     def forget(self) -> None:
@@ -127,14 +128,14 @@ _FIRST = 24     # byte of a state at which they begin; before it stands how many
 _draws = 0
 
 
-def _draw_cpu(streams: int) -> Rng:
+def _draw_cpu(counters: int) -> Rng:
     global _draws
     with _lock():
         number, generator = -1, torch.default_generator
         while number != _draws:  # what a finalizer, or the handler of a signal, draws meanwhile comes first
             number, (seed, offset) = _draws, _counted(generator)
         _draws += 1
-        torch.rand(streams, dtype=torch.float32, device="cpu")
+        torch.rand(counters, dtype=torch.float32, device="cpu")
     return seed, offset, None
 
 

@@ -1,7 +1,5 @@
 """Calls on meta tensors compute nothing. In a rehearsal they list the kernels that they would need."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Iterator

@@ -164,7 +164,7 @@ def per_call(make: Run) -> Run:
     return chosen
 
 
-def found(run: Run, args: Sequence[Any], params: Sequence[str], given: Sequence[bool],
+def way_of(run: Run, args: Sequence[Any], params: Sequence[str], given: Sequence[bool],
           told: int | None = None, shape: Sequence[int] | None = None) -> Run:
     """For `Sites` what `run`, an operator's function, does with plain tensors like these and these numbers,
     as a function of `params`, the given ones of which it passes on. `told`: how many of its results are, of

@@ -60,7 +60,7 @@ def settle_when_due(run: Any) -> Run | None:
     return settled_now(run)
 
 
-def counted(run: Run, use: Callable[[Run], None]) -> Run:
+def until_settled(run: Run, use: Callable[[Run], None]) -> Run:
     """`run`, to be called until `use` is told what costs less."""
     if not hasattr(run, "make_settled"):
         return run
@@ -79,7 +79,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def drawing(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
+def with_draws(plan: Run, draw: Callable[[], Any], counters: int) -> Run:
     """`plan`, given the random numbers of each call."""
     def drawn(*args: Any) -> Any:
         return plan(*args, draw())

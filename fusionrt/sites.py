@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionrt.guards import Check, both, guard, guard_all
-from fusionrt.settling import counted
+from fusionrt.settling import until_settled
 from fusionrt.watching import unguarded
 
 Run = Callable[..., Any]
@@ -116,7 +116,7 @@ class Way:
 
     def counting(self) -> Way:
         """Itself, whose calls are counted until what is run settles."""
-        self.use(counted(self.run, self.use))
+        self.use(until_settled(self.run, self.use))
         return self
 
     def use(self, run: Run) -> None:

@@ -116,13 +116,6 @@ __device__ __forceinline__ void exponentials(const Params& p, Rows& rows, Scores
 
 // ---------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void await_turn(unsigned group) {
-    asm volatile("bar.sync %0, 256;" :: "r"(1 + group) : "memory");
-}
-__device__ __forceinline__ void give_turn(unsigned group) {
-    asm volatile("bar.arrive %0, 256;" :: "r"(1 + group) : "memory");
-}
-
 __device__ __forceinline__ void weigh(const Params& p, Rows& rows, int first, int key, Scores& s, float (&factors)[2]) {
     const Scoring scoring = scoring_of(p);
     if (SOFTCAP && are_near(scoring, s)) score<true>(scoring, rows, key, s);
@@ -226,8 +219,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) attention_sm90(const __gr
     }
     __syncthreads();
     const Place at = place_of<BM, BN>(p);
-    divide_block<GROUPS>([&] { 
+    divide_block<GROUPS>(
+        [&] {
             prefetch_map(&p.q), prefetch_map(&p.k), prefetch_map(&p.v), prefetch_map(&p.out);
             load(p, at);
-         }, [&](unsigned group) { compute(p, at, group); });
+        },
+        [&](unsigned group) { compute(p, at, group); });
 }

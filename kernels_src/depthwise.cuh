@@ -9,6 +9,11 @@ template <typename T, int VEC> struct Pixel {
 };
 template <typename T, int VEC, int PIXELS> struct Window { Pixel<T, VEC> pixels[PIXELS]; };
 
+// Whether an image of so many rows, or columns, has this one.
+__device__ __forceinline__ bool in_image(int n, int count) {
+    return static_cast<unsigned>(n) < static_cast<unsigned>(count);
+}
+
 // Of the pixels of a window: the first one's column, the distance to the next, how many columns a row has, and
 // whether it has all of these.
 struct Columns {

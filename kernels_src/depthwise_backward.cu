@@ -39,8 +39,6 @@ __device__ __forceinline__ Strip strip_of(const Params& p, unsigned task, int ch
     return s;
 }
 
-__device__ __forceinline__ bool in_image(int row, int rows) { return row >= 0 && row < rows; }
-
 __device__ __forceinline__ void load_row(const Params& p, const Strip& strip, int row, Source& source) {
     if (in_image(row, p.source_rows)) load_window(strip.x + row * p.x_row, p.source_step, strip.source, source);
 }

@@ -25,10 +25,6 @@ __device__ constexpr int tap_column(int source, int result) {
     return TRANSPOSED ? result + LEFT - source * STRIDE_W : source - result * STRIDE_W + LEFT;
 }
 
-__device__ __forceinline__ bool in_image(int row, int rows) {
-    return static_cast<unsigned>(row) < static_cast<unsigned>(rows);
-}
-
 // Where a unit is: its image, its first rows of the result and of the source, which may be above the image.
 struct Unit {
     int image, row, source;

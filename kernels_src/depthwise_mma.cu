@@ -61,10 +61,6 @@ __device__ __forceinline__ int place(unsigned pixel, unsigned unit) {
     return pixel * PIXEL + ((unit ^ (pixel * UNITS / 8) ^ (pixel / 8)) & (UNITS - 1)) * UNIT;
 }
 
-__device__ __forceinline__ bool in_image(int n, int count) {
-    return static_cast<unsigned>(n) < static_cast<unsigned>(count);
-}
-
 // Rows of an image: the first ones of source and result, and turns.
 struct Lines {
     int row, result_row, turns;
@@ -120,7 +116,8 @@ __device__ __forceinline__ void fetch(const Params& p, Source (&source)[LOADS], 
     for (int s = 0; s < ROWS_IN; ++s, stage += p.row_bytes)
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
-            if (source[k].to >= 0) copy_or_clear(stage + source[k].to, source[k].next, in_image(source[k].row, source[k].rows));
+            if (source[k].to >= 0)
+                copy_or_clear(stage + source[k].to, source[k].next, in_image(source[k].row, source[k].rows));
             source[k].next += p.x_step;
             source[k].row += p.dilation_h;
         }

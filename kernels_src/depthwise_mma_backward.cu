@@ -31,9 +31,6 @@ static_assert(GRADS % NEW == 0, "a turn's rows lie together");
 
 using Sums = acc_t[CHANNEL][4];
 
-__device__ __forceinline__ bool in_image(int n, int count) {
-    return static_cast<unsigned>(n) < static_cast<unsigned>(count);
-}
 __device__ __forceinline__ int place(unsigned pixel, unsigned unit) {
     return pixel * PIXEL + ((unit ^ (pixel * UNITS / 8)) & (UNITS - 1)) * UNIT;
 }

@@ -103,10 +103,6 @@ struct Result {
     int row;
 };
 
-__device__ __forceinline__ bool in_image(int row, int rows) {
-    return static_cast<unsigned>(row) < static_cast<unsigned>(rows);
-}
-
 __device__ __forceinline__ void store_row(const Params& p, const Result& result, const Channels& channels, int row,
                                           const acc_t (&values)[COLUMNS][VEC]) {
     const long long at = result.to + row * p.out_row;
@@ -125,7 +121,8 @@ __device__ __forceinline__ void store_row(const Params& p, const Result& result,
     }
     if (result.columns.inside) {
 #pragma unroll
-        for (int q = 0; q < COLUMNS; ++q) store_bytes<Pixel<scalar_t, VEC>::BYTES>(to + static_cast<long long>(q) * bytes, &out[q]);
+        for (int q = 0; q < COLUMNS; ++q)
+            store_bytes<Pixel<scalar_t, VEC>::BYTES>(to + static_cast<long long>(q) * bytes, &out[q]);
     } else {
 #pragma unroll
         for (int q = 0; q < COLUMNS; ++q) {

@@ -262,7 +262,8 @@ __device__ __forceinline__ void join(const Params& p, unsigned column) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, STAGE > 0 ? 1 : TYPES > 0 ? 4 : 5) embedding_backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(BLOCK, STAGE > 0 ? 1 : TYPES > 0 ? 4 : 5)
+embedding_backward(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     if constexpr (STAGE == 0) {
         const unsigned blocks = p.group_blocks + p.chunk_blocks + p.zero_blocks, part = blockIdx.x / blocks;

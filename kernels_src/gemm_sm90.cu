@@ -101,15 +101,6 @@ __device__ __forceinline__ void release(Barrier* empty, unsigned lane) {
     }
 }
 
-// A barrier's parity tells a phase from its neighbours only: a warpgroup may wait for the ring once the one
-// before it has waited for all that comes before.
-__device__ __forceinline__ void await_turn(unsigned group) {
-    asm volatile("bar.sync %0, 256;" :: "r"(1 + group) : "memory");
-}
-__device__ __forceinline__ void give_turn(unsigned group) {
-    asm volatile("bar.arrive %0, 256;" :: "r"(1 + group) : "memory");
-}
-
 __device__ __forceinline__ void begin_sums(const Params& p, int column, Sums& sums) {
     Pair bias[BN / 8];
 #pragma unroll

@@ -19,7 +19,7 @@ template <int W> __device__ __forceinline__ acc_t most(const acc_t (&x)[W]) {
     for (int v = 1; v < W; ++v) y = maximum(y, x[v]);
     return y;
 }
-__device__ __forceinline__ acc_t reference(acc_t top) { return top == -acc_t(inf) ? acc_t(0) : top; }
+__device__ __forceinline__ acc_t finite_top(acc_t top) { return top == -acc_t(inf) ? acc_t(0) : top; }
 // e^a as a term of a sum that is at least 1, a <= 0: what is below 2^-126 need not be told from 0, and the
 // product's rounding, |a| / 2 ulp of the term, is no ulp of the sum, as |a| e^a < 0.37. Two instructions
 // of seven an element; the accurate function's nine made the sum wait for arithmetic instead of memory.
@@ -34,7 +34,7 @@ template <int W> __device__ __forceinline__ void collect_max(acc_t& top, const a
 }
 template <int W>
 __device__ __forceinline__ void collect_softmax(acc_t& top, acc_t& sum, const acc_t (&x)[W]) {
-    const acc_t next = maximum(top, most(x)), at = reference(next);
+    const acc_t next = maximum(top, most(x)), at = finite_top(next);
     acc_t e[W];
 #pragma unroll
     for (int v = 0; v < W; ++v) e[v] = term(x[v] - at);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void combine_first(acc_t& top, acc_t& at, acc_t other
 __device__ __forceinline__ void combine_sum(acc_t& sum, acc_t other) { sum += other; }
 __device__ __forceinline__ void combine_max(acc_t& top, acc_t other) { top = maximum(top, other); }
 __device__ __forceinline__ void combine_softmax(acc_t& top, acc_t& sum, acc_t other_top, acc_t other_sum) {
-    const acc_t next = maximum(top, other_top), at = reference(next);
+    const acc_t next = maximum(top, other_top), at = finite_top(next);
     sum = sum * term(top - at) + other_sum * term(other_top - at);
     top = next;
 }
@@ -123,7 +123,7 @@ template <int N> __device__ __forceinline__ void join_lanes_first(acc_t& top, ac
 template <int N> __device__ __forceinline__ void join_lanes_softmax(acc_t& top, acc_t& sum) {
     const acc_t mine = top;
     join_lanes_max<N>(top);
-    sum *= term(mine - reference(top));
+    sum *= term(mine - finite_top(top));
     join_lanes_sum<N>(sum);
 }
 // About the mean of the lanes' means, of which the differences to the true mean are then taken off: a third of the

@@ -58,7 +58,8 @@
 // Over a row
 
 constexpr column_t STEP = THREADS * VEC;
-constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1, MOST_SEGMENT_SUMS = SEGMENT_SUMS ? SEGMENT_SUMS : 1;
+constexpr int MOST_SUMS = SUMS ? SUMS : 1, MOST_CARRIED = CARRIED ? CARRIED : 1;
+constexpr int MOST_SEGMENT_SUMS = SEGMENT_SUMS ? SEGMENT_SUMS : 1;
 constexpr int OWN = KIND == STREAMED ? 1 : PACKS;  // packs that are a thread's from the first pass to the last
 using Sums = acc_t[MOST_SUMS][VEC];
 using Carried = acc_t[MOST_CARRIED][VEC];

@@ -96,4 +96,13 @@ __device__ __forceinline__ void load_matrices(unsigned address, unsigned (&pairs
                  : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(address) : "memory");
 }
 
+// Two warpgroups in turns. A copy's barrier tells a phase from its neighbours only: a warpgroup may wait for it once
+// the one before has waited for all that comes before.
+__device__ __forceinline__ void await_turn(unsigned group) {
+    asm volatile("bar.sync %0, 256;" :: "r"(1 + group) : "memory");
+}
+__device__ __forceinline__ void give_turn(unsigned group) {
+    asm volatile("bar.arrive %0, 256;" :: "r"(1 + group) : "memory");
+}
+
 }  // namespace fusionrt

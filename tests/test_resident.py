@@ -96,6 +96,14 @@ def test_threads_that_begin_together_have_counters_of_one_memory(monkeypatch):
     assert all(0 <= address - taken[0] < 4 * arrivals.COUNTERS for address in found)
 
 
+def test_counters_do_not_run_out(monkeypatch):
+    memory = iter([4096, 8192])
+    monkeypatch.setattr(arrivals, "_free", {})
+    monkeypatch.setattr(arrivals, "COUNTERS", 2)
+    monkeypatch.setattr(arrivals.cuda, "zeros", lambda nbytes: next(memory))
+    assert [arrivals._next(0) for _ in range(4)] == [4096, 4100, 8192, 8196]
+
+
 # --- on a GPU
 
 

@@ -305,7 +305,7 @@ def _alike(problem: Problem) -> list[Operand]:
 
 
 def inner_run(problem: Problem, summed: Sequence[Operand], buffered: Sequence[Operand],
-           means: Container[Operand]) -> list[str]:
+              means: Container[Operand]) -> list[str]:
     """A run of the innermost dimension."""
     tops, apart, near = outputs_of(problem, TOPS), _apart(problem), fetched(problem)
     places = {o: f"{o.name}_data[{o.name}_base + {step(o)}]" for o in problem.inputs if o.strides[0]}

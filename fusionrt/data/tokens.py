@@ -235,5 +235,3 @@ def _limit(batch: Batch, added: int, max_length: int | None) -> int:
         raise ValueError(f"{OP}: offsets on a GPU need max_length, the width of the results")
     lengths = (max_length, None if batch.longest is None else batch.longest + added)
     return min(length for length in lengths if length is not None)
-
-

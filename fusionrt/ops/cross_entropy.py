@@ -27,7 +27,7 @@ from fusionrt import autocast, deferred
 from fusionrt.arguments import as_int, check_number
 from fusionrt.array import check_dense, check_writeable
 from fusionrt.catalogue import COLUMNS, ROWS, Make, public
-from fusionrt.counted import counted
+from fusionrt.counted import integers
 from fusionrt.dispatch import Run
 from fusionrt.dtypes import name_of
 from fusionrt.op import promoted_dtype
@@ -98,7 +98,7 @@ def checked(op: str, input: Any, target: Any, weight: Any, ignore_index: int, re
     if of_classes:
         named["ignore_index"] = ignore_index
         if logits.stride(-1) != 1 and logits.dim() > 1:
-            named["columns"] = counted(0, n_classes, logits)  # rows lie across memory: classes are compared
+            named["columns"] = integers(0, n_classes, logits)  # rows lie across memory: classes are compared
     options = (("weight", weight), ("label_smoothing", label_smoothing or None), ("z_loss", z_loss or None),
                ("softcap", softcap))
     named.update({name: value for name, value in options if value is not None})
@@ -206,7 +206,7 @@ def _repeated(call: Call, in_place: bool) -> Run:
         if weight_at is not None:
             more[weight_at] = weight
         if columns_at is not None:
-            more[columns_at] = counted(0, n_classes, input)  # anew, as a capture has its own
+            more[columns_at] = integers(0, n_classes, input)  # anew, as a capture has its own
         if in_place:
             _check_in_place(op, input)
         last = _one_a_row(target, input) if of_classes else _classes_last(target)

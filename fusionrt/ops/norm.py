@@ -27,7 +27,7 @@ from fusionrt.expr import Expr
 from fusionrt.fusion import dropped
 from fusionrt.ops.activations import gelu, gelu_tanh, is_tanh, relu
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, finished, found, like_sum, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, like_sum, per_call, row_operator, way_of
 from fusionrt.rowwise import rms_scale, standardize
 from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
@@ -95,7 +95,7 @@ def _norm(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: f
     args = (*[t for t in tensors if t is not None], *numbers)
     if key is not None and not seen_by_torch(*tensors):
         told = None if return_stats or not recorded else 2 if return_sum else 1
-        return sites.keep(key, tensors, found(run, args, TENSORS, (True, *present[:3]), told))(*tensors)
+        return sites.keep(key, tensors, way_of(run, args, TENSORS, (True, *present[:3]), told))(*tensors)
     out = run(*args)
     if return_stats or not recorded:
         return out

@@ -28,7 +28,7 @@ from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, check_takes_one, found, per_call, row_operator
+from fusionrt.row_fusion import Run, check_takes_one, per_call, row_operator, way_of
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
 from fusionrt.watching import is_watched, seen_by_torch
@@ -233,8 +233,8 @@ def _run(op: str, kind: str, x: torch.Tensor, layout: _Layout, map: Map, more: t
     order, shape = layout.order, layout.shape
     if order is None and not seen_by_torch(x):
         whole = (*x.shape[:x.dim() - len(layout.reduced)], *(1 for _ in layout.reduced))
-        return found(operator, (x, *more), ("x",), (True,), 1 if len(operator.operator.outputs) > 1 else None,
-                     None if whole == shape else shape)
+        return way_of(operator, (x, *more), ("x",), (True,),
+                      1 if len(operator.operator.outputs) > 1 else None, None if whole == shape else shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = operator(x if order is None else x.permute(order), *more)

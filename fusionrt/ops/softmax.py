@@ -22,13 +22,13 @@ from fusionrt import rowwise
 from fusionrt.activation import Activation, resolve
 from fusionrt.arguments import as_dim, check_float_dtype
 from fusionrt.catalogue import COLUMNS, ROWS, public
-from fusionrt.counted import counted
+from fusionrt.counted import integers
 from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, node
 from fusionrt.fusion import dropped, fused
 from fusionrt.layout import is_among
 from fusionrt.ops.dropout import scale_of_kept
-from fusionrt.row_fusion import Epilogue, Run, finished, found, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, finished, per_call, row_operator, way_of
 from fusionrt.sites import Sites
 from fusionrt.watching import is_recorded, seen_by_torch
 
@@ -109,7 +109,7 @@ def _along(op: str, x: Any, dim: int, scale: Any, mask: Any, causal: bool, epilo
                     recorded, dtype, dtype is not None and rounds(x.dtype, dtype))
     if key is not None and is_last and not causal and not seen_by_torch(x, factor, mask):
         given, told = (True, factor is not None, mask is not None), 1 if recorded else None
-        made = found(run, (*tensors, *numbers), TENSORS, given, told)
+        made = way_of(run, (*tensors, *numbers), TENSORS, given, told)
         return sites.keep(key, (x, factor, mask), made)(x, factor, mask)
     out = run(*tensors, *numbers)
     out = out[0] if recorded else out
@@ -156,7 +156,7 @@ def _last_columns(op: str, x: torch.Tensor, is_last: bool) -> torch.Tensor:
         raise ValueError(f"{op}: causal needs {name} of at least two dimensions and the last one as dim, got "
                          f"{name} of shape {tuple(x.shape)}" + ("" if is_last else " and another dim"))
     rows, columns = x.shape[-2:]
-    return counted(columns - rows, columns, x)[:, None]
+    return integers(columns - rows, columns, x)[:, None]
 
 
 # -- ops -------------------------------------------------------------------------------------------

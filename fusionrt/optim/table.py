@@ -51,7 +51,7 @@ class Table:
         self.work = sum(row.numel for row in rows) // max(1, self.n_chunks)  # of a chunk, on average
 
 
-_captured: list[Table] = []  # a graph that replays reads them
+_captured: set[Table] = set()  # a graph that replays reads them
 
 
 def hold(table: Table) -> None:
@@ -59,7 +59,7 @@ def hold(table: Table) -> None:
     if table.stream is None:
         return
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(table)
+        _captured.add(table)
     stream = torch.cuda.current_stream(table.device)
     if stream != table.stream:
         for part in (table.tensors, table.chunks):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import torch
 
 from fusionrt import forks
 from fusionrt.runtime import device as cuda
 
-COUNTERS = 1 << 14  # of a device
+COUNTERS = 1 << 14  # of a device, and as many more when none is left
 
 _local = threading.local()
 _lock = forks.Lock()
-_free: dict[int, list[int]] = {}  # of a device, the addresses of counters that nobody has
-_more: list[torch.Tensor] = []    # when there are none
+_free: dict[int, Iterator[int]] = {}  # of a device, the addresses of counters that nobody has
 
 
 def counter(device: int, stream: int) -> int:
@@ -34,11 +34,8 @@ def of_stream(device: int, stream: int) -> int:
 
 def _next(device: int) -> int:
     with _lock():
-        if device not in _free:
+        address = next(_free.get(device, iter(())), None)
+        if address is None:
             address = cuda.zeros(4 * COUNTERS)
-            _free.setdefault(device, list(range(address, address + 4 * COUNTERS, 4)))
-        if _free[device]:
-            return _free[device].pop()
-    more = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")  # a graph does so in each replay
-    _more.append(more)
-    return int(more.data_ptr())
+            _free[device] = iter(range(address + 4, address + 4 * COUNTERS, 4))
+        return address

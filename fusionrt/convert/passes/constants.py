@@ -82,8 +82,8 @@ def _escapes(n: Node, facts: Facts) -> bool:
         if not all(map(_is_fill, fills)) or any(
                 facts.position[u] < last and not classes & set(facts.classes[u]) for u in readers):
             return True
-    return any(u.op == "output" or facts.effects[u].barrier for c in facts.classes[n]
-                                      for m in facts.members[c] for u in m.users)
+    return any(u.op == "output" or facts.effects[u].barrier
+               for c in facts.classes[n] for m in facts.members[c] for u in m.users)
 
 
 def _computed(n: Node, known: dict[Node, Any]) -> Any:
