@@ -16,7 +16,7 @@ from fusionrt.catalogue import OPS
 from fusionrt.expr import Expr
 from fusionrt.fusion import UnfitError, dropped
 from fusionrt.op_names import OPS as NAMES
-from fusionrt.row_fusion import Epilogue, Run, as_function, once, per_call, row_operator
+from fusionrt.row_fusion import Epilogue, Run, as_function, once, one_value, per_call, row_operator
 
 # None, a name of the catalogue's, a module or function of torch's that it has, a function of a traced value.
 Activation = str | Callable[[Any], Any] | None
@@ -104,12 +104,9 @@ def activated(op: str, x: Expr, activation: Any) -> Expr:
     """The activation of a traced value."""
     function = resolve(op, activation)
     try:
-        y = x if function is None else once(function, x, "activation")
+        return x if function is None else one_value(once(function, x, "activation"), "activation")
     except UnfitError as error:
         raise TypeError(f"{op}: {error}") from None
-    if not isinstance(y, Expr):
-        raise TypeError(f"{op}: activation must give one traced value, got {type(y).__name__}")
-    return y
 
 
 def finishing(op: str, activation: Any, bias: bool, residual: bool, dropout: bool) -> Any:

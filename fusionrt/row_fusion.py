@@ -126,6 +126,13 @@ def check_takes_one(function: Run, argument: str) -> None:
                          ) from None
 
 
+def one_value(result: Any, argument: str) -> Expr:
+    """What a function has given, if it is what it should."""
+    if not isinstance(result, Expr):
+        raise UnfitError(f"{argument} must give one traced value, got {type(result).__name__}")
+    return result
+
+
 def finished(y: Expr, epilogue: Epilogue) -> Any:
     """The epilogue of y."""
     if epilogue is None:
@@ -133,7 +140,7 @@ def finished(y: Expr, epilogue: Epilogue) -> Any:
     result = once(epilogue, y)
     if isinstance(result, numbers.Real) or (isinstance(result, Expr) and result.uniform and not y.uniform):
         return where(y == y, result, result)  # of every element, whatever that is
-    return result
+    return one_value(result, "epilogue")
 
 
 def per_call(make: Run) -> Run:

@@ -25,6 +25,15 @@ def inputs():
 
 
 
+def test_what_is_not_a_number_is_no_small_error(inputs):
+    found = bench.compare_implementations(
+        {"eager": chain, "lost": lambda x, b: torch.where(x > 0, chain(x, b), math.nan)}, inputs,
+        reference=chain, repeat=1)
+    lost = found["lost"]
+    assert (lost["max_abs"], lost["ulp_max"]) == (math.inf, math.inf)
+    assert lost["outside"] == lost["accuracy"]["nan"] == (inputs[0] <= 0).sum()
+
+
 def coarse(x, b):
     return torch.relu(x.half() + b.half()).float()
 

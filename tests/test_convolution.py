@@ -508,7 +508,8 @@ WRONG = [
     (ValueError, "num_groups must divide the 4 channels of the result, got 3",
      lambda: frt.conv_group_norm(X, WEIGHT, None, 3)),
     (ValueError, r"a norm must be \(running_mean, running_var, weight, bias\), got 2 values",
-     lambda: frt.depthwise_separable(X, torch.zeros(6, 1, 3, 3), WEIGHT, depthwise_norm=(BIAS, BIAS))),
+     lambda: frt.depthwise_separable(X, torch.zeros(6, 1, 3, 3), WEIGHT[..., :1, :1],
+                                     depthwise_norm=(BIAS, BIAS))),
 ]
 
 

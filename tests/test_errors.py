@@ -240,6 +240,22 @@ CASES = [
         TypeError,
         "layer_norm: epilogue must be a function of one traced value, got <lambda>(a, b)",
     ),
+    (
+        lambda: frt.layer_norm(torch.zeros(2, 3), 3, epilogue=lambda a: (a, a)),
+        TypeError,
+        "layer_norm: epilogue must give one traced value, got tuple",
+    ),
+    (
+        lambda: frt.row_reduce(torch.zeros(2, 3), -1, lambda a: None),
+        TypeError,
+        "row_reduce: map must give one traced value, got NoneType",
+    ),
+    (
+        lambda: frt.depthwise_separable(
+            torch.zeros(1, 3, 8, 8), torch.zeros(3, 1, 3, 3), torch.zeros(4, 3, 3, 3)),
+        ValueError,
+        "depthwise_separable: pointwise_weight must have the shape (C', C, 1, 1), got (4, 3, 3, 3)",
+    ),
     (lambda: frt.relu("A"), TypeError, "relu: x must be a tensor, an array or a number, got str"),
     (
         lambda: frt.relu(None),

@@ -550,8 +550,8 @@ X, W = torch.randn(4, 16), torch.randn(16)
     (lambda: frt.layer_norm(X, 16, epilogue=torch.nn.PReLU()), TypeError,
      "layer_norm: epilogue must be None, a name, a function of one traced value or a module without "
      "parameters, got a PReLU"),
-    (lambda: frt.layer_norm(X, 16, epilogue=lambda y: "y"), frt.TraceError,
-     "layer_norm: must return traced values, got str"),
+    (lambda: frt.layer_norm(X, 16, epilogue=lambda y: "y"), TypeError,
+     "layer_norm: epilogue must give one traced value, got str"),
     (lambda: frt.layer_norm_gelu(X, 16, approximate="erf"), ValueError,
      "layer_norm_gelu: approximate must be 'none' or 'tanh', got 'erf'"),
     (lambda: frt.rms_norm_gelu(X, torch.ones(16), torch.ones(16)), ValueError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import math
 import numbers
 import re
 import time
@@ -403,5 +404,8 @@ def _details(call: Callable[[], Any], where: torch.device) -> Row:
 def _accuracy_row(found: accuracy.Accuracy | None) -> Row:
     if found is None:
         return {}
+    if found.nan or found.inf:  # beside which the worst error of the others would look like the result's
+        return {"max_abs": math.inf, "max_rel": math.inf, "ulp_max": math.inf, "outside": found.outside,
+                "accuracy": found.as_dict()}
     return {"max_abs": found.max_abs, "max_rel": found.max_rel, "ulp_max": found.ulp_max,
             "outside": found.outside, "accuracy": found.as_dict()}

@@ -53,7 +53,7 @@ class KernelProfiler:
     @staticmethod
     def plot_comparison(results: Mapping[str, Mapping[str, float]], metric: str = "mean_time",
                         title: str = "", path: str | Path = "comparison.png") -> None:
-        """Draw one of the times as bars into a file; needs matplotlib, and no display."""
+        """Draw one of the times as bars into the file `path`; needs matplotlib, and no display."""
         from fusionrt.bench import plot
         unknown = [name for name, row in results.items() if metric not in row or not metric.endswith("_time")]
         if unknown:

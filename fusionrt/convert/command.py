@@ -168,7 +168,7 @@ def _show_models(as_json: bool) -> None:
     table = Table("family", "model", "package", "here", "weights")
     before = ""
     for name, entry in registry.MODELS.items():
-        here = "absent: pip install 'fusionrt[models]'" if registry.missing(entry.package) else "present"
+        here = "absent: pip install 'fusionrt[models]'" if registry.missing(entry.package) else "installed"
         table.add_row("" if entry.family == before else entry.family, name, entry.package, escape(here),
                       "published" if entry.published else "random only")
         before = entry.family

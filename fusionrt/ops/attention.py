@@ -317,7 +317,7 @@ def _check_factors(op: str, *named: tuple[str, Any]) -> None:
 def attention_score_softmax(q: Any, k: Any, scale: float | None = None, mask: Any = None) -> Any:
     """softmax(q k^T scale + mask): a matrix product and one kernel. Arguments as in `attention_score`.
 
-    mask: as in `softmax`; rows that it lets nothing pass of are zeros.
+    mask: as in `softmax`; rows that a boolean one lets nothing pass of are zeros.
 
         attention_score_softmax(torch.randn(2, 8, 128, 64), torch.randn(2, 8, 256, 64))
     """

@@ -266,6 +266,9 @@ def depthwise_separable(x: Any, depthwise_weight: Any, pointwise_weight: Any, de
             raise ValueError(f"{op}: a norm must be (running_mean, running_var, weight, bias), got {came}")
         return with_norm(op, x, weight, (bias, *norm), activation, residual, options, training, momentum, eps)
 
+    shape = tuple(getattr(pointwise_weight, "shape", ()))
+    if shape and shape[2:] != (1, 1):  # what is no tensor is for the layer to refuse
+        raise ValueError(f"{op}: pointwise_weight must have the shape (C', C, 1, 1), got {shape}")
     y = layer(x, depthwise_weight, depthwise_bias, depthwise_norm, activation, None,
               (stride, padding, dilation, x.shape[1]))
     return layer(y, pointwise_weight, pointwise_bias, pointwise_norm, pointwise_activation, residual,

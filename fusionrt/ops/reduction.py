@@ -28,7 +28,7 @@ from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, check_takes_one, per_call, row_operator, way_of
+from fusionrt.row_fusion import Run, check_takes_one, one_value, per_call, row_operator, way_of
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
 from fusionrt.watching import is_watched, seen_by_torch
@@ -131,7 +131,7 @@ def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool, dty
         if map is None:
             return x
         try:
-            return map(x)
+            return one_value(map(x), "map")
         except TypeError:
             check_takes_one(map, "map")
             raise

@@ -182,9 +182,9 @@ def softmax(x: Any, dim: int = -1, dtype: torch.dtype | None = None, *, scale: A
         arrays="x scale mask", numbers={"scale"})
 def log_softmax(x: Any, dim: int = -1, dtype: torch.dtype | None = None, *, scale: Any = None,
                 mask: Any = None, causal: bool = False, epilogue: Activation = None) -> Any:
-    """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask; -inf where a mask lets nothing pass.
+    """epilogue(z - log(sum(e^z))) along dim, of z = x * scale + mask.
 
-    Arguments as in `softmax`. Source: torch.log_softmax.
+    Arguments as in `softmax`; -inf where a boolean mask lets nothing pass. Source: torch.log_softmax.
 
         log_softmax(torch.randn(8, 512))
     """
