@@ -318,6 +318,8 @@ class Untraceable(nn.Module):
     (lambda: convert.ModelConverter(accuracy_threshold=-1), ValueError, "must be at least 0, got -1"),
     (lambda: convert.ModelConverter(accuracy_threshold="a"), TypeError,
      "ModelConverter: accuracy_threshold must be a number, got 'a'"),
+    (lambda: frt.auto_convert_model(nn.Linear(2, 2), passes=["nope"]), ValueError,
+     "auto_convert_model: no pass is called 'nope'; there are "),
     (lambda: frt.auto_convert_model(nn.Linear(2, 2), device="foo"), ValueError,
      "auto_convert_model: device must name one, such as 'cpu' or 'cuda:0', got 'foo'"),
     (lambda: frt.validate_optimization(3, nn.Linear(2, 2), X), TypeError,

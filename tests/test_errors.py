@@ -256,6 +256,11 @@ CASES = [
         ValueError,
         "depthwise_separable: pointwise_weight must have the shape (C', C, 1, 1), got (4, 3, 3, 3)",
     ),
+    (
+        lambda: frt.gelu_dropout(torch.zeros(3), 0.5, "False"),
+        TypeError,
+        "gelu_dropout: training must be True or False, got 'False'",
+    ),
     (lambda: frt.relu("A"), TypeError, "relu: x must be a tensor, an array or a number, got str"),
     (
         lambda: frt.relu(None),

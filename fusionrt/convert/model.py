@@ -72,9 +72,21 @@ def auto_convert_model(model: Module, input_shape: Any = None, *, example_inputs
 
         fast = fusionrt.auto_convert_model(model, (1, 3, 224, 224))
     """
+    _check_options("auto_convert_model", passes, accuracy_threshold)
     converter = ModelConverter(validate_accuracy, accuracy_threshold, strict=strict, passes=passes,
                                cuda_graphs=cuda_graphs, fresh_outputs=fresh_outputs, measure=False)
     return converter.convert_model(model, input_shape, device, example_inputs=example_inputs)
+
+
+def _check_options(op: str, passes: Sequence[str] | None, accuracy_threshold: float | None) -> None:
+    if isinstance(passes, str):
+        raise TypeError(f"{op}: passes must be a list of names, got {passes!r}")
+    for name in passes or ():
+        if name not in PASSES:
+            raise ValueError(f"{op}: no pass is called {name!r}; there are {', '.join(PASSES)}")
+    allowed = 0.0 if accuracy_threshold is None else accuracy_threshold
+    if not as_float(op, "accuracy_threshold", allowed) >= 0:
+        raise ValueError(f"{op}: accuracy_threshold must be at least 0, got {accuracy_threshold}")
 
 
 class ModelConverter:
@@ -91,15 +103,7 @@ class ModelConverter:
     def __init__(self, validate_accuracy: bool = True, accuracy_threshold: float | None = None, *,
                  strict: bool = False, passes: Sequence[str] | None = None, cuda_graphs: bool = True,
                  fresh_outputs: bool = True, measure: bool = True) -> None:
-        if isinstance(passes, str):
-            raise TypeError(f"ModelConverter: passes must be a list of names, got {passes!r}")
-        for name in passes or ():
-            if name not in PASSES:
-                raise ValueError(f"ModelConverter: no pass is called {name!r}; there are {', '.join(PASSES)}")
-        allowed = 0.0 if accuracy_threshold is None else accuracy_threshold
-        if not as_float("ModelConverter", "accuracy_threshold", allowed) >= 0:
-            raise ValueError("ModelConverter: accuracy_threshold must be at least 0, got "
-                             f"{accuracy_threshold}")
+        _check_options("ModelConverter", passes, accuracy_threshold)
         self.validate_accuracy, self.accuracy_threshold = validate_accuracy, accuracy_threshold
         self.strict, self.measure = strict, measure
         self.options = DEFAULT._replace(passes=DEFAULT.passes if passes is None else tuple(passes),

@@ -15,6 +15,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
+
 from fusionrt.catalogue import COLUMNS, ELEMENTWISE, ROWS, public
 from fusionrt.dispatch import Usual
 from fusionrt.expr import Expr, where
@@ -59,6 +61,8 @@ def _bias_add_add(x: Expr, bias: Expr, residual: Expr) -> Expr:
 
 def scale_of_kept(op: str, p: Any, training: bool, argument: str = "p") -> Any:
     """1 / (1 - p), or None when nothing is dropped. Of a traced value in a fused function too."""
+    if not isinstance(training, (bool, np.bool_)):  # the text "False" is true
+        raise TypeError(f"{op}: training must be True or False, got {training!r}")
     if isinstance(p, Expr):
         return where(p < 1, 1 / (1 - where(p < 1, p, 0)), 0) if training else None
     if not isinstance(p, (int, float)):
