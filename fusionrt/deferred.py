@@ -91,8 +91,8 @@ def _place() -> tuple[_Host, int]:
     host = _host
     if host is None:
         with _lock():
-            made = _Host() if _host is None else _host
-            host = _host = made if _host is None else _host
+            made = _host or _Host()
+            host = _host = _host or made  # a finalizer may have needed one meanwhile
     while True:
         try:
             return host, host.free.popleft()

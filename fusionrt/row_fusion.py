@@ -98,7 +98,7 @@ def once(function: Run, y: Expr, name: str = "epilogue") -> Any:
     try:
         value, result = _traced(function)
     except TypeError:
-        check_takes_one(function, name)
+        _check_takes_one(function, name)
         raise
     if not isinstance(result, Expr):
         return result
@@ -113,7 +113,7 @@ def _traced(function: Run) -> tuple[Expr, Any]:
         return value, function(value)
 
 
-def check_takes_one(function: Run, argument: str) -> None:
+def _check_takes_one(function: Run, argument: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a builtin, which tells nothing

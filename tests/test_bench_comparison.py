@@ -24,7 +24,6 @@ def inputs():
     return torch.randn(64, 256), torch.randn(256)
 
 
-
 def test_what_is_not_a_number_is_no_small_error(inputs):
     found = bench.compare_implementations(
         {"eager": chain, "lost": lambda x, b: torch.where(x > 0, chain(x, b), math.nan)}, inputs,

@@ -85,7 +85,8 @@ class Comparison:
       fusion can gain where memory decides
     * peak_bytes, allocations: memory beyond the arguments, the result included (see `memory`)
     * launches: kernels, copies and fills on the GPU
-    * max_abs, max_rel, ulp_max, outside: worst errors, elements beyond the tolerances; accuracy: all of it
+    * max_abs, max_rel, ulp_max, outside: worst errors (infinite where a NaN or an infinity differs), elements
+      beyond the tolerances; accuracy: all of it
     """
 
     title: str
@@ -404,8 +405,6 @@ def _details(call: Callable[[], Any], where: torch.device) -> Row:
 def _accuracy_row(found: accuracy.Accuracy | None) -> Row:
     if found is None:
         return {}
-    if found.nan or found.inf:  # beside which the worst error of the others would look like the result's
-        return {"max_abs": math.inf, "max_rel": math.inf, "ulp_max": math.inf, "outside": found.outside,
-                "accuracy": found.as_dict()}
-    return {"max_abs": found.max_abs, "max_rel": found.max_rel, "ulp_max": found.ulp_max,
-            "outside": found.outside, "accuracy": found.as_dict()}
+    lost = found.nan or found.inf  # beside which the worst of the others would look like the result's
+    worst = {name: math.inf if lost else getattr(found, name) for name in ("max_abs", "max_rel", "ulp_max")}
+    return {**worst, "outside": found.outside, "accuracy": found.as_dict()}

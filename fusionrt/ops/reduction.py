@@ -28,7 +28,7 @@ from fusionrt.dtypes import as_torchs, rounds
 from fusionrt.expr import Expr, cast, log, maximum, node, pow_, row_mean, row_sum, where
 from fusionrt.expr import abs_ as absolute
 from fusionrt.rehearsal import device_type
-from fusionrt.row_fusion import Run, check_takes_one, one_value, per_call, row_operator, way_of
+from fusionrt.row_fusion import Run, once, one_value, per_call, row_operator, way_of
 from fusionrt.rowwise import row_first, row_max, softmax_terms
 from fusionrt.sites import Sites
 from fusionrt.watching import is_watched, seen_by_torch
@@ -128,13 +128,7 @@ def _operator(name: str, kind: str, map: Map, row_dims: int, recorded: bool, dty
 
     def mapped(x: Expr) -> Any:
         x = cast(x, dtype) if rounded else x
-        if map is None:
-            return x
-        try:
-            return one_value(map(x), "map")
-        except TypeError:
-            check_takes_one(map, "map")
-            raise
+        return x if map is None else one_value(once(map, x, "map"), "map")
 
     def expression(x: Expr, correction: float = 1.0, p: float = 2.0, index: Any = None) -> tuple[Expr, ...]:
         given = {"correction": correction, "p": p, "index": index}
